@@ -1,4 +1,6 @@
-"""What all benchmarks share: one JSON format, so that dated results can be compared (docs: CONTRIBUTING, "Benchmarks")."""
+"""What all benchmarks share: one JSON format, so that dated results can be compared (docs:
+CONTRIBUTING, "Benchmarks").
+"""
 
 import datetime
 import json
@@ -13,13 +15,27 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def row(case: str, variant: str, metric: str, values: Sequence[float]) -> dict[str, Any]:
-    """One line of a result: the median of repeated measurements, with the smallest and the largest."""
+    """One line of a result: the median of repeated measurements, with the smallest and the
+    largest.
+    """
     ordered = sorted(values)
-    return {"case": case, "variant": variant, "metric": metric, "value": ordered[len(ordered) // 2], "low": ordered[0], "high": ordered[-1]}
+    return {
+        "case": case,
+        "variant": variant,
+        "metric": metric,
+        "value": ordered[len(ordered) // 2],
+        "low": ordered[0],
+        "high": ordered[-1],
+    }
 
 
 def write_result(
-    path: Path | None, benchmark: str, rows: Sequence[dict[str, Any]], *, packages: Sequence[str], device: str = "cpu"
+    path: Path | None,
+    benchmark: str,
+    rows: Sequence[dict[str, Any]],
+    *,
+    packages: Sequence[str],
+    device: str = "cpu",
 ) -> None:
     """Print the rows and, with a path, write them with device, versions, commit and date.
 
@@ -31,13 +47,19 @@ def write_result(
         device: "cpu", or the accelerator's name.
     """
     for r in rows:
-        print(f"{r['case']:<28} {r['variant']:<22} {r['metric']:<20} {r['value']:.4g}  [{r['low']:.4g}, {r['high']:.4g}]")
+        print(
+            f"{r['case']:<28} {r['variant']:<22} {r['metric']:<20} {r['value']:.4g}  "
+            f"[{r['low']:.4g}, {r['high']:.4g}]"
+        )
     if path is None:
         return
     result = {
         "benchmark": benchmark,
         "device": cpu_name() if device == "cpu" else device,
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in packages},
+        },
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "rows": list(rows),
@@ -53,6 +75,13 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Commit of the code measured, "+" where the working tree differs; "unknown" outside a checkout."""
-    shown = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True)
+    """Commit of the code measured, "+" where the working tree differs; "unknown" outside a
+    checkout.
+    """
+    shown = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     return shown.stdout.strip() or "unknown"

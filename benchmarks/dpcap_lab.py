@@ -1,25 +1,37 @@
-"""DP-Cap in miniature, on procedural scenes: what a private captioner learns to see and to say, beside its controls at equal compute.
+"""DP-Cap in miniature, on procedural scenes: what a private captioner learns to see and to say,
+beside its controls at equal compute.
 
-    python benchmarks/dpcap_lab.py --work DIR --scenes STORE --tokenizer FILE [--arms A,B] [--steps N] [--batch N] [--warm RUN]
-                                   [--textures STORE] [--non-private-gradients N] [--set ARGUMENT ...] [--quick] [--json FILE]
+    python benchmarks/dpcap_lab.py --work DIR --scenes STORE --tokenizer FILE [--arms A,B] [--steps
+    N] [--batch N] [--warm RUN]
+                                   [--textures STORE] [--non-private-gradients N] [--set ARGUMENT
+                                   ...] [--quick] [--json FILE]
 
 Runs the product itself, `dpvision train` recipes in DIR, unless a complete run is there:
 
     random            the network of dpcap.micro as its seed initialises it
-    warm              synthetic.dpcap_micro: the warm start on textures alone (--warm names a run made elsewhere)
-    private_eps8      dpcap.micro, its own steps and batch unless N say otherwise; also private_eps2, private_eps1
+    warm              synthetic.dpcap_micro: the warm start on textures alone (--warm names a run
+                      made elsewhere)
+    private_eps8      dpcap.micro, its own steps and batch unless N say otherwise; also
+                      private_eps2, private_eps1
     non_private       dpcap.micro_non_private, small batches
-    vip_eps8          dpcap.micro_vip: DP-MAE at the same epsilon, batch and steps, from the same warm encoder
-    vip_textures      the same encoder, trained on for as many sample-gradients on textures (--textures), without privacy: the control
+    vip_eps8          dpcap.micro_vip: DP-MAE at the same epsilon, batch and steps, from the same
+                      warm encoder
+    vip_textures      the same encoder, trained on for as many sample-gradients on textures
+                      (--textures), without privacy: the control
     vip_non_private   the same on the scenes
 
---scenes holds private scenes (`dpvision data scenes STORE`); everything is measured on public ones of other numbers:
+--scenes holds private scenes (`dpvision data scenes STORE`); everything is measured on public ones
+of other numbers:
 
-    attribute probes  ridge on the frozen encoder's mean token and on quadrants, six attributes of the scene (4000 to fit, 2000 to test)
-    zero-shot         colour and shape of a single object among all pairs, by the trie and by the lowest loss
-    composition       true sentence against one with swapped colours, objects, or relation (chance 50%)
-    words             CIDEr-D of greedy captions against the scene's own sentence; share of the named coloured shapes that are in the
-                      image, and share of the image's that are named
+    attribute probes  ridge on the frozen encoder's mean token and on quadrants, six attributes of
+    the scene (4000 to fit, 2000 to test)
+    zero-shot         colour and shape of a single object among all pairs, by the trie and by the
+                      lowest loss
+    composition       true sentence against one with swapped colours, objects, or relation (chance
+                      50%)
+    words             CIDEr-D of greedy captions against the scene's own sentence; share of the
+                      named coloured shapes that are in the image, and share of the image's that are
+                      named
 """
 
 import argparse
@@ -68,7 +80,12 @@ def command(arm: str, args: argparse.Namespace) -> list[str]:
     words = ["--data.tokenizer", str(args.tokenizer)]
     size = [] if args.batch is None else ["--privacy.expected-batch-size", str(args.batch)]
     if args.steps is not None:
-        size += ["--privacy.steps", str(args.steps), "--optim.warmup-steps", str(max(1, args.steps // 20))]
+        size += [
+            "--privacy.steps",
+            str(args.steps),
+            "--optim.warmup-steps",
+            str(max(1, args.steps // 20)),
+        ]
     if arm == "non_private":
         batch = int(RECIPES["dpcap.micro_non_private"]().privacy.expected_batch_size)
         steps = max(1, args.non_private_gradients // batch)
@@ -84,15 +101,24 @@ def command(arm: str, args: argparse.Namespace) -> list[str]:
 
 
 def without_privacy(args: argparse.Namespace) -> list[str]:
-    """Options of dpcap.micro_vip: dpcap.micro_non_private's optimizer, for as many sample-gradients as the private arm takes."""
+    """Options of dpcap.micro_vip: dpcap.micro_non_private's optimizer, for as many sample-gradients
+    as the private arm takes.
+    """
     private, plain = RECIPES["dpcap.micro_vip"]().privacy, RECIPES["dpcap.micro_non_private"]()
     batch = int(plain.privacy.expected_batch_size)
-    steps = max(1, (args.steps or private.steps) * (args.batch or int(private.expected_batch_size)) // batch)
+    steps = max(
+        1, (args.steps or private.steps) * (args.batch or int(private.expected_batch_size)) // batch
+    )
     options = {
-        "privacy.guarantee": "none", "privacy.target-epsilon": None, "privacy.max-grad-norm": None,
-        "privacy.expected-batch-size": batch, "privacy.steps": steps, "optim.warmup-steps": max(1, steps // 10),
-        "optim.learning-rate": plain.optim.learning_rate, "optim.weight-decay": plain.optim.weight_decay,
-    }  # fmt: skip
+        "privacy.guarantee": "none",
+        "privacy.target-epsilon": None,
+        "privacy.max-grad-norm": None,
+        "privacy.expected-batch-size": batch,
+        "privacy.steps": steps,
+        "optim.warmup-steps": max(1, steps // 10),
+        "optim.learning-rate": plain.optim.learning_rate,
+        "optim.weight-decay": plain.optim.weight_decay,
+    }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
@@ -134,12 +160,22 @@ def said(ready: OpenCaptioner, test: list[Scene]) -> dict[str, float]:
     named = re.compile(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})")
     right = total = seen = objects = 0
     for caption, scene in zip(captions, test, strict=True):
-        told, there = set(named.findall(caption)), {(obj.colour, obj.shape) for obj in scene.objects}
-        right, total, seen, objects = right + len(told & there), total + len(told), seen + len(told & there), objects + len(there)
+        told, there = (
+            set(named.findall(caption)),
+            {(obj.colour, obj.shape) for obj in scene.objects},
+        )
+        right, total, seen, objects = (
+            right + len(told & there),
+            total + len(told),
+            seen + len(told & there),
+            objects + len(there),
+        )
     for caption, scene in list(zip(captions, test, strict=True))[:8]:
         print(f"    {scene.caption}\n      -> {caption}")
     return {
-        "CIDEr-D, greedy": float(100 * cider_d(captions, [[scene.caption] for scene in test]).mean()),
+        "CIDEr-D, greedy": float(
+            100 * cider_d(captions, [[scene.caption] for scene in test]).mean()
+        ),
         "named coloured shapes that are there": 100 * right / max(1, total),
         "coloured shapes there that are named": 100 * seen / objects,
     }
@@ -176,30 +212,48 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("work", "scenes", "tokenizer"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--batch", type=int, help="records of a private step; the recipe's if left out")
+    parser.add_argument(
+        "--batch", type=int, help="records of a private step; the recipe's if left out"
+    )
     parser.add_argument("--steps", type=int, help="private steps; the recipe's if left out")
     parser.add_argument("--warm", type=Path, help="a warm start made elsewhere")
-    parser.add_argument("--textures", type=Path, help="public store of textures as files, for vip_textures: dpvision synth STORE --files")
+    parser.add_argument(
+        "--textures",
+        type=Path,
+        help="public store of textures as files, for vip_textures: dpvision synth STORE --files",
+    )
     parser.add_argument("--non-private-gradients", type=int, default=300_000)
-    parser.add_argument("--set", action="extend", nargs="+", default=[], help="further settings of every run")
+    parser.add_argument(
+        "--set", action="extend", nargs="+", default=[], help="further settings of every run"
+    )
     parser.add_argument("--quick", action="store_true", help="few scenes to measure on")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.textures is None and "vip_textures" in args.arms:
-        parser.error("vip_textures needs --textures: make a store with `dpvision synth STORE --num 200000 --size-px 40 --files`")
+        parser.error(
+            "vip_textures needs --textures: make a store with `dpvision synth STORE --num "
+            "200000 --size-px 40 --files`"
+        )
     args.num_fit, args.num_test = (1000, 500) if args.quick else (4000, 2000)
     args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     rows = []
     for arm in args.arms.split(","):
         found = measure(arm, args)
-        print(f"{arm}:\n" + "\n".join(f"  {name:64} {value:6.1f}" for name, value in found.items()), flush=True)
+        print(
+            f"{arm}:\n" + "\n".join(f"  {name:64} {value:6.1f}" for name, value in found.items()),
+            flush=True,
+        )
         rows += [row(arm, name, "percent", [value]) for name, value in found.items()]
-    write_result(args.json, "dpcap_lab", rows, packages=("torch", "numpy", "tokenizers", "dp-accounting"))
+    write_result(
+        args.json, "dpcap_lab", rows, packages=("torch", "numpy", "tokenizers", "dp-accounting")
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Checks of ``gpu_acceptance.py``: what must be right on an accelerator before anything is timed. They run on a CPU too.
+"""Checks of ``gpu_acceptance.py``: what must be right on an accelerator before anything is timed.
+They run on a CPU too.
 
     python benchmarks/gpu_checks.py NAME [--device cpu|cuda] [--json FILE]
 
-A check is a function of the device that yields ``Check`` lines; each compares with the CPU, with float64, with vmap, or with a standard.
+A check is a function of the device that yields ``Check`` lines; each compares with the CPU, with
+float64, with vmap, or with a standard.
 """
 
 import argparse
@@ -69,43 +71,83 @@ class Check:
         return self.bound is None or self.value <= self.bound  # NaN fails
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        value = self.value if math.isfinite(self.value) else 1e300  # JSON has no NaN, which is wrong all the same
+        value = (
+            self.value if math.isfinite(self.value) else 1e300
+        )  # JSON has no NaN, which is wrong all the same
         if self.bound is None:
             return [row(self.claim, name, "note", [value])]
-        return [row(self.claim, name, "value", [value]), row(self.claim, name, "bound", [self.bound])]
+        return [
+            row(self.claim, name, "value", [value]),
+            row(self.claim, name, "bound", [self.bound]),
+        ]
 
 
 Checks = Iterator[Check]
 
 
 def gradients(device: torch.device) -> Checks:
-    """One pass against vmap in each precision, compiled against eager, and this device against a CPU in float64."""
+    """One pass against vmap in each precision, compiled against eager, and this device against a
+    CPU in float64.
+    """
     for name in SMALL:
         config, model, batch = _subject(name, device, 6)
         loss_fn = loss_function(config)
         for precision, allowed in TOLERANCE.items():
             with autocast(precision, device):
                 scale = (
-                    public_loss_scale(loss_fn, model, to_device(example_batch(config), device), STEP_KEY) if precision == "float16" else 1.0
+                    public_loss_scale(
+                        loss_fn, model, to_device(example_batch(config), device), STEP_KEY
+                    )
+                    if precision == "float16"
+                    else 1.0
                 )
                 ours, oracle = (
-                    clipped_sum(loss_fn, model, batch, STEP_KEY, max_grad_norm=1e9, method=method, loss_scale=scale)
+                    clipped_sum(
+                        loss_fn,
+                        model,
+                        batch,
+                        STEP_KEY,
+                        max_grad_norm=1e9,
+                        method=method,
+                        loss_scale=scale,
+                    )
                     for method in ("one_pass", "vmap")
                 )
-            yield Check(f"{name}, {precision}: one pass from vmap", _relative(ours.grads, oracle.grads), allowed)
-            yield Check(f"{name}, {precision}: norms from vmap", _relative({"": ours.norms_B}, {"": oracle.norms_B}), allowed)
+            yield Check(
+                f"{name}, {precision}: one pass from vmap",
+                _relative(ours.grads, oracle.grads),
+                allowed,
+            )
+            yield Check(
+                f"{name}, {precision}: norms from vmap",
+                _relative({"": ours.norms_B}, {"": oracle.norms_B}),
+                allowed,
+            )
         exact = clipped_sum(
-            loss_fn, make_model(config.model, seed=0).double(), _as(batch, torch.float64), STEP_KEY, max_grad_norm=1e9, method="vmap"
+            loss_fn,
+            make_model(config.model, seed=0).double(),
+            _as(batch, torch.float64),
+            STEP_KEY,
+            max_grad_norm=1e9,
+            method="vmap",
         )
         eager = clipped_sum(loss_fn, model, batch, STEP_KEY, max_grad_norm=1e9)
-        yield Check(f"{name}: float32 here from float64 on a CPU", _relative(eager.grads, exact.grads), 1e-4)
+        yield Check(
+            f"{name}: float32 here from float64 on a CPU", _relative(eager.grads, exact.grads), 1e-4
+        )
         blocks = compile_blocks(model, 6)
         compiled = clipped_sum(loss_fn, model, batch, STEP_KEY, max_grad_norm=1e9, blocks=blocks)
-        yield Check(f"{name}: compiled from eager", _relative(compiled.grads, eager.grads), TOLERANCE["float32"])
+        yield Check(
+            f"{name}: compiled from eager",
+            _relative(compiled.grads, eager.grads),
+            TOLERANCE["float32"],
+        )
 
 
 def contributions(device: torch.device) -> Checks:
-    """Adversarial records: a contribution, the difference of two computed sums, is at most C in every precision."""
+    """Adversarial records: a contribution, the difference of two computed sums, is at most C in
+    every precision.
+    """
     for name in SMALL:
         config, model, batch = _subject(name, device, PARTNERS + 1)
         loss_fn, num_tokens = loss_function(config), getattr(config.model, "num_tokens", 0)
@@ -119,13 +161,21 @@ def contributions(device: torch.device) -> Checks:
                         _contribution(loss_fn, model, _with_record(batch, pixels, tokens))
                         for pixels, tokens in _adversarial(batch, num_tokens)
                     ]
-                yield Check(f"{name}, {weights}, {precision}: largest contribution in C", max(found), C)
+                yield Check(
+                    f"{name}, {weights}, {precision}: largest contribution in C", max(found), C
+                )
 
 
 def noise(device: torch.device) -> Checks:
-    """The cipher's published answer and the CPU's words bit for bit, normals within 4 ulp, the CPU's grid points, and the law of a draw."""
+    """The cipher's published answer and the CPU's words bit for bit, normals within 4 ulp, the
+    CPU's grid points, and the law of a draw.
+    """
     zero_key = _words(Key.for_tests(bytes(32)), 0, 8, device).view(np.uint8)[:64].tobytes()
-    yield Check("bytes that differ from RFC 8439, appendix A.1, vector 1", sum(a != b for a, b in zip(zero_key, RFC_8439, strict=True)), 0)
+    yield Check(
+        "bytes that differ from RFC 8439, appendix A.1, vector 1",
+        sum(a != b for a, b in zip(zero_key, RFC_8439, strict=True)),
+        0,
+    )
     num = 2**20
     word_W = np.empty(num, dtype="<i8")
     key = Key.for_tests(RAW)
@@ -134,19 +184,48 @@ def noise(device: torch.device) -> Checks:
     yield Check("words that differ from the CPU's", float((made != word_W).sum()), 0)
     ours = box_muller(torch.from_numpy(made).to(device)).cpu().numpy()
     theirs = normals(key, 40, 40 + num)
-    yield Check("normals: largest difference from the CPU's, ulp", float((np.abs(ours - theirs) / np.spacing(np.abs(theirs))).max()), 4)
+    yield Check(
+        "normals: largest difference from the CPU's, ulp",
+        float((np.abs(ours - theirs) / np.spacing(np.abs(theirs))).max()),
+        4,
+    )
     total = _sum({"a": torch.randn(1000, 1001), "b": torch.randn(7)})
     asked = PrivacyConfig(
-        dataset_size=10**6, expected_batch_size=64, steps=10, noise_multiplier=1.0, guarantee="simulated", max_grad_norm=C
+        dataset_size=10**6,
+        expected_batch_size=64,
+        steps=10,
+        noise_multiplier=1.0,
+        guarantee="simulated",
+        max_grad_norm=C,
     )
     plan = make_plan(asked)
     cpu = privatize(total, plan, 1, key, dtype=torch.float64).grads
     moved = _sum({n: v.to(device) for n, v in total.grads.items()})
     here = privatize(moved, plan, 1, Key.for_tests(RAW), dtype=torch.float64).grads
-    steps = np.concatenate([((here[n].cpu() - cpu[n]).numpy() * plan.expected_batch_size / grid_of(plan.noise_std)).ravel() for n in cpu])
-    yield Check("release: largest difference from the CPU's, grid points", float(np.abs(steps).max()), 1.01)
-    yield Check("release: share of coordinates at another grid point", float((np.abs(steps) > 0.5).mean()), 1e-4)
-    drawn = privatize(_sum({"a": torch.zeros(2**22, device=device)}), plan, 2, key, dtype=torch.float64).grads["a"].cpu().numpy()
+    steps = np.concatenate(
+        [
+            (
+                (here[n].cpu() - cpu[n]).numpy()
+                * plan.expected_batch_size
+                / grid_of(plan.noise_std)
+            ).ravel()
+            for n in cpu
+        ]
+    )
+    yield Check(
+        "release: largest difference from the CPU's, grid points", float(np.abs(steps).max()), 1.01
+    )
+    yield Check(
+        "release: share of coordinates at another grid point",
+        float((np.abs(steps) > 0.5).mean()),
+        1e-4,
+    )
+    drawn = (
+        privatize(_sum({"a": torch.zeros(2**22, device=device)}), plan, 2, key, dtype=torch.float64)
+        .grads["a"]
+        .cpu()
+        .numpy()
+    )
     law = stats.kstest(drawn * plan.expected_batch_size / plan.noise_std, "norm")
     yield Check("law of 4 M normals: 1 - p of Kolmogorov-Smirnov", 1 - float(law.pvalue), 1 - 1e-6)
 
@@ -156,14 +235,20 @@ def _words(key: Key, block: int, num: int, device: torch.device) -> np.ndarray:
     if device.type == "cuda":
         from dpvision.dp.chacha_triton import chacha_words
 
-        return chacha_words(key_words([key])[0].to(device), block, num // WORDS_PER_BLOCK).cpu().numpy()
+        return (
+            chacha_words(key_words([key])[0].to(device), block, num // WORDS_PER_BLOCK)
+            .cpu()
+            .numpy()
+        )
     word_W = np.empty(num, dtype="<i8")
     Keystream(key, block).fill(word_W)
     return word_W
 
 
 def totals(device: torch.device) -> Checks:
-    """Totals over physical batches are float64 on the device: 4,096 parts whose float32 total would be off by far more."""
+    """Totals over physical batches are float64 on the device: 4,096 parts whose float32 total would
+    be off by far more.
+    """
     parts = [_sum({"a": torch.full((8,), 1 + 2.0**-20 * i, device=device)}) for i in range(4096)]
     exact = sum(1 + 2.0**-20 * i for i in range(4096))
     total = ClippedSum.add_up(_Named(torch.zeros(8, device=device)), C, iter(parts)).grads["a"]
@@ -172,7 +257,8 @@ def totals(device: torch.device) -> Checks:
 
 
 def bits(device: torch.device) -> Checks:
-    """A record's reference bits (``dp.reference_bits``): in passes of M rows no bit depends on place or company.
+    """A record's reference bits (``dp.reference_bits``): in passes of M rows no bit depends on
+    place or company.
 
     The smaller numbers of rows that are not admitted are counted: such passes are padded.
     """
@@ -185,42 +271,137 @@ def bits(device: torch.device) -> Checks:
             admitted, refused = (rows,), ""
             try:
                 with autocast(precision, device):
-                    admitted = check_bits(loss_function(config), model, public, STEP_KEY, sizes, max_grad_norm=C)
+                    admitted = check_bits(
+                        loss_function(config), model, public, STEP_KEY, sizes, max_grad_norm=C
+                    )
             except PrivacyError as error:
                 refused = f" ({str(error)[:120]})"
-            yield Check(f"{name}, {precision}: a pass of {rows} rows is refused{refused}", float(bool(refused)), 0)
-            yield Check(f"{name}, {precision}: of {len(sizes)} smaller numbers of rows, not admitted", len(sizes) + 1 - len(admitted), None)
+            yield Check(
+                f"{name}, {precision}: a pass of {rows} rows is refused{refused}",
+                float(bool(refused)),
+                0,
+            )
+            yield Check(
+                f"{name}, {precision}: of {len(sizes)} smaller numbers of rows, not admitted",
+                len(sizes) + 1 - len(admitted),
+                None,
+            )
 
 
 def end_to_end(device: torch.device) -> Checks:
-    """Train, stop, resume, evaluate, adapt, caption, report and verify in small, as commands; the figure is the exit status."""
+    """Train, stop, resume, evaluate, adapt, caption, report and verify in small, as commands; the
+    figure is the exit status.
+    """
     hardware = ["--hardware.device", device.type, "--hardware.physical-batch-size", "64"]
-    privacy = ["--privacy.dataset-size", "600", "--privacy.expected-batch-size", "100", "--privacy.target-epsilon", "8"]
-    privacy += ["--privacy.steps", "300" if device.type == "cuda" else "60", "--optim.warmup-steps", "5"]
+    privacy = [
+        "--privacy.dataset-size",
+        "600",
+        "--privacy.expected-batch-size",
+        "100",
+        "--privacy.target-epsilon",
+        "8",
+    ]
+    privacy += [
+        "--privacy.steps",
+        "300" if device.type == "cuda" else "60",
+        "--optim.warmup-steps",
+        "5",
+    ]
     with tempfile.TemporaryDirectory() as folder:
 
         def run(claim: str, *words: str, expected: int = 0) -> Check:
             found = _status(folder, words, stop_after_s=None if expected == 0 else 0.5)
             return Check(f"{claim}: exit status less {expected}", abs(found - expected), 0)
 
-        yield run("import scenes", "data", "scenes", "stores/private", "--num", "600", "--size-px", "32")
         yield run(
-            "import public scenes", "data", "scenes", "stores/public", "--num", "200", "--size-px", "32", "--first", "600", "--public"
+            "import scenes", "data", "scenes", "stores/private", "--num", "600", "--size-px", "32"
         )
-        yield run("tokenizer", "data", "tokenizer", "words.json", "--scenes", "2000", "--vocab-size", "440")
-        for recipe, name in (("vip.micro_random_start", "mae"), ("dpcap.micro_random_start", "cap")):
+        yield run(
+            "import public scenes",
+            "data",
+            "scenes",
+            "stores/public",
+            "--num",
+            "200",
+            "--size-px",
+            "32",
+            "--first",
+            "600",
+            "--public",
+        )
+        yield run(
+            "tokenizer",
+            "data",
+            "tokenizer",
+            "words.json",
+            "--scenes",
+            "2000",
+            "--vocab-size",
+            "440",
+        )
+        for recipe, name in (
+            ("vip.micro_random_start", "mae"),
+            ("dpcap.micro_random_start", "cap"),
+        ):
             words = ["--data.tokenizer", "words.json"] if name == "cap" else []
-            train = ["train", recipe, "--data", "stores/private", *privacy, *hardware, "--name", name, *words]
+            train = [
+                "train",
+                recipe,
+                "--data",
+                "stores/private",
+                *privacy,
+                *hardware,
+                "--name",
+                name,
+                *words,
+            ]
             yield run(f"{name}: stopped", *train, expected=_STOPPED)
             yield run(f"{name}: resumed", "train", recipe, "--name", name, "--resume")
             if name == "mae":
-                yield run("evaluate", "evaluate", "runs/mae", "--train", "stores/public", "--protocols", "knn")
+                yield run(
+                    "evaluate",
+                    "evaluate",
+                    "runs/mae",
+                    "--train",
+                    "stores/public",
+                    "--protocols",
+                    "knn",
+                )
             else:
                 yield run("caption", "caption", "runs/cap", "stores/public")
             yield run(f"{name}: report", "report", f"runs/{name}")
-            yield run(f"{name}: verify", "verify", f"runs/{name}/statement.json", "--run", f"runs/{name}", "--store", "stores/private")
-        data = ["--data", "stores/private", "--test", "stores/public", "--num-classes", "8", "--dataset-size", "600"]
-        yield run("adapt", "adapt", *data, "--epsilon", "4", "--encoder", "runs/mae", "--name", "head", "--hardware.device", device.type)
+            yield run(
+                f"{name}: verify",
+                "verify",
+                f"runs/{name}/statement.json",
+                "--run",
+                f"runs/{name}",
+                "--store",
+                "stores/private",
+            )
+        data = [
+            "--data",
+            "stores/private",
+            "--test",
+            "stores/public",
+            "--num-classes",
+            "8",
+            "--dataset-size",
+            "600",
+        ]
+        yield run(
+            "adapt",
+            "adapt",
+            *data,
+            "--epsilon",
+            "4",
+            "--encoder",
+            "runs/mae",
+            "--name",
+            "head",
+            "--hardware.device",
+            device.type,
+        )
 
 
 CHECKS: dict[str, Callable[[torch.device], Checks]] = {
@@ -233,7 +414,9 @@ CHECKS: dict[str, Callable[[torch.device], Checks]] = {
 }
 
 
-def as_part(checks: Callable[[torch.device], Checks], name: str) -> Callable[[torch.device, float], Iterator[dict[str, Any]]]:
+def as_part(
+    checks: Callable[[torch.device], Checks], name: str
+) -> Callable[[torch.device, float], Iterator[dict[str, Any]]]:
     """Checks as a part of gpu_parts.py."""
 
     def run(device: torch.device, budget_s: float) -> Iterator[dict[str, Any]]:
@@ -248,16 +431,28 @@ _STOPPED = 75
 
 
 def _ledger_lines(folder: str) -> int:
-    return sum(len(path.read_text().splitlines()) for path in Path(folder, "stores", "LEDGERS").rglob("*.jsonl"))
+    return sum(
+        len(path.read_text().splitlines())
+        for path in Path(folder, "stores", "LEDGERS").rglob("*.jsonl")
+    )
 
 
 def _status(folder: str, words: Sequence[str], *, stop_after_s: float | None) -> int:
-    """Exit status of a command; with a time, it is told to stop that long after its first charged step."""
+    """Exit status of a command; with a time, it is told to stop that long after its first charged
+    step.
+    """
     before = _ledger_lines(folder)
     with open(Path(folder, "errors.txt"), "w+") as errors:
-        process = subprocess.Popen([sys.executable, "-m", "dpvision", *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=errors)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dpvision", *words],
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
         if stop_after_s is not None:
-            while process.poll() is None and _ledger_lines(folder) < before + 2:  # the header and a step
+            while (
+                process.poll() is None and _ledger_lines(folder) < before + 2
+            ):  # the header and a step
                 time.sleep(0.1)
             time.sleep(stop_after_s)
             process.send_signal(signal.SIGTERM)
@@ -287,7 +482,10 @@ def _sum(grads: dict[str, Tensor]) -> ClippedSum:
 
 
 def _as(batch: Batch, dtype: torch.dtype) -> Batch:
-    return Batch._make(None if t is None else t.cpu().to(dtype) if t.is_floating_point() else t.cpu() for t in batch)
+    return Batch._make(
+        None if t is None else t.cpu().to(dtype) if t.is_floating_point() else t.cpu()
+        for t in batch
+    )
 
 
 def _relative(ours: dict[str, Tensor], oracle: dict[str, Tensor]) -> float:
@@ -304,11 +502,24 @@ def _adversarial(batch: Batch, num_tokens: int) -> Iterator[tuple[Tensor, Tensor
     """Pixels and tokens of records that are far from natural ones."""
     like = batch.image_BVCHW[0]
     side = like.shape[-1]
-    check = (torch.arange(side, device=like.device)[:, None] + torch.arange(side, device=like.device)) % 2 * 2.0 - 1
+    check = (
+        torch.arange(side, device=like.device)[:, None] + torch.arange(side, device=like.device)
+    ) % 2 * 2.0 - 1
     generator = torch.Generator(like.device).manual_seed(1)
     noise = torch.randn(like.shape, generator=generator, device=like.device)
-    tokens = [None] if batch.token_BVL is None else [torch.full_like(batch.token_BVL[0], 5), batch.token_BVL[0] * 0 + 3]
-    for pixels in (0 * like, like * 0 + 1e3, check.expand_as(like) * 30, noise * 100, noise * 1e-6, like * 0 - 1e-30):
+    tokens = (
+        [None]
+        if batch.token_BVL is None
+        else [torch.full_like(batch.token_BVL[0], 5), batch.token_BVL[0] * 0 + 3]
+    )
+    for pixels in (
+        0 * like,
+        like * 0 + 1e3,
+        check.expand_as(like) * 30,
+        noise * 100,
+        noise * 1e-6,
+        like * 0 - 1e-30,
+    ):
         for token in tokens:
             yield pixels.contiguous(), token
 
@@ -325,15 +536,26 @@ def _with_record(batch: Batch, pixels: Tensor, tokens: Tensor | None) -> Batch:
 
 
 def _contribution(loss_fn, model: nn.Module, batch: Batch) -> float:
-    """|sum with the last record - sum without it| in units of C, from the computed sums, in float64."""
+    """|sum with the last record - sum without it| in units of C, from the computed sums, in
+    float64.
+    """
     valid = batch.valid_B.clone()
     valid[-1] = False
-    sums = [clipped_sum(loss_fn, model, b, STEP_KEY, max_grad_norm=C).grads for b in (batch, batch._replace(valid_B=valid))]
-    return float(sum((sums[0][n].double() - sums[1][n].double()).square().sum() for n in sums[0])) ** 0.5 / C
+    sums = [
+        clipped_sum(loss_fn, model, b, STEP_KEY, max_grad_norm=C).grads
+        for b in (batch, batch._replace(valid_B=valid))
+    ]
+    return (
+        float(sum((sums[0][n].double() - sums[1][n].double()).square().sum() for n in sums[0]))
+        ** 0.5
+        / C
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=list(CHECKS))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path)

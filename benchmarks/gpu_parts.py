@@ -1,6 +1,8 @@
-"""The parts of ``gpu_acceptance.py`` as functions of the device that yield rows; as a script, the process that runs them on request.
+"""The parts of ``gpu_acceptance.py`` as functions of the device that yield rows; as a script, the
+process that runs them on request.
 
-python benchmarks/gpu_parts.py cuda|cpu        one request a line, {"part": NAME, "budget_s": S}; one answer a line
+python benchmarks/gpu_parts.py cuda|cpu        one request a line, {"part": NAME, "budget_s": S};
+                                               one answer a line
 """
 
 import argparse
@@ -38,13 +40,19 @@ Run = Callable[[torch.device, float], Rows]
 
 def _bench(device: torch.device, budget_s: float, variants: tuple[str, ...]) -> Bench:
     small = device.type == "cpu"
-    # A graph for each shape, and an error where torch would otherwise go on uncompiled without a word.
+    # A graph for each shape, and an error where torch would otherwise go on uncompiled without a
+    # word.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     asked = argparse.Namespace(
-        device=device.type, precision=None, batch=2 if small else None, rounds=1 if small else 15, variants=",".join(variants),
-        budget_s=budget_s, quick=False,
-    )  # fmt: skip
+        device=device.type,
+        precision=None,
+        batch=2 if small else None,
+        rounds=1 if small else 15,
+        variants=",".join(variants),
+        budget_s=budget_s,
+        quick=False,
+    )
     return Bench(asked)
 
 
@@ -54,7 +62,11 @@ def clip(case: str) -> Run:
     def run(device: torch.device, budget_s: float) -> Rows:
         compiled = device.type == "cuda"
         ghost = ("opacus_ghost",) if opacus_variants.INSTALLED and compiled else ()
-        bench = _bench(device, budget_s, (*NON_PRIVATE, *ONE_PASS, *ghost) if compiled else (NON_PRIVATE[0], ONE_PASS[0]))
+        bench = _bench(
+            device,
+            budget_s,
+            (*NON_PRIVATE, *ONE_PASS, *ghost) if compiled else (NON_PRIVATE[0], ONE_PASS[0]),
+        )
         torch._dynamo.reset()
         subject = case if compiled else case.partition("_")[0] + "_tiny"
         yield from clipping.measure_case(subject, bench, time.monotonic() + 0.8 * budget_s)
@@ -72,16 +84,23 @@ def batches(device: torch.device, budget_s: float) -> Rows:
 
 
 def noise_speed(device: torch.device, budget_s: float) -> Rows:
-    yield from noise.measured(device.type, quick=device.type == "cpu", rounds=1 if device.type == "cpu" else 7)
+    yield from noise.measured(
+        device.type, quick=device.type == "cpu", rounds=1 if device.type == "cpu" else 7
+    )
 
 
 def whole_step(device: torch.device, budget_s: float) -> Rows:
     on_gpu = device.type == "cuda"
     cores = len(os.sched_getaffinity(0))
     settings = argparse.Namespace(
-        batch=2048 if on_gpu else 16, physical=256 if on_gpu else 8, rounds=3 if on_gpu else 1, threads=min(cores, 16) if on_gpu else 1,
-        device=device.type, precision="bfloat16" if on_gpu else "float32", compile=on_gpu,
-    )  # fmt: skip
+        batch=2048 if on_gpu else 16,
+        physical=256 if on_gpu else 8,
+        rounds=3 if on_gpu else 1,
+        threads=min(cores, 16) if on_gpu else 1,
+        device=device.type,
+        precision="bfloat16" if on_gpu else "float32",
+        compile=on_gpu,
+    )
     yield from step.measure("mae_base" if on_gpu else "mae_micro", settings)
 
 
@@ -96,7 +115,10 @@ def texture_rates(device: torch.device, budget_s: float) -> Rows:
 def feature_times(device: torch.device, budget_s: float) -> Rows:
     on_gpu = device.type == "cuda"
     yield from patch_speed.measured(
-        device.type, sizes=[32, 96, 224] if on_gpu else [32], num=128 if on_gpu else 4, rounds=5 if on_gpu else 1
+        device.type,
+        sizes=[32, 96, 224] if on_gpu else [32],
+        num=128 if on_gpu else 4,
+        rounds=5 if on_gpu else 1,
     )
 
 
@@ -113,17 +135,29 @@ PARTS: dict[str, Run] = {
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Device, versions, commit and date of the results."""
-    packages = ("dpvision", "torch", "triton", "numpy", "timm", *(["opacus"] if opacus_variants.INSTALLED else []))
+    packages = (
+        "dpvision",
+        "torch",
+        "triton",
+        "numpy",
+        "timm",
+        *(["opacus"] if opacus_variants.INSTALLED else []),
+    )
     return {
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in packages},
+        },
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
 
 
 def serve(device: torch.device, requests: Any, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Run the parts that are asked for, and answer with each row as it comes, then "complete" or the reason of a failure."""
+    """Run the parts that are asked for, and answer with each row as it comes, then "complete" or
+    the reason of a failure.
+    """
     if device.type == "cuda" and not torch.cuda.is_available():
         answer({"failed": "torch finds no GPU; expected one"})
         return

@@ -1,20 +1,27 @@
-"""What --head auto loses against the best head of all, on the same features: sets x records x epsilon.
+"""What --head auto loses against the best head of all, on the same features: sets x records x
+epsilon.
 
-    python benchmarks/head_regret.py --data DATA --work FEATURES --json benchmarks/results/2026-11-22-head_regret.json
-    python benchmarks/head_regret.py --data DATA --work FEATURES --holdout     # what thresholds are chosen by: the training split alone
-    python benchmarks/head_regret.py --over RESULT.json [RESULT.json ...]      # what the default encoder with --head auto loses
+    python benchmarks/head_regret.py --data DATA --work FEATURES --json
+        benchmarks/results/2026-11-22-head_regret.json
+    python benchmarks/head_regret.py --data DATA --work FEATURES --holdout
+        # what thresholds are chosen by: the training split alone
+    python benchmarks/head_regret.py --over RESULT.json [RESULT.json ...]
+        # what the default encoder with --head auto loses
 
-Features are computed once by ``--encoder`` (what ``open_encoder`` takes) and kept under ``--work``: SET_train.npy (float16, N x D) with
-SET_train_y.npy, SET_test.npy with SET_test_y.npy; files that are there are used. At most ``MOST_TRAINED`` and ``MOST_TESTED`` random images
-of the splits take part. The records of a cell are a random part of the training split, the same for all heads; rows are treated as by
-``dpvision adapt``; delta is 1 / (2 N). Accuracy in percent, the mean over seeds of the noise. ``auto`` is ``recommend_head``, which sees
-public numbers only.
+Features are computed once by ``--encoder`` (what ``open_encoder`` takes) and kept under ``--work``:
+SET_train.npy (float16, N x D) with SET_train_y.npy, SET_test.npy with SET_test_y.npy; files that
+are there are used. At most ``MOST_TRAINED`` and ``MOST_TESTED`` random images of the splits take
+part. The records of a cell are a random part of the training split, the same for all heads; rows
+are treated as by ``dpvision adapt``; delta is 1 / (2 N). Accuracy in percent, the mean over seeds
+of the noise. ``auto`` is ``recommend_head``, which sees public numbers only.
 
---over computes nothing anew: from results of this script and of small_data.py it takes what the default encoder with auto loses against
-the best of all heads and encoders that they have, on the same set, records and epsilon. The best of several uncertain figures is too high.
+--over computes nothing anew: from results of this script and of small_data.py it takes what the
+default encoder with auto loses against the best of all heads and encoders that they have, on the
+same set, records and epsilon. The best of several uncertain figures is too high.
 
-SET-rare has the classes of a set in frequencies that fall from 1 to 1/10, in both splits. cifar10-attributes has several labels a record,
-the same for all records of a class (``ATTRIBUTES``): its figures are the mean over attributes of average precision, in percent.
+SET-rare has the classes of a set in frequencies that fall from 1 to 1/10, in both splits.
+cifar10-attributes has several labels a record, the same for all records of a class
+(``ATTRIBUTES``): its figures are the mean over attributes of average precision, in percent.
 """
 
 import argparse
@@ -61,16 +68,20 @@ SIZES = (300, 1500, 10_000)
 MOST_TRAINED, MOST_TESTED = 12_500, 2000
 RAREST = 0.1
 ATTRIBUTES = {
-    "animal": (2, 3, 4, 5, 6, 7), "vehicle": (0, 1, 8, 9), "flies": (0, 2), "swims": (6, 8), "wheels": (0, 1, 9), "hooves": (4, 7),
-    "fur": (3, 5), "road": (1, 9),
+    "animal": (2, 3, 4, 5, 6, 7), "vehicle": (0, 1, 8, 9), "flies": (0, 2), "swims": (6, 8),
+    "wheels": (0, 1, 9), "hooves": (4, 7), "fur": (3, 5), "road": (1, 9),
 }  # fmt: skip
-"""Classes of CIFAR-10 that have each attribute: airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck are 0 to 9."""
+"""Classes of CIFAR-10 that have each attribute: airplane, automobile, bird, cat, deer, dog, frog,
+horse, ship, truck are 0 to 9.
+"""
 HELD_OUT = 0.2
 """Part of the training split that thresholds are chosen by."""
 MANY = 2000
 """Records beyond which ``--seeds-many`` holds."""
 WIDEST = 2048
-"""Feature dimensions up to which the heads of covariances take part: one core inverts them by the hundred."""
+"""Feature dimensions up to which the heads of covariances take part: one core inverts them by the
+hundred.
+"""
 FITS: dict[str, Callable[[FeatureStream, Releases, bool], Head]] = {
     "one_step": lambda stream, releases, _: one_step(stream, releases),
     "prototypes": lambda stream, releases, _: prototypes(stream, releases),
@@ -78,13 +89,17 @@ FITS: dict[str, Callable[[FeatureStream, Releases, bool], Head]] = {
     "least_squares": lambda stream, releases, _: least_squares(stream, releases),
     "feature_covariance": lambda stream, releases, _: feature_covariance(stream, releases).last,
 }
-"""Heads by name. The last argument: whether the rate of many_steps is bounded (``rate.steps_rate``), as ``dpvision adapt`` decides it."""
+"""Heads by name. The last argument: whether the rate of many_steps is bounded
+(``rate.steps_rate``), as ``dpvision adapt`` decides it.
+"""
 
 
 def steps_head(stream: FeatureStream, releases: Releases, *, bounded: bool) -> Head:
     optim = with_rate(PRESETS["many_steps"].optim, releases.plan, bounded=bounded)
     if stream.multi_label:
-        return many_steps(stream, releases, optim=optim, loss="sigmoid", bias=-math.log(stream.num_classes - 1)).last
+        return many_steps(
+            stream, releases, optim=optim, loss="sigmoid", bias=-math.log(stream.num_classes - 1)
+        ).last
     return many_steps(stream, releases, optim=optim).last
 
 
@@ -112,10 +127,17 @@ def features(work: Path, data: Path, encoder: str, name: str, part: str) -> Spli
     base, _, kind = name.partition("-")
     split = plain_features(work, data, encoder, base, part)
     if kind == "attributes":
-        return Split(split.x_ND, np.stack([np.isin(split.label_N, classes) for classes in ATTRIBUTES.values()], axis=1).astype(np.int64))
+        return Split(
+            split.x_ND,
+            np.stack(
+                [np.isin(split.label_N, classes) for classes in ATTRIBUTES.values()], axis=1
+            ).astype(np.int64),
+        )
     if kind == "rare":
         num_classes = int(split.label_N.max()) + 1
-        kept = np.random.default_rng(1).random(len(split.label_N)) < RAREST ** (split.label_N / (num_classes - 1))
+        kept = np.random.default_rng(1).random(len(split.label_N)) < RAREST ** (
+            split.label_N / (num_classes - 1)
+        )
         return split.taken(np.flatnonzero(kept))
     return split
 
@@ -131,7 +153,10 @@ def plain_features(work: Path, data: Path, encoder: str, name: str, part: str) -
         table = table.take(np.sort(np.random.default_rng(7).permutation(len(table))[:most]))
         found = []
         for start in range(0, len(table), 256):
-            images = [Image.open(io.BytesIO(image["bytes"])) for image in table["image"][start : start + 256].to_pylist()]
+            images = [
+                Image.open(io.BytesIO(image["bytes"]))
+                for image in table["image"][start : start + 256].to_pylist()
+            ]
             x_BCHW = torch.from_numpy(np.stack([opened.preprocess(image) for image in images]))
             found.append(next(iter(opened.poolings(x_BCHW).values())).numpy().astype(np.float16))
         work.mkdir(parents=True, exist_ok=True)
@@ -141,7 +166,10 @@ def plain_features(work: Path, data: Path, encoder: str, name: str, part: str) -
 
 
 def accuracy(head: Head, test: Split) -> float:
-    parts = (head.scores(torch.from_numpy(test.x_ND[i : i + 250].astype(np.float32))).numpy() for i in range(0, len(test.label_N), 250))
+    parts = (
+        head.scores(torch.from_numpy(test.x_ND[i : i + 250].astype(np.float32))).numpy()
+        for i in range(0, len(test.label_N), 250)
+    )
     score_NK = np.concatenate(list(parts))
     if test.label_N.ndim == 2:
         return 100 * float(average_precision_score(test.label_N, score_NK, average="macro"))
@@ -149,40 +177,68 @@ def accuracy(head: Head, test: Split) -> float:
 
 
 def cell(
-    train: Split, test: Split, num_classes: int, epsilon: float, seeds: int, opened: tuple[Any, Any], heads: Sequence[str]
+    train: Split,
+    test: Split,
+    num_classes: int,
+    epsilon: float,
+    seeds: int,
+    opened: tuple[Any, Any],
+    heads: Sequence[str],
 ) -> dict[str, list[float]]:
     """Test accuracy of every head that can be, for each seed."""
     encoder, centre_D = opened
     count, width = train.x_ND.shape
     found: dict[str, list[float]] = {}
     for name, fit in FITS.items():
-        if name not in heads or (width > WIDEST and name in ("least_squares", "feature_covariance")):
+        if name not in heads or (
+            width > WIDEST and name in ("least_squares", "feature_covariance")
+        ):
             continue
         several = train.label_N.ndim == 2
         if several and name == "feature_covariance":
             continue
         preset = PRESETS[name]  # type: ignore[index]
-        plan, bounded = full_batch_plan(count, epsilon, steps=preset.steps), not encoder.standard_rows
+        plan, bounded = (
+            full_batch_plan(count, epsilon, steps=preset.steps),
+            not encoder.standard_rows,
+        )
         if name == "many_steps" and bounded:
             plan = full_batch_plan(count, epsilon, steps=enough_steps(plan, preset.optim.momentum))
         scaled = name == "many_steps" and encoder.order_D is not None
         scale_D = frequency_scale(encoder.order_D, frequency_decay(plan)) if scaled else None
         stream = FeatureStream(
-            train.x_ND, train.label_N, num_classes, centre_D=centre_D, unit=True, scale_D=scale_D, constant=preset.constant
+            train.x_ND,
+            train.label_N,
+            num_classes,
+            centre_D=centre_D,
+            unit=True,
+            scale_D=scale_D,
+            constant=preset.constant,
         )
         for seed in range(seeds):
-            keys = [Key.for_tests(hashlib.sha256(f"{seed} {use}".encode()).digest()) for use in ("draw", "noise")]
-            head = fit(stream, Releases(plan.another_run(), itertools.count().__next__, *keys), bounded)
+            keys = [
+                Key.for_tests(hashlib.sha256(f"{seed} {use}".encode()).digest())
+                for use in ("draw", "noise")
+            ]
+            head = fit(
+                stream, Releases(plan.another_run(), itertools.count().__next__, *keys), bounded
+            )
             found.setdefault(name, []).append(accuracy(head, test))
     return found
 
 
-def line(case: str, variant: str, values: Sequence[float], metric: str = "accuracy_percent") -> dict[str, Any]:
+def line(
+    case: str, variant: str, values: Sequence[float], metric: str = "accuracy_percent"
+) -> dict[str, Any]:
     """Mean, smallest and largest over the seeds."""
     return {
-        "case": case, "variant": variant, "metric": metric, "value": float(np.mean(values)), "low": float(min(values)),
+        "case": case,
+        "variant": variant,
+        "metric": metric,
+        "value": float(np.mean(values)),
+        "low": float(min(values)),
         "high": float(max(values)),
-    }  # fmt: skip
+    }
 
 
 def of_set(name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[float]]:
@@ -190,7 +246,9 @@ def of_set(name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], l
     rng = np.random.default_rng(0)
     whole = features(args.work, args.data, args.encoder, name, "train")
     order = rng.permutation(len(whole.label_N))
-    num_classes = whole.label_N.shape[1] if whole.label_N.ndim == 2 else int(whole.label_N.max()) + 1
+    num_classes = (
+        whole.label_N.shape[1] if whole.label_N.ndim == 2 else int(whole.label_N.max()) + 1
+    )
     if args.holdout:
         cut = round(HELD_OUT * len(order))
         test, order = whole.taken(np.sort(order[:cut][:MOST_TESTED])), order[cut:]
@@ -202,7 +260,15 @@ def of_set(name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], l
         train, start = whole.taken(np.sort(order[:count])), time.monotonic()
         for epsilon in args.epsilons:
             opened = encoder_of(args.encoder, name.partition("-")[0])
-            got = cell(train, test, num_classes, epsilon, args.seeds if count <= MANY else args.seeds_many, opened, args.heads.split(","))
+            got = cell(
+                train,
+                test,
+                num_classes,
+                epsilon,
+                args.seeds if count <= MANY else args.seeds_many,
+                opened,
+                args.heads.split(","),
+            )
             chosen = recommend_head(count, num_classes, epsilon, train.x_ND.shape[1])[0]
             best = max(got, key=lambda head: float(np.mean(got[head])))
             losses.append(float(np.mean(got[best]) - np.mean(got[chosen])))
@@ -216,7 +282,9 @@ def of_set(name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], l
 
 
 def over_encoders(paths: Sequence[Path], sets: Sequence[str]) -> list[dict[str, Any]]:
-    """What the default encoder with ``auto`` loses against the best (encoder, head) of each cell, and over all cells."""
+    """What the default encoder with ``auto`` loses against the best (encoder, head) of each cell,
+    and over all cells.
+    """
     default: dict[str, float] = {}
     cells: dict[str, dict[str, float]] = {}
     for path in paths:
@@ -233,7 +301,11 @@ def over_encoders(paths: Sequence[Path], sets: Sequence[str]) -> list[dict[str, 
                 wanted, variant = one["metric"] == "accuracy", f"{variant}, auto"
             if wanted and not case.endswith("none") and case.split(",")[0] in sets:
                 cells.setdefault(case, {})[variant] = one["value"]
-        default |= {case: cells[case][f"{DEFAULT}, {head}"] for case, head in auto.items() if f"{DEFAULT}, {head}" in cells.get(case, {})}
+        default |= {
+            case: cells[case][f"{DEFAULT}, {head}"]
+            for case, head in auto.items()
+            if f"{DEFAULT}, {head}" in cells.get(case, {})
+        }
     rows, losses = [], []
     for case, found in cells.items():
         got = default.get(case, found.get(f"{DEFAULT}, auto"))
@@ -242,7 +314,9 @@ def over_encoders(paths: Sequence[Path], sets: Sequence[str]) -> list[dict[str, 
             continue
         best = max(found, key=lambda variant: found[variant])
         losses.append(found[best] - got)
-        rows.append(line(case, f"best of {len(encoders)} encoders: {best}", [losses[-1]], "points_lost"))
+        rows.append(
+            line(case, f"best of {len(encoders)} encoders: {best}", [losses[-1]], "points_lost")
+        )
         print(f"{case}: {got:.1f} by default, {found[best]:.1f} by {best}, loses {losses[-1]:.1f}")
     return [*rows, *summary(losses)]
 
@@ -252,15 +326,30 @@ def summary(losses: Sequence[float]) -> list[dict[str, Any]]:
     return [
         line("all cells", "auto", [float(np.mean(losses))], "mean_points_lost"),
         line("all cells", "auto", [max(losses)], "most_points_lost"),
-        line("all cells", "auto", [100 * float(np.mean(np.array(losses) <= 1))], "cells_within_a_point_percent"),
+        line(
+            "all cells",
+            "auto",
+            [100 * float(np.mean(np.array(losses) <= 1))],
+            "cells_within_a_point_percent",
+        ),
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with SET/train.parquet and SET/test.parquet")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, help="folder with SET/train.parquet and SET/test.parquet"
+    )
     parser.add_argument("--work", type=Path, help="features are kept here")
-    parser.add_argument("--over", type=Path, nargs="+", metavar="RESULT", help="results to compare; nothing is computed anew")
+    parser.add_argument(
+        "--over",
+        type=Path,
+        nargs="+",
+        metavar="RESULT",
+        help="results to compare; nothing is computed anew",
+    )
     parser.add_argument("--encoder", default=DEFAULT)
     parser.add_argument("--heads", default=",".join(FITS), help="heads that take part")
     parser.add_argument("--sets", default=",".join(SETS))
@@ -268,19 +357,34 @@ def main() -> None:
     parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seeds-many", type=int, default=5, help="of cells with many records")
-    parser.add_argument("--holdout", action="store_true", help="score on a fifth of the training split, not on the test split")
+    parser.add_argument(
+        "--holdout",
+        action="store_true",
+        help="score on a fifth of the training split, not on the test split",
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, two epsilons, two sizes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.over:
-        write_result(args.json, "head_regret", over_encoders(args.over, args.sets.split(",")), packages=("numpy",))
+        write_result(
+            args.json,
+            "head_regret",
+            over_encoders(args.over, args.sets.split(",")),
+            packages=("numpy",),
+        )
         return
     if args.data is None or args.work is None:
         parser.error("--data and --work are needed, unless --over is given")
     if args.quick:
-        args = argparse.Namespace(**vars(args) | {"seeds": 1, "seeds_many": 1, "sizes": "300,1500", "epsilons": "1,8"})
+        args = argparse.Namespace(
+            **vars(args) | {"seeds": 1, "seeds_many": 1, "sizes": "300,1500", "epsilons": "1,8"}
+        )
     args = argparse.Namespace(
-        **vars(args) | {"sizes": [int(s) for s in args.sizes.split(",")], "epsilons": [float(e) for e in args.epsilons.split(",")]}
+        **vars(args)
+        | {
+            "sizes": [int(s) for s in args.sizes.split(",")],
+            "epsilons": [float(e) for e in args.epsilons.split(",")],
+        }
     )
     rows, losses = [], []
     for name in args.sets.split(","):

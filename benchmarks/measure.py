@@ -1,7 +1,8 @@
 """Time and memory of training steps, beside one another: the clock and the scales of clipping.py.
 
-Rounds run every variant once, in shuffled order, so that what else the machine does falls on all of them alike; ratios are of the same
-round. Rounds come in odd numbers: the value of a row is then a measurement, not the larger of two.
+Rounds run every variant once, in shuffled order, so that what else the machine does falls on all of
+them alike; ratios are of the same round. Rounds come in odd numbers: the value of a row is then a
+measurement, not the larger of two.
 """
 
 import argparse
@@ -48,10 +49,15 @@ class Bench:
         self.batch = args.batch
         self.rounds = args.rounds or (15 if self.on_gpu else 5)
         if not (self.rounds > 0 and self.rounds % 2):
-            raise ConfigError(f"--rounds: {self.rounds}; expected an odd number, so that a median is one of the measurements. Add one.")
+            raise ConfigError(
+                f"--rounds: {self.rounds}; expected an odd number, so that a median is one of "
+                "the measurements. Add one."
+            )
         self.variants = chosen("--variants", args.variants, VARIANTS)
         self.forms: dict[str, dict[str, str]] = {}
-        """Case -> the form of the vocabulary head that each way to a gradient takes, where it was timed."""
+        """Case -> the form of the vocabulary head that each way to a gradient takes, where it was
+        timed.
+        """
         self.notes: list[str] = []
         self.failed = False
         self.freed_memory_kept = False
@@ -68,7 +74,9 @@ class Bench:
         progress(line)
 
     def cast(self, loss_fn: LossFn) -> LossFn:
-        """The loss with its forward pass under autocast, for who runs the backward pass outside of it."""
+        """The loss with its forward pass under autocast, for who runs the backward pass outside of
+        it.
+        """
 
         def losses(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
             with autocast(self.precision, self.device):
@@ -78,11 +86,15 @@ class Bench:
 
 
 def chosen(where: str, text: str | None, known: tuple[str, ...]) -> list[str]:
-    """The names in ``text``, comma-separated, in the order of ``known``; all without a text; the baseline always."""
+    """The names in ``text``, comma-separated, in the order of ``known``; all without a text; the
+    baseline always.
+    """
     names = known if text is None else text.split(",")
     for name in names:
         if name not in known:
-            raise ConfigError(f"{where}: {name!r}; expected some of {', '.join(known)}. Separate them by commas.")
+            raise ConfigError(
+                f"{where}: {name!r}; expected some of {', '.join(known)}. Separate them by commas."
+            )
     return [name for name in known if name in names or name == NON_PRIVATE[0]]
 
 
@@ -116,12 +128,16 @@ def seconds_of(step: Step, batch: Batch) -> float:
 
 
 def peak_mb(step: Step, batch: Batch, model: nn.Module) -> float:
-    """Peak memory of one step in MB (10^6 bytes): weights, buffers and batch, and on top what the step allocates, gradients included.
+    """Peak memory of one step in MB (10^6 bytes): weights, buffers and batch, and on top what the
+    step allocates, gradients included.
 
-    On a CPU every tensor from torch's allocator, to the byte, from the profiler's events (not the scratch memory inside a library's
-    kernel); on a GPU torch.cuda.max_memory_allocated.
+    On a CPU every tensor from torch's allocator, to the byte, from the profiler's events (not the
+    scratch memory inside a library's kernel); on a GPU torch.cuda.max_memory_allocated.
     """
-    resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *(t for t in batch if t is not None)))
+    resident = sum(
+        t.nbytes
+        for t in (*model.parameters(), *model.buffers(), *(t for t in batch if t is not None))
+    )
     gc.collect()
     if batch.valid_B.is_cuda:
         torch.cuda.synchronize()
@@ -134,9 +150,13 @@ def peak_mb(step: Step, batch: Batch, model: nn.Module) -> float:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Most bytes that torch's allocator on a CPU holds at once while ``run`` runs, on top of those before, from the profiler's events."""
+    """Most bytes that torch's allocator on a CPU holds at once while ``run`` runs, on top of those
+    before, from the profiler's events.
+    """
     gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0
@@ -146,12 +166,16 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
-def time_rounds(name: str, bench: Bench, steps: dict[str, Step], batch: Batch, deadline: float) -> dict[str, list[float]]:
-    """Seconds of each variant in rounds 0, 1, ...; the lists of the comparisons are shorter, the length of each is odd.
+def time_rounds(
+    name: str, bench: Bench, steps: dict[str, Step], batch: Batch, deadline: float
+) -> dict[str, list[float]]:
+    """Seconds of each variant in rounds 0, 1, ...; the lists of the comparisons are shorter, the
+    length of each is odd.
 
     Args:
         name: of the case, for the notes.
-        deadline: on time.monotonic()'s clock; past it no round after the third is started, past the budget's end none after the first.
+        deadline: on time.monotonic()'s clock; past it no round after the third is started, past the
+            budget's end none after the first.
     """
     seconds: dict[str, list[float]] = {variant: [] for variant in steps}
     shuffle = random.Random(0).shuffle
@@ -165,11 +189,20 @@ def time_rounds(name: str, bench: Bench, steps: dict[str, Step], batch: Batch, d
         shuffle(order)
         for variant in order:
             seconds[variant].append(seconds_of(steps[variant], batch))
-        progress(f"{name}: round {number + 1} of {bench.rounds}: " + ", ".join(f"{v} {seconds[v][-1]:.3g} s" for v in order))
+        progress(
+            f"{name}: round {number + 1} of {bench.rounds}: "
+            + ", ".join(f"{v} {seconds[v][-1]:.3g} s" for v in order)
+        )
     return seconds
 
 
-def rows_of(name: str, bench: Bench, num_records: int, seconds: dict[str, list[float]], memory: dict[str, float]) -> list[dict[str, Any]]:
+def rows_of(
+    name: str,
+    bench: Bench,
+    num_records: int,
+    seconds: dict[str, list[float]],
+    memory: dict[str, float],
+) -> list[dict[str, Any]]:
     """Rows of a case; ratios are of the same round."""
     baselines = [v for v in seconds if v in NON_PRIVATE] if bench.on_gpu else ["non_private_eager"]
     fastest = min(baselines, key=lambda v: statistics.median(seconds[v]))
@@ -181,18 +214,31 @@ def rows_of(name: str, bench: Bench, num_records: int, seconds: dict[str, list[f
         rates = [num_records / s for s in values]
         rows += [
             row(name, variant, "time_s", values),
-            row(name, variant, "time_ratio", [s / base for s, base in zip(values, seconds[fastest], strict=False)]),
+            row(
+                name,
+                variant,
+                "time_ratio",
+                [s / base for s, base in zip(values, seconds[fastest], strict=False)],
+            ),
             row(name, variant, "memory_mb", [memory[variant]]),
             row(name, variant, "memory_ratio", [memory[variant] / memory[smallest]]),
             row(name, variant, "records_per_s", rates),
         ]
         if bench.on_gpu:
-            rows.append(row(name, variant, "gpu_hours_per_epoch", [EPOCH_RECORDS / rate / 3600 for rate in rates]))
+            rows.append(
+                row(
+                    name,
+                    variant,
+                    "gpu_hours_per_epoch",
+                    [EPOCH_RECORDS / rate / 3600 for rate in rates],
+                )
+            )
     return rows
 
 
 def largest_batch(step: Step, make_batch: Callable[[int], Batch], start: int, bench: Bench) -> int:
-    """Most records that one step takes before memory runs out, to a sixteenth: doubling, then bisection.
+    """Most records that one step takes before memory runs out, to a sixteenth: doubling, then
+    bisection.
 
     Args:
         make_batch: a batch of that many records, on the device.
@@ -219,8 +265,13 @@ def render_table(rows: list[dict[str, Any]]) -> str:
     """Case by variant: time_ratio with its range, memory_ratio."""
     found = {(r["case"], r["variant"], r["metric"]): r for r in rows}
     lines = [f"{'case':<12} {'variant':<22} {'time_ratio':<26} memory_ratio"]
-    for case, variant in dict.fromkeys((r["case"], r["variant"]) for r in rows if r["metric"] == "time_ratio"):
-        ratio, memory = found[case, variant, "time_ratio"], found[case, variant, "memory_ratio"]["value"]
+    for case, variant in dict.fromkeys(
+        (r["case"], r["variant"]) for r in rows if r["metric"] == "time_ratio"
+    ):
+        ratio, memory = (
+            found[case, variant, "time_ratio"],
+            found[case, variant, "memory_ratio"]["value"],
+        )
         shown = f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
         lines.append(f"{case:<12} {variant:<22} {shown:<26} {memory:.3f}")
     return "\n".join(lines)

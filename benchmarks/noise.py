@@ -1,14 +1,18 @@
-"""Noise: normal numbers per second on one core, and the whole of ``privatize`` for a Base model's 99 million parameters.
+"""Noise: normal numbers per second on one core, and the whole of ``privatize`` for a Base model's
+99 million parameters.
 
     python benchmarks/noise.py [--quick] [--rounds N] [--device cpu|cuda] [--json FILE]
 
-Each round runs every variant once, in shuffled order, in this one process. "normals": float64 numbers in blocks. ``chacha20`` is what
-noise uses; ``chacha20_words`` and ``aes_ctr_words`` are the ciphers alone, one word for each number; ``torch_randn`` is torch's
-generator, which the noise came from before. "privatize": a float32 sum to a float32 gradient, of the shapes of ViP-Base at the size
-that the bars name; ``threads_1`` and ``threads_2``; ``before`` adds, divides and casts as the code before did, on one thread. Freed
-memory is kept, as training does. With --device cuda there are "cuda" beside "chacha20", and the release of a sum on the GPU.
+Each round runs every variant once, in shuffled order, in this one process. "normals": float64
+numbers in blocks. ``chacha20`` is what noise uses; ``chacha20_words`` and ``aes_ctr_words`` are the
+ciphers alone, one word for each number; ``torch_randn`` is torch's generator, which the noise came
+from before. "privatize": a float32 sum to a float32 gradient, of the shapes of ViP-Base at the size
+that the bars name; ``threads_1`` and ``threads_2``; ``before`` adds, divides and casts as the code
+before did, on one thread. Freed memory is kept, as training does. With --device cuda there are
+"cuda" beside "chacha20", and the release of a sum on the GPU.
 
-Bars, on the machine of docs/log.md: 100 M normals per second; 1.0 s with one thread and 0.6 s with two.
+Bars, on the machine of docs/log.md: 100 M normals per second; 1.0 s with one thread and 0.6 s with
+two.
 """
 
 import argparse
@@ -49,7 +53,11 @@ def on_gpu(count: int) -> Callable[[], object]:
 
     def draw() -> None:
         for at in range(0, count, _GPU_PIECE):
-            box_muller(chacha_words(key_words([new_key()])[0].to(device), at // 8, min(_GPU_PIECE, count - at) // 8))
+            box_muller(
+                chacha_words(
+                    key_words([new_key()])[0].to(device), at // 8, min(_GPU_PIECE, count - at) // 8
+                )
+            )
         torch.cuda.synchronize()
 
     return draw
@@ -78,11 +86,18 @@ def generators(count: int) -> dict[str, Callable[[], object]]:
         for _ in range(count // _CHUNK):
             torch.randn(_CHUNK, dtype=torch.float64)
 
-    return {"chacha20": ours, "chacha20_words": words, "aes_ctr_words": aes, "torch_randn": mersenne}
+    return {
+        "chacha20": ours,
+        "chacha20_words": words,
+        "aes_ctr_words": aes,
+        "torch_randn": mersenne,
+    }
 
 
 def base_shapes(num: int) -> list[torch.Size]:
-    """Shapes of ViP-Base's parameters, its widest one repeated or left out until there are about ``num`` numbers."""
+    """Shapes of ViP-Base's parameters, its widest one repeated or left out until there are about
+    ``num`` numbers.
+    """
     with torch.device("meta"):
         shapes = [p.shape for p in make_model(RECIPES["vip.base"]().model, seed=0).parameters()]
     shapes.sort(key=lambda shape: shape.numel(), reverse=True)
@@ -93,11 +108,16 @@ def base_shapes(num: int) -> list[torch.Size]:
 
 
 def before(total: ClippedSum, plan: DPPlan) -> dict[str, torch.Tensor]:
-    """As the code before: float64 copies of whole parameters, torch's generator in chunks, rounded once."""
+    """As the code before: float64 copies of whole parameters, torch's generator in chunks, rounded
+    once.
+    """
     grads = {}
     for name, value in total.grads.items():
         count = value.numel()
-        drawn = [torch.randn(min(_CHUNK, count - at), dtype=torch.float64) for at in range(0, count, _CHUNK)]
+        drawn = [
+            torch.randn(min(_CHUNK, count - at), dtype=torch.float64)
+            for at in range(0, count, _CHUNK)
+        ]
         summed = value.double().flatten() + plan.noise_std * torch.cat(drawn)
         grads[name] = (summed / plan.expected_batch_size).to(value.dtype).view_as(value)
     return grads
@@ -105,7 +125,13 @@ def before(total: ClippedSum, plan: DPPlan) -> dict[str, torch.Tensor]:
 
 def releases(num: int, device: str) -> dict[str, Callable[[], object]]:
     """Whole releases of ``num`` parameters, by variant."""
-    asked = PrivacyConfig(dataset_size=10**6, expected_batch_size=10**6, sampling="full_batch", steps=1, noise_multiplier=1.0)
+    asked = PrivacyConfig(
+        dataset_size=10**6,
+        expected_batch_size=10**6,
+        sampling="full_batch",
+        steps=1,
+        noise_multiplier=1.0,
+    )
     plan = make_plan(asked)
     grads = {str(number): torch.randn(shape) for number, shape in enumerate(base_shapes(num))}
     total = seal(ClippedSum(grads, 1, torch.ones(1), torch.ones(1), plan.max_grad_norm))
@@ -113,7 +139,9 @@ def releases(num: int, device: str) -> dict[str, Callable[[], object]]:
 
     def release(threads: int) -> None:
         torch.set_num_threads(threads)
-        kept["gradient"] = privatize(total, plan, 0, new_key())  # kept until the next one is there, as in the loop
+        kept["gradient"] = privatize(
+            total, plan, 0, new_key()
+        )  # kept until the next one is there, as in the loop
 
     def as_before() -> None:
         torch.set_num_threads(1)
@@ -146,20 +174,31 @@ def measured(device: str, *, quick: bool, rounds: int) -> Iterator[dict[str, Any
     """Yield the rows of normals and of releases."""
     scale = 10 if quick else 1
     count, num = 2**25 // scale // _CHUNK * _CHUNK, PARAMETERS // scale
-    for variant, seconds in measure({"cuda": on_gpu(count)} if device == "cuda" else generators(count), rounds).items():
+    for variant, seconds in measure(
+        {"cuda": on_gpu(count)} if device == "cuda" else generators(count), rounds
+    ).items():
         yield row("normals", variant, "million_per_s", [count / s / 1e6 for s in seconds])
     case = f"privatize_{num // 10**6}M"
     times = measure(releases(num, device), rounds)
     for variant, seconds in times.items():
         yield row(case, variant, "time_s", seconds)
         if "before" in times:
-            yield row(case, variant, "time_ratio_to_before", [ours / theirs for ours, theirs in zip(seconds, times["before"], strict=True)])
+            yield row(
+                case,
+                variant,
+                "time_ratio_to_before",
+                [ours / theirs for ours, theirs in zip(seconds, times["before"], strict=True)],
+            )
     yield row("machine", "setting", "load_average", [os.getloadavg()[0]])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the numbers and parameters")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a tenth of the numbers and parameters"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path, help="file to write")

@@ -1,18 +1,22 @@
-"""One private step of a linear head on a million frozen features: seconds, records/s and memory, beside others' ways to such a head.
+"""One private step of a linear head on a million frozen features: seconds, records/s and memory,
+beside others' ways to such a head.
 
-    python benchmarks/one_step.py [--quick] [--variants A,B] [--records N] [--width D] [--classes K] [--dtype T] [--threads N]
+    python benchmarks/one_step.py [--quick] [--variants A,B] [--records N] [--width D] [--classes K]
+    [--dtype T] [--threads N]
                                   [--folder PATH] [--json FILE]
 
-1,000,000 records x 1024 numbers x 1000 classes (--quick: 100,000 records), memory-mapped float16 (--dtype float32: 4 GB), written in
-blocks from a seed into a temporary folder, which is removed at the end (--folder keeps it for the next run). Each variant runs in a process
-of its own, whose peak memory is counted whole ("memory_mb": pages of the mapped file included while they are resident; "private_mb" is
-what it holds at the end without them).
+1,000,000 records x 1024 numbers x 1000 classes (--quick: 100,000 records), memory-mapped float16
+(--dtype float32: 4 GB), written in blocks from a seed into a temporary folder, which is removed at
+the end (--folder keeps it for the next run). Each variant runs in a process of its own, whose peak
+memory is counted whole ("memory_mb": pages of the mapped file included while they are resident;
+"private_mb" is what it holds at the end without them).
 
-one_step: ``dpvision.adapt.descent.one_step``, from a head of zeros, full batch, epsilon 8. one_step_dense: the clipped sum by matrix
-products, as any step after the first needs it. non_private_eager: the gradient of the mean loss by autograd, block by block. sklearn:
-L-BFGS on a twentieth of the records, until it converges or for 20 iterations. opacus: per-sample gradients of the same head on a
-hundredth of the records, clip and noise by Opacus' optimizer. The last two are also given for all records ("time_s_scaled"), as if their
-time were proportional.
+one_step: ``dpvision.adapt.descent.one_step``, from a head of zeros, full batch, epsilon 8.
+one_step_dense: the clipped sum by matrix products, as any step after the first needs it.
+non_private_eager: the gradient of the mean loss by autograd, block by block. sklearn: L-BFGS on a
+twentieth of the records, until it converges or for 20 iterations. opacus: per-sample gradients of
+the same head on a hundredth of the records, clip and noise by Opacus' optimizer. The last two are
+also given for all records ("time_s_scaled"), as if their time were proportional.
 """
 
 import argparse
@@ -34,18 +38,26 @@ SHARE = {"sklearn": 0.05, "opacus": 0.01}
 EPSILON = 8.0
 
 
-def write_features(folder: Path, num_records: int, width: int, num_classes: int, dtype: str) -> None:
-    """Features around one point for each class, in blocks; a folder that has them already is left as it is."""
+def write_features(
+    folder: Path, num_records: int, width: int, num_classes: int, dtype: str
+) -> None:
+    """Features around one point for each class, in blocks; a folder that has them already is left
+    as it is.
+    """
     done = folder / "done.json"
     asked = [num_records, width, num_classes, dtype]
     if done.exists() and json.loads(done.read_text()) == asked:
         return
     centres = np.random.default_rng(0).standard_normal((num_classes, width), dtype=np.float32)
-    feature = np.lib.format.open_memmap(folder / "feature.npy", mode="w+", dtype=dtype, shape=(num_records, width))
+    feature = np.lib.format.open_memmap(
+        folder / "feature.npy", mode="w+", dtype=dtype, shape=(num_records, width)
+    )
     label = np.random.default_rng(1).integers(0, num_classes, num_records)
     for start in range(0, num_records, BLOCK):
         part = slice(start, min(start + BLOCK, num_records))
-        noise = np.random.default_rng([2, start]).standard_normal((part.stop - start, width), dtype=np.float32)
+        noise = np.random.default_rng([2, start]).standard_normal(
+            (part.stop - start, width), dtype=np.float32
+        )
         feature[part] = noise * 4 + centres[label[part]]
     feature.flush()
     np.save(folder / "label.npy", label)
@@ -73,11 +85,19 @@ def measure(variant: str, folder: Path, num_classes: int) -> dict[str, float]:
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     assert torch.as_tensor(weight_KD).isfinite().all()
     status = Path("/proc/self/status").read_text() if Path("/proc/self/status").exists() else ""
-    memory = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(("VmHWM", "RssAnon"))}
+    memory = {
+        line.split(":")[0]: int(line.split()[1]) / 1024
+        for line in status.splitlines()
+        if line.startswith(("VmHWM", "RssAnon"))
+    }
     return {
-        "time_s": seconds, "cpu_s": cpu, "records": count, "memory_mb": memory.get("VmHWM", float("nan")),
-        "private_mb": memory.get("RssAnon", float("nan")), "threads": torch.get_num_threads(),
-    }  # fmt: skip
+        "time_s": seconds,
+        "cpu_s": cpu,
+        "records": count,
+        "memory_mb": memory.get("VmHWM", float("nan")),
+        "private_mb": memory.get("RssAnon", float("nan")),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _releases(num_records: int):
@@ -103,12 +123,20 @@ def one_step_dense(feature, label, num_classes):
     from dpvision.adapt.integer_rows import IntegerStream
     from dpvision.privacy.stream import new_key
 
-    stream, releases = IntegerStream(FeatureStream(feature, label, num_classes)), _releases(len(label))
-    weight, bias = torch.full((num_classes, feature.shape[1]), 1e-3), torch.full((num_classes,), -10.0)
+    stream, releases = (
+        IntegerStream(FeatureStream(feature, label, num_classes)),
+        _releases(len(label)),
+    )
+    weight, bias = (
+        torch.full((num_classes, feature.shape[1]), 1e-3),
+        torch.full((num_classes,), -10.0),
+    )
 
     def once():
         again = replace(releases, noise_key=new_key())  # a key draws the noise of a step once
-        return again.release(stream, lambda blocks: gradient_sum(blocks, weight, bias, "sigmoid", again.plan))[1].grads["weight"]
+        return again.release(
+            stream, lambda blocks: gradient_sum(blocks, weight, bias, "sigmoid", again.plan)
+        )[1].grads["weight"]
 
     return once
 
@@ -124,7 +152,9 @@ def non_private(feature, label, num_classes):
         for start in range(0, len(label), 16384):
             x = torch.from_numpy(np.array(feature[start : start + 16384], dtype=np.float32))
             y = F.one_hot(torch.from_numpy(label[start : start + 16384]), num_classes).float()
-            loss = F.binary_cross_entropy_with_logits(x @ weight.T - 10.0, y, reduction="sum") / len(label)
+            loss = F.binary_cross_entropy_with_logits(
+                x @ weight.T - 10.0, y, reduction="sum"
+            ) / len(label)
             total += torch.autograd.grad(loss, weight)[0]
         return total
 
@@ -140,7 +170,11 @@ def sklearn_head(feature, label, num_classes):
     def run():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            return LogisticRegression(max_iter=20).fit(np.array(feature, dtype=np.float32), label).coef_
+            return (
+                LogisticRegression(max_iter=20)
+                .fit(np.array(feature, dtype=np.float32), label)
+                .coef_
+            )
 
     return run
 
@@ -158,9 +192,11 @@ def opacus_head(feature, label, num_classes):
     model = GradSampleModule(head)
     plan = _releases(len(label)).plan
     optimizer = DPOptimizer(
-        torch.optim.Adam([head.weight], lr=1e-3), noise_multiplier=plan.noise_multiplier, max_grad_norm=plan.max_grad_norm,
+        torch.optim.Adam([head.weight], lr=1e-3),
+        noise_multiplier=plan.noise_multiplier,
+        max_grad_norm=plan.max_grad_norm,
         expected_batch_size=len(label),
-    )  # fmt: skip
+    )
 
     def run():
         # 128 gradients of a million numbers are 0.5 GB; Opacus holds them twice while it clips.
@@ -177,7 +213,9 @@ def opacus_head(feature, label, num_classes):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--records", type=int)
@@ -199,18 +237,37 @@ def main() -> None:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         write_features(folder, count, args.width, args.classes, args.dtype)
-        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "OPENBLAS_NUM_THREADS": str(args.threads)}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(args.threads),
+            "OPENBLAS_NUM_THREADS": str(args.threads),
+        }
         for variant in args.variants.split(","):
-            command = [sys.executable, __file__, "--one", variant, "--folder", str(folder), "--classes", str(args.classes)]
+            command = [
+                sys.executable,
+                __file__,
+                "--one",
+                variant,
+                "--folder",
+                str(folder),
+                "--classes",
+                str(args.classes),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode:
-                print(f"{variant}: left out ({(done.stderr.strip().splitlines() or ['no message'])[-1]})")
+                print(
+                    f"{variant}: left out "
+                    f"({(done.stderr.strip().splitlines() or ['no message'])[-1]})"
+                )
                 continue
             got = json.loads(done.stdout.strip().splitlines()[-1])
             got["records_per_s"] = got["records"] / got["time_s"]
             if got["records"] < count:
                 got["time_s_scaled"] = got["time_s"] * count / got["records"]
-            rows += [row(case, variant, metric, [value]) for metric, value in got.items() if value == value]
+            rows += [
+                row(case, variant, metric, [value])
+                for metric, value in got.items()
+                if value == value
+            ]
     write_result(args.json, "one_step", rows, packages=["torch", "numpy", "scikit-learn"])
 
 

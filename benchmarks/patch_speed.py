@@ -1,8 +1,10 @@
 """Features of patches and scattering: milliseconds an image, by image size and encoder.
 
-    python benchmarks/patch_speed.py [--threads N] [--images N] [--rounds N] [--sizes A,B] [--device cpu|cuda] [--json FILE]
+    python benchmarks/patch_speed.py [--threads N] [--images N] [--rounds N] [--sizes A,B] [--device
+    cpu|cuda] [--json FILE]
 
-Random pixels, no decoding. "minutes" are those of 50,000 images at 32 px and of 10,000 at the larger sizes.
+Random pixels, no decoding. "minutes" are those of 50,000 images at 32 px and of 10,000 at the
+larger sizes.
 """
 
 import argparse
@@ -24,9 +26,13 @@ def measured(device: str, *, sizes: list[int], num: int, rounds: int) -> Iterato
     """Yield the time of each encoder at each size."""
     where = "GPU" if device == "cuda" else f"{torch.get_num_threads()} threads"
     for side in sizes:
-        x_BCHW = torch.rand(num, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device)
+        x_BCHW = torch.rand(num, 3, side, side, generator=torch.Generator().manual_seed(0)).to(
+            device
+        )
         for name, scattering in (("patches", False), ("patches+scattering", True)):
-            features = PatchFeatures({side: load_constants(side)}, scattering=scattering, device=device)
+            features = PatchFeatures(
+                {side: load_constants(side)}, scattering=scattering, device=device
+            )
             seconds = []
             with torch.inference_mode():
                 features(x_BCHW[:16])
@@ -41,7 +47,9 @@ def measured(device: str, *, sizes: list[int], num: int, rounds: int) -> Iterato
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
@@ -50,9 +58,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows = list(measured(args.device, sizes=list(map(int, args.sizes.split(","))), num=args.images, rounds=args.rounds))
+    rows = list(
+        measured(
+            args.device,
+            sizes=list(map(int, args.sizes.split(","))),
+            num=args.images,
+            rounds=args.rounds,
+        )
+    )
     write_result(
-        args.json, "patch_speed", rows, packages=("torch",), device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        args.json,
+        "patch_speed",
+        rows,
+        packages=("torch",),
+        device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
     )
 
 

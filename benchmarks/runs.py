@@ -11,7 +11,8 @@ from dpvision.errors import CheckpointError
 
 
 def trained(root: Path, line: list[str]) -> Path:
-    """The run folder ``root``, made or gone on with by `dpvision train` and the arguments ``line`` (recipe first) where it is not complete.
+    """The run folder ``root``, made or gone on with by `dpvision train` and the arguments ``line``
+    (recipe first) where it is not complete.
 
     Several processes may share runs, each with its own; says how long it took.
     """
@@ -20,11 +21,17 @@ def trained(root: Path, line: list[str]) -> Path:
         if any((base / "config.json").exists() for base in (root, root / "confidential")):
             line.append("--resume")
         start = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", "dpvision", "train", *line], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "dpvision", "train", *line], capture_output=True, text=True
+        )
         if done.returncode:
             raise SystemExit(f"{root.name}: {done.stderr[-2000:]}")
         result = json.loads(done.stdout)
-        print(f"{root.name}: {result['steps']} steps in {time.monotonic() - start:.0f} s, epsilon {result['epsilon']}", flush=True)
+        print(
+            f"{root.name}: {result['steps']} steps in {time.monotonic() - start:.0f} s, epsilon "
+            f"{result['epsilon']}",
+            flush=True,
+        )
     return root
 
 

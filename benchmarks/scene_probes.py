@@ -1,4 +1,6 @@
-"""What an encoder sees of procedural scenes: ridge probes of their attributes, on public scenes of numbers that no training store has."""
+"""What an encoder sees of procedural scenes: ridge probes of their attributes, on public scenes of
+numbers that no training store has.
+"""
 
 import numpy as np
 import torch
@@ -24,15 +26,25 @@ def pixels(made: list[Scene]) -> torch.Tensor:
     return torch.from_numpy(x)
 
 
-def attribute_probes(encoder: PooledNetwork, fit: list[Scene], test: list[Scene]) -> dict[str, float]:
+def attribute_probes(
+    encoder: PooledNetwork, fit: list[Scene], test: list[Scene]
+) -> dict[str, float]:
     """Accuracy in percent of every attribute and their mean, by pooling."""
     with torch.inference_mode():
-        features = [{name: torch.cat(parts).numpy() for name, parts in _poolings(encoder, pixels(made)).items()} for made in (fit, test)]
+        features = [
+            {
+                name: torch.cat(parts).numpy()
+                for name, parts in _poolings(encoder, pixels(made)).items()
+            }
+            for made in (fit, test)
+        ]
     found = {}
     for pooling in features[0]:
         values = []
         for name in ATTRIBUTES:
-            fit_N, test_N = (np.array([scene.attributes[name] for scene in made]) for made in (fit, test))
+            fit_N, test_N = (
+                np.array([scene.attributes[name] for scene in made]) for made in (fit, test)
+            )
             probe = fit_ridge(features[0][pooling], fit_N)
             values.append(100 * float((probe.predict(features[1][pooling]) == test_N).mean()))
             found[f"{name}, {pooling}"] = values[-1]

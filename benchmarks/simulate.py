@@ -1,12 +1,16 @@
-"""Does TAN simulation foretell the loss curve of the full private run? An autoencoder, a captioner and a classifier, small, on scenes.
+"""Does TAN simulation foretell the loss curve of the full private run? An autoencoder, a captioner
+and a classifier, small, on scenes.
 
-    python benchmarks/simulate.py --work DIR [--models mae,captioner,classifier] [--factors 4,16] [--batch N] [--steps N] [--json FILE]
+    python benchmarks/simulate.py --work DIR [--models mae,captioner,classifier] [--factors 4,16]
+    [--batch N] [--steps N] [--json FILE]
 
-Makes the store and the tokenizer it needs under DIR. Per model, from random weights: the full run (batch N, noise for --epsilon), its
-simulations (`dpvision train --simulate K`), and a control, the smallest simulation without its noise: what a plain small run would
-foretell. Losses are means over a step's own batch, smoothed over a tenth of the steps. "fallen" is how far the full run's loss fell;
-"apart" is the mean distance of a curve from the full run's after the first tenth of the steps, "end" the signed difference at the end,
-both as shares of "fallen". One seed: draws, masks and noise of any two runs differ, so a distance of 0 is not to be had.
+Makes the store and the tokenizer it needs under DIR. Per model, from random weights: the full run
+(batch N, noise for --epsilon), its simulations (`dpvision train --simulate K`), and a control, the
+smallest simulation without its noise: what a plain small run would foretell. Losses are means over
+a step's own batch, smoothed over a tenth of the steps. "fallen" is how far the full run's loss
+fell; "apart" is the mean distance of a curve from the full run's after the first tenth of the
+steps, "end" the signed difference at the end, both as shares of "fallen". One seed: draws, masks
+and noise of any two runs differ, so a distance of 0 is not to be had.
 """
 
 import argparse
@@ -22,7 +26,11 @@ from runs import trained
 
 from dpvision.runs.folder import run_base
 
-RECIPES = {"mae": "vip.micro_random_start", "captioner": "dpcap.micro", "classifier": "supervised.micro"}
+RECIPES = {
+    "mae": "vip.micro_random_start",
+    "captioner": "dpcap.micro",
+    "classifier": "supervised.micro",
+}
 RECORDS = 20_000
 
 
@@ -31,19 +39,53 @@ def prepared(work: Path) -> tuple[Path, Path]:
     work.mkdir(parents=True, exist_ok=True)
     store, words = work / "scenes", work / "words.json"
     for made, line in (
-        (store, ["scenes", str(store), "--num", str(RECORDS), "--size-px", "32", "--label", "colour", "--public"]),
+        (
+            store,
+            [
+                "scenes",
+                str(store),
+                "--num",
+                str(RECORDS),
+                "--size-px",
+                "32",
+                "--label",
+                "colour",
+                "--public",
+            ],
+        ),
         (words, ["tokenizer", str(words), "--scenes", "20000", "--vocab-size", "440"]),
     ):
         if not made.exists():
-            subprocess.run([sys.executable, "-m", "dpvision", "data", *line], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [sys.executable, "-m", "dpvision", "data", *line],
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
     return store, words
 
 
 def losses(root: Path, model: str, args: argparse.Namespace, extra: list[str]) -> np.ndarray:
     """Smoothed loss by step of a run, trained unless it is there."""
     store, words = prepared(args.work)
-    line = [RECIPES[model], "--data", str(store), "--init-from", "None", "--hardware.workers", "1", "--hardware.device", "cpu"]
-    line += ["--privacy.dataset-size", str(RECORDS), "--privacy.steps", str(args.steps), "--optim.warmup-steps", str(args.steps // 10)]
+    line = [
+        RECIPES[model],
+        "--data",
+        str(store),
+        "--init-from",
+        "None",
+        "--hardware.workers",
+        "1",
+        "--hardware.device",
+        "cpu",
+    ]
+    line += [
+        "--privacy.dataset-size",
+        str(RECORDS),
+        "--privacy.steps",
+        str(args.steps),
+        "--optim.warmup-steps",
+        str(args.steps // 10),
+    ]
     if model == "captioner":
         line += ["--data.tokenizer", str(words)]
     if model == "classifier":
@@ -58,24 +100,49 @@ def losses(root: Path, model: str, args: argparse.Namespace, extra: list[str]) -
 
 
 def compared(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    private = ["--privacy.target-epsilon", str(args.epsilon), "--privacy.expected-batch-size", str(args.batch)]
+    private = [
+        "--privacy.target-epsilon",
+        str(args.epsilon),
+        "--privacy.expected-batch-size",
+        str(args.batch),
+    ]
     full = losses(args.work / f"{model}-full", model, args, private)
-    curves = {f"simulate {k}": losses(args.work / f"{model}-{k}", model, args, [*private, "--simulate", str(k)]) for k in args.factors}
-    plain = ["--privacy.guarantee", "simulated", "--privacy.target-epsilon", "None", "--privacy.noise-multiplier", "0"]
+    curves = {
+        f"simulate {k}": losses(
+            args.work / f"{model}-{k}", model, args, [*private, "--simulate", str(k)]
+        )
+        for k in args.factors
+    }
+    plain = [
+        "--privacy.guarantee",
+        "simulated",
+        "--privacy.target-epsilon",
+        "None",
+        "--privacy.noise-multiplier",
+        "0",
+    ]
     plain += ["--privacy.expected-batch-size", str(args.batch / args.factors[0])]
     curves["no noise (control)"] = losses(args.work / f"{model}-plain", model, args, plain)
     fallen, skipped = float(full[0] - full[-1]), len(full) // 10
-    rows = [row(model, "full", name, [value]) for name, value in (("first_loss", full[0]), ("last_loss", full[-1]), ("fallen", fallen))]
+    rows = [
+        row(model, "full", name, [value])
+        for name, value in (("first_loss", full[0]), ("last_loss", full[-1]), ("fallen", fallen))
+    ]
     for name, curve in curves.items():
         shared = min(len(curve), len(full))
         apart = float(np.abs(curve[:shared] - full[:shared])[skipped:].mean()) / abs(fallen)
         end = float(curve[shared - 1] - full[shared - 1]) / abs(fallen)
-        rows += [row(model, name, metric, [v]) for metric, v in (("last_loss", curve[-1]), ("apart", apart), ("end", end))]
+        rows += [
+            row(model, name, metric, [v])
+            for metric, v in (("last_loss", curve[-1]), ("apart", apart), ("end", end))
+        ]
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--models", default="mae,captioner,classifier")
     parser.add_argument("--factors", default="4,16")

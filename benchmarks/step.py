@@ -1,24 +1,32 @@
-"""The parts of a whole training step, with privacy and without, from stored JPEG files: no cost hides between benchmarks.
+"""The parts of a whole training step, with privacy and without, from stored JPEG files: no cost
+hides between benchmarks.
 
-    python benchmarks/step.py [--small] [--models A,B] [--batch N] [--physical N] [--rounds N] [--threads N]
+    python benchmarks/step.py [--small] [--models A,B] [--batch N] [--physical N] [--rounds N]
+    [--threads N]
                               [--device cpu|cuda] [--precision P] [--compile] [--json FILE]
     torchrun --nproc-per-node 2 benchmarks/step.py --threads 1 ...
 
-"private" is what ``train.loop.fit`` does in a step, by the same functions: draw, load, clip, totals (of the physical batches in float64,
-and the metrics), reduce, noise, optimizer, ledger. "non_private" trains a copy of the model on the same records: full physical batches, one
-backward pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every round, in turn, after two passes
-of --physical records and a step each that are not counted: while a pass maps memory for the first time, it takes up to a third longer.
-"page_faults" shows what was still mapped. Each step is printed to standard error when it ends. Steps of Poisson size: --batch expected
-records out of three times as many scenes at the model's image size, at first weights; captioners have a vocabulary of 400.
+"private" is what ``train.loop.fit`` does in a step, by the same functions: draw, load, clip, totals
+(of the physical batches in float64, and the metrics), reduce, noise, optimizer, ledger.
+"non_private" trains a copy of the model on the same records: full physical batches, one backward
+pass each into ``.grad``, torch's AdamW; its "clip" is that pass. Both sides take a step in every
+round, in turn, after two passes of --physical records and a step each that are not counted: while a
+pass maps memory for the first time, it takes up to a third longer. "page_faults" shows what was
+still mapped. Each step is printed to standard error when it ends. Steps of Poisson size: --batch
+expected records out of three times as many scenes at the model's image size, at first weights;
+captioners have a vocabulary of 400.
 
-"fill" is the share of the rows of the private passes that are records: passes are buckets by a hash, and are padded. With --compile both
-sides run compiled blocks. On a GPU steps are timed without a wait inside, and the parts are those of one more step of each side with one.
+"fill" is the share of the rows of the private passes that are records: passes are buckets by a
+hash, and are padded. With --compile both sides run compiled blocks. On a GPU steps are timed
+without a wait inside, and the parts are those of one more step of each side with one.
 
-Under torchrun the ranks share the batch on both sides; the non-private loop adds up its gradients in float32. CPU time is that of all
-ranks, other figures are rank 0's; where another rank's buckets hold more records, "totals" includes waiting for it.
+Under torchrun the ranks share the batch on both sides; the non-private loop adds up its gradients
+in float32. CPU time is that of all ranks, other figures are rank 0's; where another rank's buckets
+hold more records, "totals" includes waiting for it.
 
-Seconds a step by the clock; "load" is the time waited for the loader's threads. "time_ratio" and "cpu_ratio" (CPU time of all threads) are
-private over non-private in the same round; the goal is 1.15 at Base with --batch 256. --small: models of 32 px, seconds in all.
+Seconds a step by the clock; "load" is the time waited for the loader's threads. "time_ratio" and
+"cpu_ratio" (CPU time of all threads) are private over non-private in the same round; the goal is
+1.15 at Base with --batch 256. --small: models of 32 px, seconds in all.
 """
 
 import argparse
@@ -68,7 +76,12 @@ from dpvision.train.feed import on_device
 from dpvision.train.heap import keep_freed_memory
 from dpvision.train.loop import Session
 
-MODELS = {"mae_base": "vip.base", "cap_base": "dpcap.base", "mae_micro": "vip.micro", "cap_micro": "dpcap.micro"}
+MODELS = {
+    "mae_base": "vip.base",
+    "cap_base": "dpcap.base",
+    "mae_micro": "vip.micro",
+    "cap_micro": "dpcap.micro",
+}
 VOCABULARY = 400
 DRAW_KEY, NOISE_KEY = b"d" * 32, b"n" * 32
 
@@ -112,7 +125,9 @@ class Parts:
 
 
 def private_step(s: Session, *, wait: bool = False) -> tuple[int, dict[str, float]]:
-    """One step as ``fit`` takes it; the number of records and the seconds of its parts, with the rows of its passes as "rows"."""
+    """One step as ``fit`` takes it; the number of records and the seconds of its parts, with the
+    rows of its passes as "rows".
+    """
     parts, batches, one_pass, rows = Parts(wait), train_step._batches, clip.one_pass, []
 
     def counted(loss_fn: Any, model: Any, batch: Batch, *args: Any) -> Any:
@@ -123,13 +138,25 @@ def private_step(s: Session, *, wait: bool = False) -> tuple[int, dict[str, floa
         step = broadcast_int(s.updates if s.run is None else s.run.ledger.append(), s.group)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(DPPlan, "draw", parts.timed("draw", DPPlan.draw)))
-        stack.enter_context(patch.object(train_step, "_batches", lambda *args: parts.waiting("load", batches(*args))))
+        stack.enter_context(
+            patch.object(
+                train_step, "_batches", lambda *args: parts.waiting("load", batches(*args))
+            )
+        )
         stack.enter_context(patch.object(clip, "one_pass", counted))
-        stack.enter_context(patch.object(train_step, "clipped_sum", parts.timed("clip", train_step.clipped_sum)))
-        stack.enter_context(patch.object(train_step, "all_reduce_sum", parts.timed("reduce", train_step.all_reduce_sum)))
+        stack.enter_context(
+            patch.object(train_step, "clipped_sum", parts.timed("clip", train_step.clipped_sum))
+        )
+        stack.enter_context(
+            patch.object(
+                train_step, "all_reduce_sum", parts.timed("reduce", train_step.all_reduce_sum)
+            )
+        )
         begun, before = time.perf_counter(), sum(parts.seconds.values())
         total, _ = train_step.step_sum(step, s, Key.for_tests(DRAW_KEY))
-        parts.seconds["totals"] = time.perf_counter() - begun - (sum(parts.seconds.values()) - before)
+        parts.seconds["totals"] = (
+            time.perf_counter() - begun - (sum(parts.seconds.values()) - before)
+        )
     with parts.part("noise"):
         gradient = privatize(total, s.plan, step, Key.for_tests(NOISE_KEY), owners=s.group)
     with parts.part("optimizer"):
@@ -141,12 +168,19 @@ def private_step(s: Session, *, wait: bool = False) -> tuple[int, dict[str, floa
 
 
 def plain_step(
-    s: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, wait: bool = False
+    s: Session,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    *,
+    wait: bool = False,
 ) -> tuple[int, dict[str, float]]:
     """The same records by an ordinary training loop."""
     parts, key = Parts(wait), StepKey(s.config.seed, step)
     with parts.part("draw"):
-        drawn = s.rows[s.plan.another_run().draw(step, len(s.rows), derive_rng(Key.for_tests(DRAW_KEY), step))]
+        drawn = s.rows[
+            s.plan.another_run().draw(step, len(s.rows), derive_rng(Key.for_tests(DRAW_KEY), step))
+        ]
         rows = drawn[s.group.rank :: s.group.world_size]
     optimizer.zero_grad()
     for batch in parts.waiting("load", full_batches(s, rows, key)):
@@ -154,7 +188,11 @@ def plain_step(
             plain_pass(s, model, batch, key)
     if s.group.world_size > 1:
         with parts.part("reduce"):
-            for work in [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]:
+            for work in [
+                dist.all_reduce(p.grad, async_op=True)
+                for p in model.parameters()
+                if p.grad is not None
+            ]:
                 work.wait()
     with parts.part("optimizer"):
         for p in model.parameters():
@@ -174,25 +212,43 @@ def full_batches(s: Session, rows: np.ndarray, key: StepKey) -> Iterator[Batch]:
     """Full physical batches of these rows of the store, on the device."""
     hardware, device = s.config.hardware, s.group.device
     batches = physical_batches(
-        s.store, rows, key, s.config.data, s.config.model.encoder.image_size,
-        physical_batch_size=hardware.physical_batch_size, workers=loader_threads(hardware.workers, device), captions=s.words,
+        s.store,
+        rows,
+        key,
+        s.config.data,
+        s.config.model.encoder.image_size,
+        physical_batch_size=hardware.physical_batch_size,
+        workers=loader_threads(hardware.workers, device),
+        captions=s.words,
         normalised=device.type == "cpu",
-    )  # fmt: skip
+    )
     for batch, _ in on_device(batches, device, s.config.data):
         num, least = len(batch.record_id_B), hardware.physical_batch_size
-        if hardware.compile and num < least:  # a program for every number of rows would be compiled in the middle
+        if (
+            hardware.compile and num < least
+        ):  # a program for every number of rows would be compiled in the middle
             row_B = torch.arange(least, device=device) % num
             batch = Batch._make(None if value is None else value[row_B] for value in batch)
         yield batch
 
 
 def map_memory(s: Session, model: torch.nn.Module) -> None:
-    """Two passes of a full physical batch of each side, in turn, so that most of the memory of later ones is mapped."""
+    """Two passes of a full physical batch of each side, in turn, so that most of the memory of
+    later ones is mapped.
+    """
     key = StepKey(s.config.seed, 0)
     batch = next(full_batches(s, s.rows[: s.config.hardware.physical_batch_size], key))
     for _ in range(2):
         with train_step.autocast(s.config.hardware.precision, s.group.device):
-            clipped_sum(s.loss_fn, s.model, batch, key, max_grad_norm=s.plan.max_grad_norm, blocks=s.blocks, check_separability=False)
+            clipped_sum(
+                s.loss_fn,
+                s.model,
+                batch,
+                key,
+                max_grad_norm=s.plan.max_grad_norm,
+                blocks=s.blocks,
+                check_separability=False,
+            )
         plain_pass(s, model, batch, key)
         model.zero_grad()
 
@@ -207,11 +263,19 @@ def make_config(name: str, args: argparse.Namespace, folder: Path, group: Group)
     with together(group):
         if group.is_main:
             made.save(tokenizer)
-            import_samples((_sample(i, base.model.encoder.image_size) for i in range(num)), folder / "scenes")
+            import_samples(
+                (_sample(i, base.model.encoder.image_size) for i in range(num)), folder / "scenes"
+            )
     privacy = replace(
-        base.privacy, dataset_size=num, expected_batch_size=args.batch, steps=10_000, target_epsilon=None,
-        noise_multiplier=10.0, delta=None, max_batch_size=None,
-    )  # fmt: skip
+        base.privacy,
+        dataset_size=num,
+        expected_batch_size=args.batch,
+        steps=10_000,
+        target_epsilon=None,
+        noise_multiplier=10.0,
+        delta=None,
+        max_batch_size=None,
+    )
     hardware = replace(
         base.hardware,
         physical_batch_size=args.physical,
@@ -220,8 +284,13 @@ def make_config(name: str, args: argparse.Namespace, folder: Path, group: Group)
         precision=args.precision,
         compile=args.compile,
     )
-    data = replace(base.data, images="store", store=str(folder / "scenes"), tokenizer=str(tokenizer))
-    return resolve(replace(base, model=model, privacy=privacy, data=data, hardware=hardware, init_from=None), {})
+    data = replace(
+        base.data, images="store", store=str(folder / "scenes"), tokenizer=str(tokenizer)
+    )
+    return resolve(
+        replace(base, model=model, privacy=privacy, data=data, hardware=hardware, init_from=None),
+        {},
+    )
 
 
 def _sample(i: int, size: int) -> Sample:
@@ -235,12 +304,18 @@ def measure(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     group = join(args.device)  # the session leaves it
     on_gpu = group.device.type == "cuda"
     found: dict[str, list[dict[str, float]]] = {"private": [], "non_private": []}
-    parts: dict[str, list[dict[str, float]]] = {"private": [], "non_private": []} if on_gpu else found
+    parts: dict[str, list[dict[str, float]]] = (
+        {"private": [], "non_private": []} if on_gpu else found
+    )
     with tempfile.TemporaryDirectory() as own, contextlib.ExitStack() as stack:
         folder = Path(gather_texts(own, group)[0])
-        s = stack.enter_context(start.new_session(make_config(name, args, folder, group), folder / "run"))
+        s = stack.enter_context(
+            start.new_session(make_config(name, args, folder, group), folder / "run")
+        )
         model = copy.deepcopy(s.model)
-        plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=on_gpu or None)
+        plain = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=on_gpu or None
+        )
         if args.compile:
             for blocks in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
                 for block in blocks:
@@ -255,26 +330,57 @@ def measure(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 if on_gpu:
                     torch.cuda.synchronize()
                 wall, cpu, faults = time.perf_counter(), time.process_time(), _page_faults()
-                step = private_step(s, wait=split) if variant == "private" else plain_step(s, model, plain, number, wait=split)
+                step = (
+                    private_step(s, wait=split)
+                    if variant == "private"
+                    else plain_step(s, model, plain, number, wait=split)
+                )
                 if on_gpu:
                     torch.cuda.synchronize()
                 seconds, cpu = time.perf_counter() - wall, time.process_time() - cpu
                 counts = {"records": step[0], "page_faults": _page_faults() - faults}
-                costs = {**step[1], "step": seconds, "cpu": sum(map(float, gather_texts(str(cpu), group))), **counts}
+                costs = {
+                    **step[1],
+                    "step": seconds,
+                    "cpu": sum(map(float, gather_texts(str(cpu), group))),
+                    **counts,
+                }
                 (parts if split else found)[variant].append(costs)
                 if group.is_main:
-                    print(f"{name} {variant}: {costs['step']:.3g} s, CPU {costs['cpu']:.3g} s, {step[0]} records", file=sys.stderr)
+                    print(
+                        f"{name} {variant}: {costs['step']:.3g} s, CPU {costs['cpu']:.3g} s, "
+                        f"{step[0]} records",
+                        file=sys.stderr,
+                    )
     for ours, theirs in zip(found["private"], found["non_private"], strict=True):
         assert ours["records"] == theirs["records"], "both sides take the same draw"
     for variant, steps in found.items():
         for part in steps[0]:
             whole = part in ("step", "cpu", "records", "page_faults")
             values = [costs[part] for costs in (steps if whole else parts[variant])]
-            yield row(name, variant, part if part in ("records", "page_faults", "rows") else f"{part}_s", values)
+            yield row(
+                name,
+                variant,
+                part if part in ("records", "page_faults", "rows") else f"{part}_s",
+                values,
+            )
     for ratio, part in (("time_ratio", "step"), ("cpu_ratio", "cpu")):
-        yield row(name, "private", ratio, [a[part] / b[part] for a, b in zip(found["private"], found["non_private"], strict=True)])
+        yield row(
+            name,
+            "private",
+            ratio,
+            [
+                a[part] / b[part]
+                for a, b in zip(found["private"], found["non_private"], strict=True)
+            ],
+        )
     if group.world_size == 1:
-        yield row(name, "private", "fill", [costs["records"] / costs["rows"] for costs in found["private"]])
+        yield row(
+            name,
+            "private",
+            "fill",
+            [costs["records"] / costs["rows"] for costs in found["private"]],
+        )
 
 
 def _page_faults() -> int:
@@ -282,15 +388,23 @@ def _page_faults() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="models of 32 px, batches of 64 in passes of 32, unless others are given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="models of 32 px, batches of 64 in passes of 32, unless others are given",
+    )
     parser.add_argument("--models", help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--batch", type=int, help="expected batch size; 256 if not given")
     parser.add_argument("--physical", type=int, help="records of a pass; 32 if not given")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="of torch and of the loader")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--precision", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument(
+        "--precision", choices=["float32", "bfloat16", "float16"], default="float32"
+    )
     parser.add_argument("--compile", action="store_true", help="compiled blocks, on both sides")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

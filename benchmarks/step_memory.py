@@ -1,10 +1,12 @@
-"""Memory of a training step beside its activations, and of the check before the first charge, in bytes a parameter.
+"""Memory of a training step beside its activations, and of the check before the first charge, in
+bytes a parameter.
 
     python benchmarks/step_memory.py [--recipe NAME] [--records N] [--json FILE]
 
-Peaks of torch's allocator on a CPU over the last of three steps of ``fit``, on top of model, optimizer and average. "kept" holds the total
-and the gradient of the step before, as ``fit`` did until November 2026; "freed" is ``fit`` as it is; "check" is
-``train.memory.require_fit``, less what it holds for optimizer and average. Few records, so that parameters outweigh activations.
+Peaks of torch's allocator on a CPU over the last of three steps of ``fit``, on top of model,
+optimizer and average. "kept" holds the total and the gradient of the step before, as ``fit`` did
+until November 2026; "freed" is ``fit`` as it is; "check" is ``train.memory.require_fit``, less what
+it holds for optimizer and average. Few records, so that parameters outweigh activations.
 """
 
 import argparse
@@ -57,12 +59,19 @@ def last_step(config: RunConfig, root: Path, keep: bool) -> tuple[int, int, Any]
             loop.fit(session, quiet=True)
         parameters = sum(p.numel() for p in session.model.parameters() if p.requires_grad)
         held = held_bytes(config, session.model)
-        check = peak_bytes(lambda: require_fit(config, session.model, session.loss_fn, session.group.device)) - held
+        check = (
+            peak_bytes(
+                lambda: require_fit(config, session.model, session.loss_fn, session.group.device)
+            )
+            - held
+        )
     return peaks[-1], parameters, check
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", default="vip.base")
     parser.add_argument("--records", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -73,13 +82,29 @@ def main() -> None:
         write_scenes(Path(folder, "scenes"), args.records, 224, workers=1, public=False)
         base = RECIPES[args.recipe]()
         privacy = replace(
-            base.privacy, dataset_size=args.records, expected_batch_size=args.records, sampling="full_batch", steps=STEPS,
-            target_epsilon=None, noise_multiplier=10.0, delta=1e-5, max_batch_size=None,
-        )  # fmt: skip
+            base.privacy,
+            dataset_size=args.records,
+            expected_batch_size=args.records,
+            sampling="full_batch",
+            steps=STEPS,
+            target_epsilon=None,
+            noise_multiplier=10.0,
+            delta=1e-5,
+            max_batch_size=None,
+        )
         config = replace(
-            base, privacy=privacy, init_from=None, data=replace(base.data, images="store", store=str(Path(folder, "scenes"))),
-            hardware=replace(base.hardware, device="cpu", precision="float32", compile=False, physical_batch_size=args.records),
-        )  # fmt: skip
+            base,
+            privacy=privacy,
+            init_from=None,
+            data=replace(base.data, images="store", store=str(Path(folder, "scenes"))),
+            hardware=replace(
+                base.hardware,
+                device="cpu",
+                precision="float32",
+                compile=False,
+                physical_batch_size=args.records,
+            ),
+        )
         for variant, keep in (("kept", True), ("freed", False)):
             peak, parameters, check = last_step(config, Path(folder, variant), keep)
             rows.append(row(args.recipe, variant, "peak_bytes_per_parameter", [peak / parameters]))

@@ -1,11 +1,13 @@
-"""Random reads from a store against bare os.pread of the same bytes; the goal is a time_ratio of at most 1.1.
+"""Random reads from a store against bare os.pread of the same bytes; the goal is a time_ratio of at
+most 1.1.
 
     python benchmarks/store_reads.py [--quick] [--source SOURCE] [--json FILE]
 
-SOURCE is anything that `dpvision data import` takes; by default the photographs of CIFAR-10, 640 bytes each, where what the store adds to
-a system call weighs most. Both variants read the same random records in the same round, turn about; "bare" gets its file, size and offset
-ready-made. "cached" finds the bytes in memory; before each reading of "disk" the kernel is asked to drop them (compare the rates to see
-that it did).
+SOURCE is anything that `dpvision data import` takes; by default the photographs of CIFAR-10, 640
+bytes each, where what the store adds to a system call weighs most. Both variants read the same
+random records in the same round, turn about; "bare" gets its file, size and offset ready-made.
+"cached" finds the bytes in memory; before each reading of "disk" the kernel is asked to drop them
+(compare the rates to see that it did).
 """
 
 import argparse
@@ -41,10 +43,19 @@ def measure(store: Store, case: str, num_reads: int, rounds: int) -> list[dict]:
     for number in range(rounds):
         rows = rng.choice(store.num_records, min(num_reads, store.num_records), replace=False)
         chosen = store.index[rows]
-        where = list(zip([fds[s] for s in chosen["shard"]], chosen["size"].tolist(), chosen["offset"].tolist(), strict=True))
+        where = list(
+            zip(
+                [fds[s] for s in chosen["shard"]],
+                chosen["size"].tolist(),
+                chosen["offset"].tolist(),
+                strict=True,
+            )
+        )
         variants = {"bare": partial(read_bare, where), "store": partial(store.read_many, rows)}
         if case == "cached":
-            variants["bare"]()  # or else the first of the two would warm the processor's caches for the second
+            variants[
+                "bare"
+            ]()  # or else the first of the two would warm the processor's caches for the second
         for name in sorted(variants, reverse=bool(number % 2)):
             if case == "disk":
                 drop_cache(fds)
@@ -54,12 +65,17 @@ def measure(store: Store, case: str, num_reads: int, rounds: int) -> list[dict]:
     for fd in fds:
         os.close(fd)
     ratios = [ours / bare for ours, bare in zip(seconds["store"], seconds["bare"], strict=True)]
-    rates = [row(case, name, "reads_per_s", [len(rows) / s for s in values]) for name, values in seconds.items()]
+    rates = [
+        row(case, name, "reads_per_s", [len(rows) / s for s in values])
+        for name, values in seconds.items()
+    ]
     return [*rates, row(case, "store", "time_ratio", ratios)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a few rounds")
     parser.add_argument("--source", default=str(SOURCE), help="images to import and read")
     parser.add_argument("--json", type=Path, help="file to write")
@@ -67,7 +83,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         store = import_source(args.source, Path(folder, "store"), public=True)
-        rows = [row("import", "store", "records_per_s", [store.num_records / (time.perf_counter() - start)])]
+        rows = [
+            row(
+                "import",
+                "store",
+                "records_per_s",
+                [store.num_records / (time.perf_counter() - start)],
+            )
+        ]
         rows += measure(store, "cached", 5000, 5 if args.quick else 201)
         rows += measure(store, "disk", 1000, 3 if args.quick else 21)
     write_result(args.json, "store_reads", rows, packages=["numpy"])

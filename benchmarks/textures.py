@@ -1,9 +1,12 @@
-"""How many procedural textures a second: eager and fused, by size; on a GPU also their share of a training step's time.
+"""How many procedural textures a second: eager and fused, by size; on a GPU also their share of a
+training step's time.
 
-    python benchmarks/textures.py [--quick] [--device cpu|cuda] [--sizes A,B] [--processes N] [--rounds N] [--json FILE]
+    python benchmarks/textures.py [--quick] [--device cpu|cuda] [--sizes A,B] [--processes N]
+    [--rounds N] [--json FILE]
 
-On a GPU the variants take turns within a round. On a CPU each runs in N processes of one thread at once, as `dpvision synth --files` does,
-and the figure is of all of them together. "fused" is torch.compile; its first call, left out of the time, is "compile_s".
+On a GPU the variants take turns within a round. On a CPU each runs in N processes of one thread at
+once, as `dpvision synth --files` does, and the figure is of all of them together. "fused" is
+torch.compile; its first call, left out of the time, is "compile_s".
 """
 
 import argparse
@@ -37,9 +40,16 @@ def in_process(size_px: int, num: int, fused: bool, rounds: int) -> list[float]:
 
 
 def measured(
-    device: str, *, sizes: list[int], rounds: int, processes: int, variants: Sequence[bool] = (False, True)
+    device: str,
+    *,
+    sizes: list[int],
+    rounds: int,
+    processes: int,
+    variants: Sequence[bool] = (False, True),
 ) -> Iterator[dict[str, Any]]:
-    """Yield textures a second of each size, eager and fused; on a CPU of the ``variants`` (fused or not)."""
+    """Yield textures a second of each size, eager and fused; on a CPU of the ``variants`` (fused or
+    not).
+    """
     for size in sizes:
         rates: dict[bool, list[float]] = {False: [], True: []}
         if device == "cuda":
@@ -54,8 +64,12 @@ def measured(
         else:
             num = max(16, (1 << 20) // size**2)
             for fused in variants:
-                with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-                    jobs = [pool.submit(in_process, size, num, fused, rounds) for _ in range(processes)]
+                with ProcessPoolExecutor(
+                    processes, mp_context=multiprocessing.get_context("spawn")
+                ) as pool:
+                    jobs = [
+                        pool.submit(in_process, size, num, fused, rounds) for _ in range(processes)
+                    ]
                     times = [job.result() for job in jobs]
                 rates[fused] = [sum(num / t[r] for t in times) for r in range(rounds)]
         for fused, values in ((fused, values) for fused, values in rates.items() if values):
@@ -63,9 +77,13 @@ def measured(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="32 and 64 px, three rounds")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
+    )
     parser.add_argument("--sizes", default="32,64,224")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -73,7 +91,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.sizes, args.rounds = "32,64", 3
-    rows = list(measured(args.device, sizes=list(map(int, args.sizes.split(","))), rounds=args.rounds, processes=args.processes))
+    rows = list(
+        measured(
+            args.device,
+            sizes=list(map(int, args.sizes.split(","))),
+            rounds=args.rounds,
+            processes=args.processes,
+        )
+    )
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     write_result(args.json, "textures", rows, packages=("torch", "numpy"), device=device)
 

@@ -1,22 +1,27 @@
-"""ViP in miniature: what the warm start gives, what private training adds to it, and controls of equal counts, by probes on photographs.
+"""ViP in miniature: what the warm start gives, what private training adds to it, and controls of
+equal counts, by probes on photographs.
 
-    python benchmarks/vip_table.py --work DIR --train STORE --probe STORE --test STORE [--arms A,B] [--seeds 0,1,2] [--gradients N]
+    python benchmarks/vip_table.py --work DIR --train STORE --probe STORE --test STORE [--arms A,B]
+    [--seeds 0,1,2] [--gradients N]
                                    [--warm N] [--textures STORE] [--set ARGUMENT ...] [--json FILE]
 
-Runs the product itself: `dpvision train` recipes in DIR, each arm of a seed from that seed's warm start, with N sample-gradients:
+Runs the product itself: `dpvision train` recipes in DIR, each arm of a seed from that seed's warm
+start, with N sample-gradients:
 
     random            the network of vip.micro as its seed initialises it
     warm              synthetic.vip_micro: the warm start alone (--warm sample-gradients)
-    textures          the control that matters: as many sample-gradients again on textures, without noise
+    textures          the control that matters: as many sample-gradients again on textures, without
+                      noise
     images          on the private images without privacy (as textures: small batches)
     private_eps8      vip.micro, epsilon 8
     private_eps2      vip.micro, epsilon 2
     random_eps8       vip.micro_random_start, epsilon 8
     private_eps8@3e-3 an arm of another learning rate than its recipe's
 
-STOREs are imported from CIFAR-10 or the like: --train is trained on, --probe and --test have labels. A run that is complete in DIR is not
-run again, so several processes may share the work by --arms or --seeds. Scores: ridge probes, and few-shot probes of 5, 10 and 30 per class
-(20 draws), on features. Value, low and high in the JSON are median, least and greatest over seeds.
+STOREs are imported from CIFAR-10 or the like: --train is trained on, --probe and --test have
+labels. A run that is complete in DIR is not run again, so several processes may share the work by
+--arms or --seeds. Scores: ridge probes, and few-shot probes of 5, 10 and 30 per class (20 draws),
+on features. Value, low and high in the JSON are median, least and greatest over seeds.
 """
 
 import argparse
@@ -38,11 +43,24 @@ WARM_BATCH, PRIVATE_BATCH = 64, 2500
 
 def command(arm: str, seed: int, args: argparse.Namespace) -> list[str]:
     """The `dpvision train` line of an arm."""
-    common = ["--seed", str(seed), "--hardware.workers", "1", "--hardware.physical-batch-size", "125", *args.set]
+    common = [
+        "--seed",
+        str(seed),
+        "--hardware.workers",
+        "1",
+        "--hardware.physical-batch-size",
+        "125",
+        *args.set,
+    ]
     warm = str(args.work / f"warm-{seed}")
 
     def steps(gradients: int, batch: int) -> list[str]:
-        return ["--privacy.expected-batch-size", str(batch), "--privacy.steps", str(max(1, round(gradients / batch)))]
+        return [
+            "--privacy.expected-batch-size",
+            str(batch),
+            "--privacy.steps",
+            str(max(1, round(gradients / batch))),
+        ]
 
     def warmup(gradients: int, batch: int) -> list[str]:
         return ["--optim.warmup-steps", str(max(1, round(0.1 * gradients / batch)))]
@@ -51,9 +69,25 @@ def command(arm: str, seed: int, args: argparse.Namespace) -> list[str]:
         count = args.warm if arm == "warm" else args.gradients
         start = [] if arm == "warm" else ["--init-from", warm]
         if args.textures is not None:
-            start += ["--data", str(args.textures), "--privacy.dataset-size", str(open_store(args.textures).num_records)]
-        return ["synthetic.vip_micro", *start, *steps(count, WARM_BATCH), *warmup(count, WARM_BATCH), *common]
-    data = ["--data", str(args.train), "--privacy.dataset-size", str(open_store(args.train).num_records)]
+            start += [
+                "--data",
+                str(args.textures),
+                "--privacy.dataset-size",
+                str(open_store(args.textures).num_records),
+            ]
+        return [
+            "synthetic.vip_micro",
+            *start,
+            *steps(count, WARM_BATCH),
+            *warmup(count, WARM_BATCH),
+            *common,
+        ]
+    data = [
+        "--data",
+        str(args.train),
+        "--privacy.dataset-size",
+        str(open_store(args.train).num_records),
+    ]
     start = ["--init-from", "None" if arm.startswith("random_eps") else warm]
     private = "vip.micro_random_start" if arm.startswith("random_eps") else "vip.micro"
     if arm == "pictures":
@@ -84,7 +118,11 @@ def scores(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     """Accuracy in percent by protocol, kept in DIR."""
     kept = args.work / f"{arm}-{seed}.scores.json"
     if not kept.exists():
-        spec = f"random:{train('warm', seed, args)}" if arm == "random" else str(train(arm, seed, args))
+        spec = (
+            f"random:{train('warm', seed, args)}"
+            if arm == "random"
+            else str(train(arm, seed, args))
+        )
         found = evaluate(
             spec,
             open_store(args.probe),
@@ -98,16 +136,26 @@ def scores(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("work", "train", "probe", "test"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--textures", type=Path, help="store of textures, e.g. of files; left out: new looks at 200,000 in each step")
+    parser.add_argument(
+        "--textures",
+        type=Path,
+        help="store of textures, e.g. of files; left out: new looks at 200,000 in each step",
+    )
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--gradients", type=int, default=100_000)
     parser.add_argument("--warm", type=int, default=150_000)
     parser.add_argument(
-        "--set", action="extend", nargs="+", default=[], help="further settings of every run, as `dpvision train` takes them"
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        help="further settings of every run, as `dpvision train` takes them",
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -116,11 +164,19 @@ def main() -> None:
     for seed in map(int, args.seeds.split(",")):
         for arm in args.arms.split(","):
             made = scores(arm, seed, args)
-            print(f"{arm}-{seed}: " + ", ".join(f"{protocol} {value:.1f}" for protocol, value in made.items()), flush=True)
+            print(
+                f"{arm}-{seed}: "
+                + ", ".join(f"{protocol} {value:.1f}" for protocol, value in made.items()),
+                flush=True,
+            )
             for protocol, value in made.items():
                 found.setdefault((arm, protocol), []).append(value)
-    rows = [row(arm, protocol, "accuracy_percent", values) for (arm, protocol), values in found.items()]
-    write_result(args.json, "vip_table", rows, packages=("torch", "numpy", "scikit-learn", "dp-accounting"))
+    rows = [
+        row(arm, protocol, "accuracy_percent", values) for (arm, protocol), values in found.items()
+    ]
+    write_result(
+        args.json, "vip_table", rows, packages=("torch", "numpy", "scikit-learn", "dp-accounting")
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""What a warm start on procedural images is worth: probes on real photographs, against controls at equal counts.
+"""What a warm start on procedural images is worth: probes on real photographs, against controls at
+equal counts.
 
-    python benchmarks/warm_start.py --cifar DIR [--sources A,B] [--seeds N] [--sheets N] [--steps N] [--batch N] [--target T] [--probe N]
+    python benchmarks/warm_start.py --cifar DIR [--sources A,B] [--seeds N] [--sheets N] [--steps N]
+    [--batch N] [--target T] [--probe N]
                                     [--quick] [--json FILE]
 
-A small masked autoencoder (the network of vip.micro) is trained without privacy on N images of one source for the same number of
-steps, under bfloat16 autocast, then its frozen encoder is probed (ridge on the mean token and on quadrants) on CIFAR-10: --probe images
-to fit, 10,000 to test. DIR holds train.parquet and test.parquet. Sources: textures (our generator), dead_leaves (discs of power-law
-radii, one colour each), noise (1/f noise in correlated colours), cifar (the training photographs themselves, which no private run may use
-so); "random" is the untrained network. All sources see the same crops, flips, masks, batches and learning rates of a seed.
+A small masked autoencoder (the network of vip.micro) is trained without privacy on N images of one
+source for the same number of steps, under bfloat16 autocast, then its frozen encoder is probed
+(ridge on the mean token and on quadrants) on CIFAR-10: --probe images to fit, 10,000 to test. DIR
+holds train.parquet and test.parquet. Sources: textures (our generator), dead_leaves (discs of
+power-law radii, one colour each), noise (1/f noise in correlated colours), cifar (the training
+photographs themselves, which no private run may use so); "random" is the untrained network. All
+sources see the same crops, flips, masks, batches and learning rates of a seed.
 """
 
 import argparse
@@ -40,8 +44,13 @@ assert isinstance(MICRO, MAEConfig)
 
 def cifar(folder: str, split: str) -> tuple[Tensor, np.ndarray]:
     table = pq.read_table(f"{folder}/{split}.parquet")
-    images = [np.asarray(Image.open(io.BytesIO(r["bytes"])).convert("RGB")) for r in table["image"].to_pylist()]
-    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), table["label"].to_numpy()
+    images = [
+        np.asarray(Image.open(io.BytesIO(r["bytes"])).convert("RGB"))
+        for r in table["image"].to_pylist()
+    ]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), table[
+        "label"
+    ].to_numpy()
 
 
 def dead_leaves(num: int, seed: int) -> Tensor:
@@ -70,7 +79,9 @@ def noise(num: int, seed: int) -> Tensor:
         planes = torch.fft.ifft2(torch.fft.fft2(white) * amplitude).real
         planes = planes / planes.std(dim=(2, 3), keepdim=True)
         mix = torch.tensor([[0.19, 0.04, 0.02], [0.19, 0.04, -0.02], [0.19, -0.08, 0.0]])
-        parts.append((torch.einsum("cd,ndhw->nchw", mix, planes) + 0.47).clamp(0, 1).mul(255).round().byte())
+        parts.append(
+            (torch.einsum("cd,ndhw->nchw", mix, planes) + 0.47).clamp(0, 1).mul(255).round().byte()
+        )
     return torch.cat(parts)
 
 
@@ -79,8 +90,15 @@ def make_images(source: str, num: int, seed: int, folder: str) -> Tensor:
         number = torch.arange(num) + seed * 10_000_000
         return textures(number, STORED, instance_N=number)
     if source == "cifar":
-        x = cifar(folder, "train")[0][torch.randperm(50_000, generator=torch.Generator().manual_seed(seed))[:num]]
-        return torch.nn.functional.interpolate(x.float(), STORED, mode="bicubic", antialias=True).clamp(0, 255).round().byte()
+        x = cifar(folder, "train")[0][
+            torch.randperm(50_000, generator=torch.Generator().manual_seed(seed))[:num]
+        ]
+        return (
+            torch.nn.functional.interpolate(x.float(), STORED, mode="bicubic", antialias=True)
+            .clamp(0, 255)
+            .round()
+            .byte()
+        )
     return {"dead_leaves": dead_leaves, "noise": noise}[source](num, seed)
 
 
@@ -88,8 +106,12 @@ def normalised(x: Tensor) -> Tensor:
     return (x.float() / 255 - MEAN[:, None, None]) / STD[:, None, None]
 
 
-def train(pictures: Tensor, steps: int, batch: int, seed: int, target: str, rate: float = 1e-3) -> mae.MAE:
-    """AdamW (0.9, 0.95), weight decay 0.05, a tenth of warm-up and a cosine, random places and mirrors."""
+def train(
+    pictures: Tensor, steps: int, batch: int, seed: int, target: str, rate: float = 1e-3
+) -> mae.MAE:
+    """AdamW (0.9, 0.95), weight decay 0.05, a tenth of warm-up and a cosine, random places and
+    mirrors.
+    """
     model = make_model(replace(MICRO, target=target), seed)
     assert isinstance(model, mae.MAE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
@@ -102,7 +124,9 @@ def train(pictures: Tensor, steps: int, batch: int, seed: int, target: str, rate
         x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
         order = torch.randint(1 << 62, (batch, model.num_patches), generator=generator)
         for group in optimizer.param_groups:
-            group["lr"] = rate * min((step + 1) / (0.1 * steps), 0.5 * (1 + math.cos(math.pi * step / steps)))
+            group["lr"] = rate * min(
+                (step + 1) / (0.1 * steps), 0.5 * (1 + math.cos(math.pi * step / steps))
+            )
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = mae.losses(model, x, order).mean()
@@ -118,19 +142,25 @@ def features(model: mae.MAE, x: Tensor) -> dict[str, np.ndarray]:
     return {name: torch.cat([p[name] for p in parts]).numpy() for name in parts[0]}
 
 
-def accuracy(train_x: np.ndarray, train_y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray) -> float:
+def accuracy(
+    train_x: np.ndarray, train_y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray
+) -> float:
     return float((fit_ridge(train_x, train_y).predict(test_x) == test_y).mean())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cifar", required=True)
     parser.add_argument("--sources", default="random,textures,dead_leaves,noise")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sheets", type=int, default=12_000)
     parser.add_argument("--steps", type=int, default=640)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--target", default=MICRO.target, help="what the model predicts; default: as vip.micro")
+    parser.add_argument(
+        "--target", default=MICRO.target, help="what the model predicts; default: as vip.micro"
+    )
     parser.add_argument("--probe", type=int, default=20_000, help="training images of the probe")
     parser.add_argument("--quick", action="store_true", help="one seed, 20 steps")
     parser.add_argument("--json", type=Path)
@@ -146,14 +176,27 @@ def main() -> None:
             if source == "random":
                 model = make_model(MICRO, seed)
             else:
-                model = train(make_images(source, args.pictures, seed, args.cifar), args.steps, args.batch, seed, args.target)
+                model = train(
+                    make_images(source, args.pictures, seed, args.cifar),
+                    args.steps,
+                    args.batch,
+                    seed,
+                    args.target,
+                )
             took = time.monotonic() - start
             fit, test = features(model, train_x), features(model, test_x)
             for pooling in fit:
-                found.setdefault((source, pooling), []).append(100 * accuracy(fit[pooling], train_y, test[pooling], test_y))
+                found.setdefault((source, pooling), []).append(
+                    100 * accuracy(fit[pooling], train_y, test[pooling], test_y)
+                )
             now = {pooling: f"{found[source, pooling][-1]:.1f}" for pooling in fit}
-            print(f"seed {seed} {source}: {now} after {took:.0f} s of images and training", flush=True)
-    rows = [row(source, pooling, "ridge_accuracy_percent", values) for (source, pooling), values in found.items()]
+            print(
+                f"seed {seed} {source}: {now} after {took:.0f} s of images and training", flush=True
+            )
+    rows = [
+        row(source, pooling, "ridge_accuracy_percent", values)
+        for (source, pooling), values in found.items()
+    ]
     write_result(args.json, "warm_start", rows, packages=("torch", "numpy", "scikit-learn"))
 
 

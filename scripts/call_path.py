@@ -1,10 +1,12 @@
 """Which functions of dpvision does one call enter, in which order?
 
-    python scripts/call_path.py --setup "from dpvision.eval.probes.suite import evaluate; ..." "evaluate(run, train, test, workers=1)"
+    python scripts/call_path.py --setup "from dpvision.eval.probes.suite import evaluate; ..."
+    "evaluate(run, train, test, workers=1)"
 
-A stop is a function of dpvision that the call enters for the first time, in whichever thread; lambdas, comprehensions and generated
-functions (a dataclass's ``__init__``) do not count. A climb is a stop in a package that stands later in the order of imports than the
-stop before it: a reader of the path goes back up. --setup is not traced.
+A stop is a function of dpvision that the call enters for the first time, in whichever thread;
+lambdas, comprehensions and generated functions (a dataclass's ``__init__``) do not count. A climb
+is a stop in a package that stands later in the order of imports than the stop before it: a reader
+of the path goes back up. --setup is not traced.
 """
 
 import argparse
@@ -16,11 +18,33 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# The order of imports (tests/test_imports.py), the lowest first; later packages may import earlier ones.
+# The order of imports (tests/test_imports.py), the lowest first; later packages may import earlier
+# ones.
 ORDER = (
-    "errors", "files", "mixing", "openmp", "precision", "config", "weights", "privacy", "models", "synthetic", "checkpoint", "data", "dp",
-    "optim", "runs", "train", "encoders", "eval", "adapt", "report", "cli", "dense", "recipes",
-)  # fmt: skip
+    "errors",
+    "files",
+    "mixing",
+    "openmp",
+    "precision",
+    "config",
+    "weights",
+    "privacy",
+    "models",
+    "synthetic",
+    "checkpoint",
+    "data",
+    "dp",
+    "optim",
+    "runs",
+    "train",
+    "encoders",
+    "eval",
+    "adapt",
+    "report",
+    "cli",
+    "dense",
+    "recipes",
+)
 
 
 def call_path(call: Callable[[], Any]) -> list[tuple[str, str]]:
@@ -32,7 +56,11 @@ def call_path(call: Callable[[], Any]) -> list[tuple[str, str]]:
 
     def enter(frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root) and not code.co_name.startswith("<"):
+        if (
+            event == "call"
+            and code.co_filename.startswith(root)
+            and not code.co_name.startswith("<")
+        ):
             stops.setdefault((code.co_filename.removeprefix(root), code.co_qualname))
 
     threading.setprofile(enter)
@@ -52,7 +80,9 @@ def climbs(stops: list[tuple[str, str]]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--setup", default="", help="statements before the call")
     parser.add_argument("--verbose", action="store_true", help="list the stops")
     parser.add_argument("call", help="the expression to trace")

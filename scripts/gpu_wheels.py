@@ -1,11 +1,17 @@
-"""Collect the wheels that a machine without a package index lacks, and check that nothing is missing there.
+"""Collect the wheels that a machine without a package index lacks, and check that nothing is
+missing there.
 
-    python scripts/gpu_wheels.py collect FOLDER [--python 3.12]     download what dpvision's wheel in FOLDER needs and the machine lacks
-    python scripts/gpu_wheels.py check FOLDER [--python 3.12]       every requirement is there or on the machine; sources fit that Python
-    python scripts/gpu_wheels.py machine [--python 3.12]            what of dpvision's requirements the machine has, to install elsewhere
+    python scripts/gpu_wheels.py collect FOLDER [--python 3.12]   download what dpvision's wheel in
+                                                                  FOLDER needs and the machine lacks
+    python scripts/gpu_wheels.py check FOLDER [--python 3.12]     every requirement is there or on
+                                                                  the machine; sources fit that
+                                                                  Python
+    python scripts/gpu_wheels.py machine [--python 3.12]          what of dpvision's requirements
+                                                                  the machine has, to install
+                                                                  elsewhere
 
-The machine's packages are in scripts/gpu_machine.txt; what it has is never carried. Versions are those of requirements.lock. The wheels
-are for Linux on x86_64.
+The machine's packages are in scripts/gpu_machine.txt; what it has is never carried. Versions are
+those of requirements.lock. The wheels are for Linux on x86_64.
 """
 
 import argparse
@@ -25,9 +31,14 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRA = ("opacus", "attrs")
-"""Carried as well: Opacus, with which the acceptance compares, and attrs, of which dp-accounting admits only versions older than 24."""
+"""Carried as well: Opacus, with which the acceptance compares, and attrs, of which dp-accounting
+admits only versions older than 24.
+"""
 MOST_BYTES = 30 * 10**6
-_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
+_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)] + [
+    "manylinux2014_x86_64",
+    "manylinux1_x86_64",
+]
 
 
 def machine() -> dict[str, Version | None]:
@@ -83,7 +94,10 @@ def wheels(folder: Path) -> dict[str, tuple[Version, Path]]:
     for path in sorted(folder.glob("*.whl")):
         name, version, _, _ = parse_wheel_filename(path.name)
         if name in found:
-            sys.exit(f"{folder}: {path.name} and {found[name][1].name}; expected one version of a package. Empty the folder.")
+            sys.exit(
+                f"{folder}: {path.name} and {found[name][1].name}; expected one version of a "
+                "package. Empty the folder."
+            )
         found[name] = version, path
     return found
 
@@ -103,16 +117,31 @@ def collect(folder: Path, python: str) -> None:
 
 def download(name: str, version: Version | None, folder: Path, python: str) -> Path:
     """Download a wheel for the machine's Python, of the locked version where there is one."""
-    words = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python, "--quiet", "--dest", str(folder)]
+    words = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        python,
+        "--quiet",
+        "--dest",
+        str(folder),
+    ]
     words += [word for platform in _PLATFORMS for word in ("--platform", platform)]
     asked = name if version is None else f"{name}=={version}"
     if subprocess.run([sys.executable, "-m", "pip", "download", *words, asked]).returncode:
-        sys.exit(f"{asked}: no wheel for Python {python} on Linux x86_64; expected one. See the message of pip above.")
+        sys.exit(
+            f"{asked}: no wheel for Python {python} on Linux x86_64; expected one. See the "
+            "message of pip above."
+        )
     return wheels(folder)[canonicalize_name(name)][1]
 
 
 def check(folder: Path, python: str) -> list[str]:
-    """What is wrong with a folder of wheels for the machine: missing or unfit requirements, sources of a newer Python, too many bytes."""
+    """What is wrong with a folder of wheels for the machine: missing or unfit requirements, sources
+    of a newer Python, too many bytes.
+    """
     there, carried, wrong, unknown = machine(), wheels(folder), [], []
     if "dpvision" not in carried:
         wrong.append("dpvision: no wheel of it")
@@ -136,7 +165,10 @@ def check(folder: Path, python: str) -> list[str]:
     for name, (version, path) in carried.items():
         print(f"  {name:<18} {version!s:<10} {path.stat().st_size / 1e6:>6.2f} MB")
     print(f"{len(carried)} wheels, {size / 1e6:.1f} MB, for Python {python}")
-    print(f"on the machine in versions that are not known here: {', '.join(sorted(set(unknown))) or 'none'}")
+    print(
+        "on the machine in versions that are not known here: "
+        f"{', '.join(sorted(set(unknown))) or 'none'}"
+    )
     return wrong
 
 
@@ -146,19 +178,43 @@ def newer_syntax(folder: Path, python: str) -> list[str]:
     with tempfile.TemporaryDirectory() as unpacked:
         for _, path in wheels(folder).values():
             zipfile.ZipFile(path).extractall(unpacked)
-        words = ["check", "--isolated", "--quiet", "--no-cache", "--target-version", target, "--select", "E9", "--output-format", "concise"]
+        words = [
+            "check",
+            "--isolated",
+            "--quiet",
+            "--no-cache",
+            "--target-version",
+            target,
+            "--select",
+            "E9",
+            "--output-format",
+            "concise",
+        ]
         done = subprocess.run(
-            [sys.executable, "-m", "ruff", *words, unpacked, str(ROOT / "benchmarks")], capture_output=True, text=True
-        )  # fmt: skip
-        lines = [line.replace(unpacked + "/", "") for line in (done.stdout + done.stderr).splitlines()]
+            [sys.executable, "-m", "ruff", *words, unpacked, str(ROOT / "benchmarks")],
+            capture_output=True,
+            text=True,
+        )
+        lines = [
+            line.replace(unpacked + "/", "") for line in (done.stdout + done.stderr).splitlines()
+        ]
     return lines if done.returncode else []
 
 
 def on_machine(python: str) -> list[str]:
-    """Requirements of dpvision, and theirs, that the machine has: with its versions where these are known."""
-    project = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    """Requirements of dpvision, and theirs, that the machine has: with its versions where these are
+    known.
+    """
+    project = re.search(
+        r"^dependencies = \[(.*?)^\]",
+        (ROOT / "pyproject.toml").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
     assert project is not None
-    names = [canonicalize_name(Requirement(text).name) for text in re.findall(r'"([^"]+)"', project.group(1))]
+    names = [
+        canonicalize_name(Requirement(text).name)
+        for text in re.findall(r'"([^"]+)"', project.group(1))
+    ]
     there, found = machine(), []
     for name in names:
         if name in there:
@@ -169,7 +225,9 @@ def on_machine(python: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=["collect", "check", "machine"])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--python", default="3.12", help="version of the machine's Python, as 3.12")
@@ -178,7 +236,10 @@ def main() -> None:
         print("\n".join(on_machine(args.python)))
         return
     if args.folder is None or not args.folder.is_dir():
-        sys.exit(f"{args.command}: {args.folder}; expected a folder with dpvision's wheel. Run scripts/gpu_wheelhouse.sh.")
+        sys.exit(
+            f"{args.command}: {args.folder}; expected a folder with dpvision's wheel. Run "
+            "scripts/gpu_wheelhouse.sh."
+        )
     if args.command == "collect":
         collect(args.folder, args.python)
     wrong = check(args.folder, args.python)

@@ -2,8 +2,8 @@
 
     python scripts/tree_size.py [SOURCE ...]
 
-A statement is an ``ast.stmt`` node, nested ones included; a docstring is one. Several sources (other checkouts' src/dpvision) stand in
-columns beside each other.
+A statement is an ``ast.stmt`` node, nested ones included; a docstring is one. Several sources
+(other checkouts' src/dpvision) stand in columns beside each other.
 """
 
 import ast
@@ -34,7 +34,8 @@ def main() -> None:
     for name in [*sorted({name for size in sizes for name in size} - {"total"}), "total"]:
         columns = [size.get(name, Counter()) for size in sizes]
         parts = [
-            f"{c['statements']:7,} statements ({c['statements'] / size['total']['statements']:4.0%}), {c['files']:3} files, "
+            f"{c['statements']:7,} statements "
+            f"({c['statements'] / size['total']['statements']:4.0%}), {c['files']:3} files, "
             f"{c['lines']:6,} lines"
             for c, size in zip(columns, sizes, strict=True)
         ]

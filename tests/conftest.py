@@ -1,4 +1,6 @@
-"""One thread per process: pytest-xdist runs several, and two pools of threads on two cores stand in each other's way."""
+"""One thread per process: pytest-xdist runs several, and two pools of threads on two cores stand in
+each other's way.
+"""
 
 import os
 import sys

@@ -7,11 +7,25 @@ import pytest
 import torch
 
 from dpvision import files
-from dpvision.checkpoint import find_checkpoint, keep_newest, list_checkpoints, load_checkpoint, save_checkpoint
+from dpvision.checkpoint import (
+    find_checkpoint,
+    keep_newest,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from dpvision.errors import CheckpointError
 from dpvision.files import write_json
 
-MANIFEST = {"run_id": "r", "ledger_steps": 3, "updates": 3, "config": {}, "plan": {}, "ledger_digest": "d", "lineage": []}
+MANIFEST = {
+    "run_id": "r",
+    "ledger_steps": 3,
+    "updates": 3,
+    "config": {},
+    "plan": {},
+    "ledger_digest": "d",
+    "lineage": [],
+}
 
 
 def _save(run: Path, step: int, value: float = 1.0) -> Path:
@@ -27,8 +41,14 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     _save(tmp_path, 3, 0.25)
     loaded = load_checkpoint(tmp_path)
     assert loaded.manifest["ledger_steps"] == 3
-    assert torch.equal(loaded.model["w"], torch.full((3, 2), 0.25)) and torch.equal(loaded.model["b"], torch.arange(4))
-    assert loaded.ema is None and loaded.optimizer is not None and set(loaded.optimizer) == {"w/exp_avg"}
+    assert torch.equal(loaded.model["w"], torch.full((3, 2), 0.25)) and torch.equal(
+        loaded.model["b"], torch.arange(4)
+    )
+    assert (
+        loaded.ema is None
+        and loaded.optimizer is not None
+        and set(loaded.optimizer) == {"w/exp_avg"}
+    )
 
 
 def test_the_newest_complete_checkpoint_is_found_also_under_confidential(tmp_path: Path) -> None:
@@ -37,7 +57,10 @@ def test_the_newest_complete_checkpoint_is_found_also_under_confidential(tmp_pat
     (tmp_path / "confidential" / "checkpoints" / "step-00000200").mkdir()
     assert find_checkpoint(tmp_path).name == "step-00000100"
     keep_newest(tmp_path / "confidential", 2)
-    assert [p.name for p in list_checkpoints(tmp_path / "confidential")] == ["step-00000010", "step-00000100"]
+    assert [p.name for p in list_checkpoints(tmp_path / "confidential")] == [
+        "step-00000010",
+        "step-00000100",
+    ]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
@@ -64,7 +87,9 @@ def test_a_missing_tensor_file_or_manifest_key_is_refused(tmp_path: Path) -> Non
         load_checkpoint(tmp_path / "elsewhere")
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_debris(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _save(tmp_path, 1, 1.0)
 
     def full(path: Path) -> None:

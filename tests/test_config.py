@@ -6,7 +6,17 @@ import math
 
 import pytest
 
-from dpvision.config import DataConfig, HardwareConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig, ViTConfig, from_dict, to_dict
+from dpvision.config import (
+    DataConfig,
+    HardwareConfig,
+    MAEConfig,
+    OptimConfig,
+    PrivacyConfig,
+    RunConfig,
+    ViTConfig,
+    from_dict,
+    to_dict,
+)
 from dpvision.errors import ConfigError
 from dpvision.recipes import RECIPES
 

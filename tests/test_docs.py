@@ -1,4 +1,6 @@
-"""The index and the site's menu name every page, links between pages lead somewhere, and commands can be pasted into a shell."""
+"""The index and the site's menu name every page, links between pages lead somewhere, and commands
+can be pasted into a shell.
+"""
 
 import contextlib
 import io
@@ -23,12 +25,17 @@ def test_the_index_and_the_menu_name_every_page() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_pages_images_and_headings_that_are_there(page: str) -> None:
     here = DOCS / page
-    for target, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)", here.read_text()):
+    for target, anchor in re.findall(
+        r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)", here.read_text()
+    ):
         there = (here.parent / target).resolve() if target else here
         assert there.exists(), target
         if anchor and there.suffix == ".md":
             headings = re.findall(r"^#+ (.*)$", there.read_text(), flags=re.M)
-            slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower())).strip("-") for heading in headings}
+            slugs = {
+                re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower())).strip("-")
+                for heading in headings
+            }
             assert anchor in slugs, f"{target}#{anchor}"
 
 
@@ -55,7 +62,9 @@ def options() -> dict[str, set[str]]:
 
 
 def _commands(page: Path) -> list[str]:
-    """The lines of code blocks, indented or fenced, that call dpvision; a line that ends in a backslash goes on."""
+    """The lines of code blocks, indented or fenced, that call dpvision; a line that ends in a
+    backslash goes on.
+    """
     text, lines, fenced = re.sub(r"\\\n *", " ", page.read_text()), [], False
     for line in text.splitlines():
         fenced ^= line.startswith("```")
@@ -65,11 +74,19 @@ def _commands(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["../README.md", "../examples/README.md", *PAGES])
-def test_commands_are_words_of_a_shell_and_options_of_their_command(page: str, options: dict[str, set[str]]) -> None:
+def test_commands_are_words_of_a_shell_and_options_of_their_command(
+    page: str, options: dict[str, set[str]]
+) -> None:
     for line in _commands(DOCS / page):
         words = shlex.split(line, comments=True)
         at = words.index("dpvision") + 1
         assert words[at] in COMMANDS, line
-        unknown = [word for word in words[at:] if word.startswith("--") and word.split("=")[0] not in options[words[at]] | {"--help"}]
+        unknown = [
+            word
+            for word in words[at:]
+            if word.startswith("--") and word.split("=")[0] not in options[words[at]] | {"--help"}
+        ]
         assert not unknown, (unknown, line)
-        assert not re.search(r"\S {3,}(?![# ])", line), f"{line}: a note after a command begins with #"
+        assert not re.search(r"\S {3,}(?![# ])", line), (
+            f"{line}: a note after a command begins with #"
+        )

@@ -1,4 +1,6 @@
-"""Files that survive: a real SIGKILL at every stage leaves the old ones, and the disk is asked in the order that a power cut needs."""
+"""Files that survive: a real SIGKILL at every stage leaves the old ones, and the disk is asked in
+the order that a power cut needs.
+"""
 
 import errno
 import os
@@ -12,7 +14,15 @@ import pytest
 
 from dpvision import files
 from dpvision.errors import CheckpointError
-from dpvision.files import append, create, make_folders, new_folder, replacing, write_file, write_json
+from dpvision.files import (
+    append,
+    create,
+    make_folders,
+    new_folder,
+    replacing,
+    write_file,
+    write_json,
+)
 
 KILLED = """
 import os, signal, sys
@@ -38,7 +48,9 @@ else:
 
 @pytest.mark.parametrize("stage", ["writing", "renaming"])
 @pytest.mark.parametrize("name", ["file", "folder"])
-def test_a_kill_before_the_rename_leaves_what_was_there(tmp_path: Path, name: str, stage: str) -> None:
+def test_a_kill_before_the_rename_leaves_what_was_there(
+    tmp_path: Path, name: str, stage: str
+) -> None:
     target = tmp_path / name
     if name == "file":
         target.write_bytes(b"old")
@@ -47,7 +59,9 @@ def test_a_kill_before_the_rename_leaves_what_was_there(tmp_path: Path, name: st
         (target / "a").write_bytes(b"old")
     done = subprocess.run([sys.executable, "-c", KILLED, str(target), stage], timeout=900)
     assert done.returncode == -signal.SIGKILL
-    if name == "folder" and stage == "renaming":  # no call replaces a folder: the old one has gone, the new one is whole
+    if (
+        name == "folder" and stage == "renaming"
+    ):  # no call replaces a folder: the old one has gone, the new one is whole
         (folder,) = tmp_path.iterdir()
         assert (folder / "a").read_bytes() == b"new"
     else:
@@ -58,13 +72,17 @@ def test_a_kill_before_the_rename_leaves_what_was_there(tmp_path: Path, name: st
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """(call, name of the file or folder) of every sync and rename; a sync of a file with its size."""
+    """(call, name of the file or folder) of every sync and rename; a sync of a file with its
+    size.
+    """
     found: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
 
     def synced(fd: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        found.append(("sync", f"{path.name} {path.stat().st_size}" if path.is_file() else path.name))
+        found.append(
+            ("sync", f"{path.name} {path.stat().st_size}" if path.is_file() else path.name)
+        )
         fsync(fd)
 
     def renamed(one: str | Path, two: str | Path) -> None:
@@ -77,7 +95,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return found
 
 
-def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
     partial = f".k.partial-{os.getpid()}"
     write_file(tmp_path / "k", b"12345")
     assert calls == [("sync", f"{partial} 5"), ("rename", "k"), ("sync", tmp_path.name)]
@@ -89,13 +109,20 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(tm
     assert calls == [("sync", tmp_path.name), ("sync", "a")]
 
 
-def test_every_file_of_a_folder_is_on_the_disk_before_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+def test_every_file_of_a_folder_is_on_the_disk_before_its_name(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
     with new_folder(tmp_path / "k", mode=0o700) as folder:
         (folder / "below").mkdir()
         (folder / "one").write_bytes(b"1")
         (folder / "below" / "two").write_bytes(b"12")
     before, after = calls[: calls.index(("rename", "k"))], calls[calls.index(("rename", "k")) + 1 :]
-    assert set(before) == {("sync", "one 1"), ("sync", "two 2"), ("sync", "below"), ("sync", f".k.partial-{os.getpid()}")}
+    assert set(before) == {
+        ("sync", "one 1"),
+        ("sync", "two 2"),
+        ("sync", "below"),
+        ("sync", f".k.partial-{os.getpid()}"),
+    }
     assert after == [("sync", tmp_path.name)] and (tmp_path / "k").stat().st_mode & 0o777 == 0o700
 
 
@@ -115,10 +142,18 @@ def _replace(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("write", "error"),
-    [(_replace, OSError), (lambda p: write_json(p, {}), CheckpointError), (_fill_folder, OSError), (lambda p: create(p, b"new"), OSError)],
+    [
+        (_replace, OSError),
+        (lambda p: write_json(p, {}), CheckpointError),
+        (_fill_folder, OSError),
+        (lambda p: create(p, b"new"), OSError),
+    ],
 )
 def test_a_disk_that_refuses_leaves_what_was_there_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], error: type[Exception]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path], None],
+    error: type[Exception],
 ) -> None:
     (tmp_path / "other").write_bytes(b"old")
     monkeypatch.setattr(os, "fsync", _full)
@@ -152,7 +187,9 @@ def test_what_must_be_new_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "f" / "a").read_bytes() == b"new"
 
 
-def test_all_bytes_are_appended_where_the_system_takes_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_bytes_are_appended_where_the_system_takes_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, synced = os.write, []
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:3])))
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
@@ -165,5 +202,9 @@ def test_nothing_else_renames_or_syncs() -> None:
     """One module for all of it; the feature cache has its own order of data, count and name."""
     source, own = Path(files.__file__).parent, {"files.py", "feature_cache.py"}
     words = ("os.fsync", "os.fdatasync", ".replace(path", "os.rename", "os.replace", ".rename(")
-    found = {p.name for p in source.rglob("*.py") if p.name not in own and any(word in p.read_text() for word in words)}
+    found = {
+        p.name
+        for p in source.rglob("*.py")
+        if p.name not in own and any(word in p.read_text() for word in words)
+    }
     assert not found

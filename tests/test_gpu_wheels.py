@@ -1,4 +1,6 @@
-"""The check of the wheels for a machine without a package index: what is missing, unfit or too new there is found."""
+"""The check of the wheels for a machine without a package index: what is missing, unfit or too new
+there is found.
+"""
 
 import sys
 import zipfile
@@ -12,9 +14,16 @@ sys.path.insert(0, str(SCRIPTS))
 import gpu_wheels  # noqa: E402
 
 
-def wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = (), source: str = "x = 1\n") -> None:
+def wheel(
+    folder: Path, name: str, version: str, requires: tuple[str, ...] = (), source: str = "x = 1\n"
+) -> None:
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {text}" for text in requires)]
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {text}" for text in requires),
+        ]
         archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines) + "\n")
         archive.writestr(f"{name}/__init__.py", source)
 
@@ -30,7 +39,13 @@ def test_a_complete_folder_passes(tmp_path: Path) -> None:
         tmp_path,
         "dpvision",
         "0.1.0",
-        ("torch>=2.11", "pillow>=12", "tyro>=1", 'opacus>=1.6; extra == "bench"', 'tomli; python_version < "3.11"'),
+        (
+            "torch>=2.11",
+            "pillow>=12",
+            "tyro>=1",
+            'opacus>=1.6; extra == "bench"',
+            'tomli; python_version < "3.11"',
+        ),
     )
     wheel(tmp_path, "tyro", "1.0.17", source="type A = int\n")
     assert gpu_wheels.check(tmp_path, "3.12") == []
@@ -45,7 +60,9 @@ def test_a_complete_folder_passes(tmp_path: Path) -> None:
         ((), "try:\n    pass\nexcept KeyError, ValueError:\n    pass\n", "dpvision/__init__.py:3"),
     ],
 )
-def test_what_would_fail_there_is_named(requires: tuple[str, ...], source: str, said: str, tmp_path: Path) -> None:
+def test_what_would_fail_there_is_named(
+    requires: tuple[str, ...], source: str, said: str, tmp_path: Path
+) -> None:
     """The last source is Python 3.14's."""
     wheel(tmp_path, "dpvision", "0.1.0", requires, source)
     wheel(tmp_path, "tyro", "1.0.17")
@@ -62,6 +79,10 @@ def test_a_requirement_of_what_is_carried_counts_too(tmp_path: Path) -> None:
 def test_the_real_machines_list_and_the_lock_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     there, pins = gpu_wheels.machine(), gpu_wheels.locked("3.12")
-    assert str(there["torch"]) == "2.11.0" and there["pillow"] is None and "dp-accounting" not in there
+    assert (
+        str(there["torch"]) == "2.11.0" and there["pillow"] is None and "dp-accounting" not in there
+    )
     assert pins["numpy"] > gpu_wheels.locked("3.11")["numpy"] and "dp-accounting" in pins
-    assert "torch==2.11.0" in gpu_wheels.on_machine("3.12") and "numpy" in gpu_wheels.on_machine("3.11")
+    assert "torch==2.11.0" in gpu_wheels.on_machine("3.12") and "numpy" in gpu_wheels.on_machine(
+        "3.11"
+    )

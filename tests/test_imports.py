@@ -23,7 +23,8 @@ ORDER = [
     {"dense"},
 ]
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
-# dp and optim share a line, yet optim takes the type that dp gives: the wall itself (decision 0007).
+# dp and optim share a line, yet optim takes the type that dp gives: the wall itself (decision
+# 0007).
 ALLOWED = {("optim", "dp")}
 
 
@@ -32,15 +33,23 @@ def _package(path: Path) -> str:
 
 
 def _import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    """Import statements that run, those inside functions included; imports for type checking only do not count."""
+    """Import statements that run, those inside functions included; imports for type checking only
+    do not count.
+    """
     tree = ast.parse(path.read_text())
     skipped = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in skipped]
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in skipped
+    ]
 
 
 def _imports(path: Path) -> set[str]:
@@ -56,14 +65,18 @@ def _imports(path: Path) -> set[str]:
 
 
 def _module(path: Path) -> str:
-    return ".".join(("dpvision", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__")
+    return ".".join(("dpvision", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
 
 
 MODULES = {_module(path): path for path in SRC.rglob("*.py")}
 
 
 def _imported_modules(path: Path) -> set[str]:
-    """Modules of dpvision that a file imports at run time; of ``from package import name`` the module of that name, if there is one."""
+    """Modules of dpvision that a file imports at run time; of ``from package import name`` the
+    module of that name, if there is one.
+    """
     names = set()
     for node in _import_statements(path):
         if isinstance(node, ast.Import):
@@ -75,7 +88,9 @@ def _imported_modules(path: Path) -> set[str]:
     return names & set(MODULES)
 
 
-FILES = sorted(p for p in SRC.rglob("*.py") if p.parent != SRC or _package(p) not in ("__init__", "__main__"))
+FILES = sorted(
+    p for p in SRC.rglob("*.py") if p.parent != SRC or _package(p) not in ("__init__", "__main__")
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(SRC).as_posix())
@@ -87,11 +102,15 @@ def test_a_file_imports_only_packages_above_its_own(path: Path) -> None:
         elif other == "recipes":
             assert package == "cli", "recipes are imported by cli only"
         else:
-            assert RANK[other] < RANK[package] or (package, other) in ALLOWED, f"{package} imports {other}"
+            assert RANK[other] < RANK[package] or (package, other) in ALLOWED, (
+                f"{package} imports {other}"
+            )
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Imports inside functions count, too: a late import may spare start-up time, but not hide a cycle."""
+    """Imports inside functions count, too: a late import may spare start-up time, but not hide a
+    cycle.
+    """
     graph = {name: _imported_modules(path) for name, path in MODULES.items()}
     assert sum(map(len, graph.values())) > len(graph), "the walk finds no imports"
     TopologicalSorter(graph).prepare()  # raises CycleError, which lists the cycle
@@ -102,7 +121,9 @@ def test_nothing_imports_the_optional_package_dense() -> None:
 
 
 @pytest.mark.parametrize("part", ["probes", "captions"])
-def test_within_eval_probes_and_captions_leave_each_other_alone_and_what_they_share_imports_neither(part: str) -> None:
+def test_within_eval_probes_and_captions_leave_each_other_alone_and_what_they_share_imports_neither(
+    part: str,
+) -> None:
     outside = [path for path in (SRC / "eval").rglob("*.py") if path.parent.name != part]
     assert outside and not [path for path in outside if f"dpvision.eval.{part}" in path.read_text()]
 
@@ -140,7 +161,9 @@ def test_no_two_modules_share_a_name_unless_it_means_the_same() -> None:
     packages: dict[str, set[str]] = {}
     for path in SRC.rglob("*.py"):
         packages.setdefault(path.stem, set()).add(path.parent.relative_to(SRC).as_posix())
-    assert {name: where for name, where in packages.items() if len(where) > 1 and name != "__init__"} == SAME_NAME
+    assert {
+        name: where for name, where in packages.items() if len(where) > 1 and name != "__init__"
+    } == SAME_NAME
 
 
 def test_privacy_never_imports_torch() -> None:
@@ -149,5 +172,9 @@ def test_privacy_never_imports_torch() -> None:
 
 
 def test_files_stay_below_600_lines() -> None:
-    long = {p.relative_to(SRC).as_posix(): n for p in SRC.rglob("*.py") if (n := len(p.read_text().splitlines())) > 600}
+    long = {
+        p.relative_to(SRC).as_posix(): n
+        for p in SRC.rglob("*.py")
+        if (n := len(p.read_text().splitlines())) > 600
+    }
     assert not long, f"two ideas in one file? {long}"

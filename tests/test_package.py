@@ -15,7 +15,9 @@ def test_every_public_name_is_listed_and_can_be_imported() -> None:
 
 
 def test_import_and_plan_need_no_torch() -> None:
-    code = "import sys, dpvision; dir(dpvision); dpvision.make_plan; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, dpvision; dir(dpvision); dpvision.make_plan; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -33,19 +35,37 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     ],
     ids=["unset", "policy", "spin count", "block time", "torch is imported"],
 )
-def test_threads_wait_without_work_unless_the_user_chose(given: dict[str, str], first: str, policy: str | None) -> None:
+def test_threads_wait_without_work_unless_the_user_chose(
+    given: dict[str, str], first: str, policy: str | None
+) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in WAITING} | given
-    code = f"import os, sys; {first or 'pass'}; import dpvision; print({{name: os.environ.get(name) for name in {WAITING}}})"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    code = (
+        f"import os, sys; {first or 'pass'}; import dpvision; print({{name: os.environ.get(name) "
+        f"for name in {WAITING}}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == str(dict.fromkeys(WAITING) | given | {"OMP_WAIT_POLICY": policy})
 
 
 def test_bits_of_products_depend_on_operands_alone_unless_the_user_chose() -> None:
     names = ("MKL_DYNAMIC", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
-    for given, expected in (({}, ["FALSE", "AUTO", ":4096:8"]), ({"MKL_CBWR": "AVX2"}, ["FALSE", "AVX2", ":4096:8"])):
-        environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    for given, expected in (
+        ({}, ["FALSE", "AUTO", ":4096:8"]),
+        ({"MKL_CBWR": "AVX2"}, ["FALSE", "AVX2", ":4096:8"]),
+    ):
+        environment = {
+            name: value for name, value in os.environ.items() if name not in names
+        } | given
         code = f"import os, dpvision; print([os.environ.get(name) for name in {names}])"
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.strip() == str(expected)
 
 

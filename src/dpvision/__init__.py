@@ -3,7 +3,8 @@
     encoder = dpvision.load("runs/NAME")
     features_BD = encoder(torch.from_numpy(encoder.preprocess("photo.jpg"))[None])
 
-``dir(dpvision)`` lists the public names; each is imported when it is first used. docs/tour.md describes the packages.
+``dir(dpvision)`` lists the public names; each is imported when it is first used. docs/tour.md
+describes the packages.
 """
 
 import importlib
@@ -47,13 +48,27 @@ _HOME = {
     "open_store": "dpvision.data.open",
     "privatize": "dpvision.dp.noise",
 }
-"""Public name -> module that defines it, with its name there after a colon where that differs. Imported late, so that
-``import dpvision.privacy`` needs no torch."""
+"""Public name -> module that defines it, with its name there after a colon where that differs.
+Imported late, so that ``import dpvision.privacy`` needs no torch.
+"""
 
 __all__ = [
-    "PrivacyConfig", "Store", "clipped_sum", "evaluate", "fit", "fit_head", "load", "load_classifier", "make_plan", "make_report",
-    "make_statement", "new_head_session", "new_session", "open_store", "privatize",
-]  # fmt: skip
+    "PrivacyConfig",
+    "Store",
+    "clipped_sum",
+    "evaluate",
+    "fit",
+    "fit_head",
+    "load",
+    "load_classifier",
+    "make_plan",
+    "make_report",
+    "make_statement",
+    "new_head_session",
+    "new_session",
+    "open_store",
+    "privatize",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""Checkpoints: safetensors beside a JSON manifest that names their digests; written atomically, verified when read, never unpickled."""
+"""Checkpoints: safetensors beside a JSON manifest that names their digests; written atomically,
+verified when read, never unpickled.
+"""
 
 import contextlib
 import hashlib
@@ -19,7 +21,17 @@ from dpvision.weights import pack, read_lineage, unpack
 
 FORMAT = "dpvision-checkpoint-1"
 MANIFEST = "manifest.json"
-_REQUIRED = ("format", "run_id", "ledger_steps", "updates", "config", "plan", "ledger_digest", "lineage", "tensors")
+_REQUIRED = (
+    "format",
+    "run_id",
+    "ledger_steps",
+    "updates",
+    "config",
+    "plan",
+    "ledger_digest",
+    "lineage",
+    "tensors",
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +56,13 @@ def save_checkpoint(
     optimizer: dict[str, Tensor] | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write ``folder`` (e.g. checkpoints/step-000123) whole or not at all; an existing one of that name is replaced.
+    """Write ``folder`` (e.g. checkpoints/step-000123) whole or not at all; an existing one of that
+    name is replaced.
 
     Args:
-        manifest: run_id, ledger_steps, updates, config, plan, ledger_digest, lineage and anything else that may leave;
-            ``format``, ``tensors`` and, where there are some, ``files`` (file name -> SHA-256) are added here.
+        manifest: run_id, ledger_steps, updates, config, plan, ledger_digest, lineage and anything
+            else that may leave; ``format``, ``tensors`` and, where there are some, ``files`` (file
+            name -> SHA-256) are added here.
         model, ema, optimizer: flat dicts of tensors.
         files: other files that belong to the weights, by name.
 
@@ -79,7 +93,8 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         path: a checkpoint folder, or a run folder (its newest checkpoint is taken).
 
     Raises:
-        CheckpointError: nothing there, a file is missing, a digest does not match, or a file carries another lineage than the manifest.
+        CheckpointError: nothing there, a file is missing, a digest does not match, or a file
+            carries another lineage than the manifest.
     """
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
@@ -92,8 +107,12 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
             raise CheckpointError(f"{error} {_older(folder)}") from None
         _check_lineage(folder, file, manifest, lineage)
     if groups["model"] is None:
-        raise CheckpointError(f"checkpoint: {folder} has no model.safetensors; expected one. {_older(folder)}")
-    files = {name: _verified(folder, name, digest) for name, digest in manifest.get("files", {}).items()}
+        raise CheckpointError(
+            f"checkpoint: {folder} has no model.safetensors; expected one. {_older(folder)}"
+        )
+    files = {
+        name: _verified(folder, name, digest) for name, digest in manifest.get("files", {}).items()
+    }
     return Checkpoint(folder, manifest, groups["model"], groups["ema"], groups["optimizer"], files)
 
 
@@ -103,22 +122,30 @@ def _verified(folder: Path, name: str, digest: str) -> bytes:
         blob = (folder / name).read_bytes()
     except OSError as error:
         remedy = remedy_for(error, _older(folder))
-        raise CheckpointError(f"checkpoint: {folder / name} ({error.strerror}); expected a readable file. {remedy}") from None
+        raise CheckpointError(
+            f"checkpoint: {folder / name} ({error.strerror}); expected a readable file. {remedy}"
+        ) from None
     if hashlib.sha256(blob).hexdigest() != digest:
-        raise CheckpointError(f"checkpoint: {folder / name} was altered (SHA-256 differs from {MANIFEST}). {_older(folder)}")
+        raise CheckpointError(
+            f"checkpoint: {folder / name} was altered (SHA-256 differs from {MANIFEST}). "
+            f"{_older(folder)}"
+        )
     return blob
 
 
-def _check_lineage(folder: Path, file: str, manifest: dict[str, Any], lineage: list[dict[str, Any]] | None) -> None:
+def _check_lineage(
+    folder: Path, file: str, manifest: dict[str, Any], lineage: list[dict[str, Any]] | None
+) -> None:
     if lineage != manifest["lineage"]:
         raise CheckpointError(
-            f"checkpoint: {folder / MANIFEST} has another lineage than {file} carries; expected the same. One of them was altered: "
-            f"{_older(folder)}"
+            f"checkpoint: {folder / MANIFEST} has another lineage than {file} carries; expected "
+            f"the same. One of them was altered: {_older(folder)}"
         )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder, its lineage compared with the one in the weights; the tensors are not read.
+    """The manifest of a checkpoint folder, its lineage compared with the one in the weights; the
+    tensors are not read.
 
     Raises:
         CheckpointError: it cannot be read, lacks a field, or was altered.
@@ -126,10 +153,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = parse_json((folder / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint: {folder / MANIFEST} cannot be read ({error}). {remedy_for(error, _older(folder))}") from None
+        raise CheckpointError(
+            f"checkpoint: {folder / MANIFEST} cannot be read ({error}). "
+            f"{remedy_for(error, _older(folder))}"
+        ) from None
     missing = [key for key in _REQUIRED if not isinstance(manifest, dict) or key not in manifest]
     if missing or manifest["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint: {folder / MANIFEST} lacks {missing or 'a known format'}; expected {FORMAT}. {_older(folder)}")
+        raise CheckpointError(
+            f"checkpoint: {folder / MANIFEST} lacks {missing or 'a known format'}; expected "
+            f"{FORMAT}. {_older(folder)}"
+        )
     if (weights := folder / "model.safetensors").exists():
         try:
             lineage = read_lineage(weights)
@@ -146,13 +179,21 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> Path:
         return start
     if found := list_checkpoints(start):
         return found[-1]
-    raise CheckpointError(f"checkpoint: none in {start}; expected a run folder or a checkpoint folder. Train first, or correct the path.")
+    raise CheckpointError(
+        f"checkpoint: none in {start}; expected a run folder or a checkpoint folder. Train "
+        "first, or correct the path."
+    )
 
 
 def list_checkpoints(base: Path) -> list[Path]:
-    """Complete checkpoint folders of a run, below ``checkpoints`` and ``confidential/checkpoints`` of ``base``, oldest first."""
+    """Complete checkpoint folders of a run, below ``checkpoints`` and ``confidential/checkpoints``
+    of ``base``, oldest first.
+    """
     folders = [base / "confidential" / "checkpoints", base / "checkpoints"]
-    return sorted((p.parent for folder in folders for p in folder.glob(f"step-*/{MANIFEST}")), key=lambda path: path.name)
+    return sorted(
+        (p.parent for folder in folders for p in folder.glob(f"step-*/{MANIFEST}")),
+        key=lambda path: path.name,
+    )
 
 
 def keep_newest(base: Path, count: int) -> None:
@@ -172,10 +213,12 @@ def _refused(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint: cannot write {folder} ({error.strerror or error}); earlier checkpoints are untouched. "
-            "Free disk space or fix the permission, then --resume."
+            f"checkpoint: cannot write {folder} ({error.strerror or error}); earlier checkpoints "
+            "are untouched. Free disk space or fix the permission, then --resume."
         ) from error
 
 
 def _older(folder: Path) -> str:
-    return f"Restore it from a backup, or move {folder.name} away to go on from an older checkpoint."
+    return (
+        f"Restore it from a backup, or move {folder.name} away to go on from an older checkpoint."
+    )

@@ -11,9 +11,11 @@ from dpvision.errors import ConfigError, PrivacyError
 
 
 def send(value: Tensor, device: torch.device) -> Tensor:
-    """Return ``value`` on ``device``; the host does not wait for the copy, nor for what the device still computes.
+    """Return ``value`` on ``device``; the host does not wait for the copy, nor for what the device
+    still computes.
 
-    A copy to a GPU is asynchronous from pinned memory only. Elsewhere ``pin_memory`` raises, so nothing is pinned.
+    A copy to a GPU is asynchronous from pinned memory only. Elsewhere ``pin_memory`` raises, so
+    nothing is pinned.
     """
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()
@@ -22,12 +24,16 @@ def send(value: Tensor, device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def fixed_kernels() -> Iterator[None]:
-    """Within the context, the settings and the shapes alone choose the kernels: neither time, nor load, nor an order of atomic additions.
+    """Within the context, the settings and the shapes alone choose the kernels: neither time, nor
+    load, nor an order of atomic additions.
 
     Raises:
         PrivacyError: the model uses an operation that has no deterministic form on this device.
     """
-    deterministic, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     filled: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     timed = torch.backends.cudnn.benchmark
     torch.set_num_threads(torch.get_num_threads())  # from here on MKL does not use fewer
@@ -40,7 +46,8 @@ def fixed_kernels() -> Iterator[None]:
         if "deterministic" not in str(error):
             raise
         raise PrivacyError(
-            f"bits: {str(error).splitlines()[0]} Expected an operation whose bits depend on its inputs only. Use another one in the model."
+            f"bits: {str(error).splitlines()[0]} Expected an operation whose bits depend on its "
+            "inputs only. Use another one in the model."
         ) from None
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
@@ -55,43 +62,69 @@ def require_cuda() -> None:
     reason = (
         f"torch {torch.__version__} is built without CUDA"
         if torch.version.cuda is None
-        else f"torch {torch.__version__} finds no GPU with a driver for CUDA {torch.version.cuda} (see nvidia-smi)"
+        else f"torch {torch.__version__} finds no GPU with a driver for CUDA {torch.version.cuda} "
+        "(see nvidia-smi)"
     )
-    raise ConfigError(f"hardware: device='cuda'; expected a CUDA device: {reason}. Fix that, or use --hardware.device auto.")
+    raise ConfigError(
+        f"hardware: device='cuda'; expected a CUDA device: {reason}. Fix that, or use "
+        "--hardware.device auto."
+    )
 
 
 def require_precision(precision: str, device: torch.device) -> None:
-    """Raise ConfigError if a GPU or its driver does not compute in ``precision``, one of HardwareConfig's."""
-    if precision == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    """Raise ConfigError if a GPU or its driver does not compute in ``precision``, one of
+    HardwareConfig's.
+    """
+    if (
+        precision == "bfloat16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        name, (major, minor) = (
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device),
+        )
         raise ConfigError(
-            f"hardware: precision='bfloat16' on {name}, compute capability {major}.{minor}; expected a GPU of capability 8.0 or newer "
-            "and a driver that supports it. Use --hardware.precision float16."
+            f"hardware: precision='bfloat16' on {name}, compute capability {major}.{minor}; "
+            "expected a GPU of capability 8.0 or newer and a driver that supports it. Use "
+            "--hardware.precision float16."
         )
 
 
 def slow_precision(precision: str, device: torch.device) -> str | None:
     """Return a sentence if a device computes several times faster in another precision, or None.
 
-    x86 CPUs without AVX-512 have no bfloat16 instructions; of others (``get_cpu_capability`` "DEFAULT" or "SVE256") it is not known. GPUs
-    with bfloat16 have units for matrix products that float32 does not use.
+    x86 CPUs without AVX-512 have no bfloat16 instructions; of others (``get_cpu_capability``
+    "DEFAULT" or "SVE256") it is not known. GPUs with bfloat16 have units for matrix products that
+    float32 does not use.
     """
-    if precision == "float32" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+    if (
+        precision == "float32"
+        and device.type == "cuda"
+        and torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         return (
-            "--hardware.precision bfloat16 is several times faster on this GPU; the bound on a record's contribution is then measured, not "
-            "proven (docs/clipping.md)."
+            "--hardware.precision bfloat16 is several times faster on this GPU; the bound on a "
+            "record's contribution is then measured, not proven (docs/clipping.md)."
         )
-    if precision != "bfloat16" or device.type != "cpu" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "NO AVX"):
+    if (
+        precision != "bfloat16"
+        or device.type != "cpu"
+        or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "NO AVX")
+    ):
         return None
-    return "This CPU has no bfloat16 instructions: --hardware.precision float32 is several times faster."
+    return (
+        "This CPU has no bfloat16 instructions: --hardware.precision float32 is several times "
+        "faster."
+    )
 
 
 def loader_threads(workers: int | None, device: torch.device) -> int:
     """Return the number of threads that read and decode images.
 
     Args:
-        workers: HardwareConfig's; if None, 2 on a CPU, which computes with the others, and on a GPU this process's share of the cores, from
-            2 to 16.
+        workers: HardwareConfig's; if None, 2 on a CPU, which computes with the others, and on a GPU
+            this process's share of the cores, from 2 to 16.
     """
     if workers is not None:
         return workers

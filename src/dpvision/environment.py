@@ -1,20 +1,26 @@
-"""Defaults of the libraries under torch, set in the environment before they read it; a value that the user sets stands.
+"""Defaults of the libraries under torch, set in the environment before they read it; a value that
+the user sets stands.
 
-MKL and cuBLAS: the bits of a product must depend on its operands and shapes only (dp/reference_bits.py). By default MKL may use fewer
-threads under load, and the last bits of small products depend on where in memory their operands lie. MKL_CBWR=AUTO keeps the instruction
-set.
+MKL and cuBLAS: the bits of a product must depend on its operands and shapes only
+(dp/reference_bits.py). By default MKL may use fewer threads under load, and the last bits of small
+products depend on where in memory their operands lie. MKL_CBWR=AUTO keeps the instruction set.
 
-OpenMP: the wheels of torch bring GNU's libgomp, whose threads keep their core busy for milliseconds at the end of every parallel loop.
-Beside any other process that stops both. libgomp reads the environment once, when torch is imported; a value set later has no effect.
+OpenMP: the wheels of torch bring GNU's libgomp, whose threads keep their core busy for milliseconds
+at the end of every parallel loop. Beside any other process that stops both. libgomp reads the
+environment once, when torch is imported; a value set later has no effect.
 """
 
 import os
 import sys
 
 _PRODUCTS = {"MKL_DYNAMIC": "FALSE", "MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Read at the first product; if another library made one before, ``clip.check_bits`` still finds what that leaves open."""
+"""Read at the first product; if another library made one before, ``clip.check_bits`` still finds
+what that leaves open.
+"""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""The variables by which a user decides how threads wait: OpenMP's own, GNU's, and Intel's and LLVM's."""
+"""The variables by which a user decides how threads wait: OpenMP's own, GNU's, and Intel's and
+LLVM's.
+"""
 
 
 def set_defaults() -> None:

@@ -1,11 +1,15 @@
-"""The errors a person can meet. Each ends with the remedy; the command line prints them without a traceback and exits 2."""
+"""The errors a person can meet. Each ends with the remedy; the command line prints them without a
+traceback and exits 2.
+"""
 
 import errno
 import os
 from shlex import quote
 
 OPERATOR_ONLY = "operator only: "
-"""Comes before what depends on private records wherever it is printed: for whoever holds them, never to be passed on."""
+"""Comes before what depends on private records wherever it is printed: for whoever holds them,
+never to be passed on.
+"""
 
 
 class DPVisionError(Exception):
@@ -20,7 +24,9 @@ class ConfigError(DPVisionError):
 
 
 class PrivacyError(DPVisionError):
-    """The request would break, or could not prove, the privacy guarantee: refused, never warned about."""
+    """The request would break, or could not prove, the privacy guarantee: refused, never warned
+    about.
+    """
 
 
 class DataError(DPVisionError):
@@ -32,9 +38,13 @@ class CheckpointError(DPVisionError):
 
 
 def remedy_for(error: BaseException, otherwise: str) -> str:
-    """Return what to do about a file that cannot be read or written: its permissions, if they are the reason, else ``otherwise``."""
+    """Return what to do about a file that cannot be read or written: its permissions, if they are
+    the reason, else ``otherwise``.
+    """
     if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM):
         return otherwise
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "."
     place = place if os.path.lexists(place) else os.path.dirname(os.path.abspath(place))
-    return f"This user may not use it: have its owner change the permissions (ls -ld {quote(place)})."
+    return (
+        f"This user may not use it: have its owner change the permissions (ls -ld {quote(place)})."
+    )

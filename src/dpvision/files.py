@@ -1,7 +1,9 @@
-"""Writes that survive a power cut: a name holds the whole old file or the whole new one, and what is renamed is on the disk before.
+"""Writes that survive a power cut: a name holds the whole old file or the whole new one, and what
+is renamed is on the disk before.
 
-A file or a folder is made under a temporary name beside its own (``.NAME.partial-PID``), synced, renamed, and the folder that holds the
-name is synced. Functions raise the system's OSError where they say nothing else: callers know what the reader can do about it.
+A file or a folder is made under a temporary name beside its own (``.NAME.partial-PID``), synced,
+renamed, and the folder that holds the name is synced. Functions raise the system's OSError where
+they say nothing else: callers know what the reader can do about it.
 """
 
 import contextlib
@@ -17,7 +19,9 @@ from dpvision.errors import CheckpointError, remedy_for
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name to write a file under: it takes the place of ``path`` when the block ends well, and is removed when it fails."""
+    """A temporary name to write a file under: it takes the place of ``path`` when the block ends
+    well, and is removed when it fails.
+    """
     partial = _partial(path)
     try:
         yield partial
@@ -30,10 +34,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder to fill: with all its files it becomes ``folder`` when the block ends well, and is removed when it fails.
+    """A temporary folder to fill: with all its files it becomes ``folder`` when the block ends
+    well, and is removed when it fails.
 
     Args:
-        replace: remove a folder of that name first; otherwise a folder with files in it raises OSError.
+        replace: remove a folder of that name first; otherwise a folder with files in it raises
+            OSError.
     """
     partial = _partial(folder)
     try:
@@ -64,16 +70,23 @@ def write_file(path: Path, data: bytes) -> None:
             partial.write_bytes(data)
     except OSError as error:
         remedy = remedy_for(error, "Free some, then repeat.")
-        raise CheckpointError(f"write: {path} ({error.strerror or error}); expected a writable disk with space. {remedy}") from error
+        raise CheckpointError(
+            f"write: {path} ({error.strerror or error}); expected a writable disk with space. "
+            f"{remedy}"
+        ) from error
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:
     """Replace a JSON file; raises as ``write_file``."""
-    write_file(path, json.dumps(value, indent=1, sort_keys=sort_keys, allow_nan=False).encode() + b"\n")
+    write_file(
+        path, json.dumps(value, indent=1, sort_keys=sort_keys, allow_nan=False).encode() + b"\n"
+    )
 
 
 def create(path: Path, data: bytes) -> None:
-    """Write a file that is not there yet. Raises FileExistsError where it is; after any other error it is gone again."""
+    """Write a file that is not there yet. Raises FileExistsError where it is; after any other error
+    it is gone again.
+    """
     with path.open("xb") as file:
         try:
             file.write(data)

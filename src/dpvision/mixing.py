@@ -1,6 +1,8 @@
-"""A 64-bit counter hash (splitmix64's finaliser), the same bits in numpy and in torch on any device.
+"""A 64-bit counter hash (splitmix64's finaliser), the same bits in numpy and in torch on any
+device.
 
-For everything that has to be well spread and reproducible: masks, crops, procedural images. Never for secrets (docs/privacy.md).
+For everything that has to be well spread and reproducible: masks, crops, procedural images. Never
+for secrets (docs/privacy.md).
 """
 
 import numpy as np
@@ -33,7 +35,9 @@ def mix_numpy(x: np.ndarray) -> np.ndarray:
 
 
 def uniform_torch(start: Tensor, count: int) -> Tensor:
-    """Uniform float32 in [0, 1), multiples of 2^-24, of shape (..., count): the counter's first ``count`` values from int64 ``start``."""
+    """Uniform float32 in [0, 1), multiples of 2^-24, of shape (..., count): the counter's first
+    ``count`` values from int64 ``start``.
+    """
     counter = torch.arange(1, count + 1, device=start.device, dtype=torch.int64) * signed(GOLDEN)
     bits = mix_torch(start[..., None] + counter) & ((1 << 63) - 1)
     return (bits >> 39).float() * 2.0**-24

@@ -1,6 +1,8 @@
-"""The one reader of JSON that a guarantee depends on: no name twice in an object, no NaN, no number beyond floats.
+"""The one reader of JSON that a guarantee depends on: no name twice in an object, no NaN, no number
+beyond floats.
 
-Of two values under one name Python's reader keeps the last, and others the first: a person would read another statement than ``verify``.
+Of two values under one name Python's reader keeps the last, and others the first: a person would
+read another statement than ``verify``.
 """
 
 import json
@@ -15,12 +17,15 @@ def parse_json(data: str | bytes, *, nan: bool = False) -> Any:
         nan: whether NaN and Infinity are accepted: programs write them for a missing cell.
 
     Raises:
-        ValueError: not JSON, nested too deeply, a name twice in an object, or a number that is not finite.
+        ValueError: not JSON, nested too deeply, a name twice in an object, or a number that is not
+            finite.
     """
     try:
         if nan:
             return json.loads(data, object_pairs_hook=_each_name_once)
-        return json.loads(data, object_pairs_hook=_each_name_once, parse_constant=_finite, parse_float=_finite)
+        return json.loads(
+            data, object_pairs_hook=_each_name_once, parse_constant=_finite, parse_float=_finite
+        )
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -14,13 +14,14 @@ R = TypeVar("R")
 def map_pieces(function: Callable[[T], R], pieces: Iterable[T], device: torch.device) -> list[R]:
     """Return ``function(piece)`` for every piece, in order.
 
-    On a CPU, ``torch.get_num_threads()`` pieces run at the same time, each on one thread: threads that share an operation wait for each
-    other at its end, which costs a small operation more than it gains. The bits of a result do not depend on the number of threads. On a
-    GPU the pieces run in turn, on the caller's thread.
+    On a CPU, ``torch.get_num_threads()`` pieces run at the same time, each on one thread: threads
+    that share an operation wait for each other at its end, which costs a small operation more than
+    it gains. The bits of a result do not depend on the number of threads. On a GPU the pieces run
+    in turn, on the caller's thread.
 
     Args:
-        function: called in other threads, which inherit neither ``torch.no_grad`` nor autocast. It sets what it needs, and no two
-            pieces write to the same tensor.
+        function: called in other threads, which inherit neither ``torch.no_grad`` nor autocast. It
+            sets what it needs, and no two pieces write to the same tensor.
         pieces: at best the largest first.
         device: where the tensors are.
 
@@ -31,7 +32,9 @@ def map_pieces(function: Callable[[T], R], pieces: Iterable[T], device: torch.de
     if device.type != "cpu" or threads == 1 or len(pieces) <= 1:
         return [function(piece) for piece in pieces]
     try:
-        with ThreadPoolExecutor(min(threads, len(pieces)), initializer=partial(torch.set_num_threads, 1)) as pool:
+        with ThreadPoolExecutor(
+            min(threads, len(pieces)), initializer=partial(torch.set_num_threads, 1)
+        ) as pool:
             return list(pool.map(function, pieces))
     finally:
         torch.set_num_threads(threads)

@@ -1,8 +1,11 @@
-"""Tensors as safetensors, with the lineage of the weights in the same file, and digests that recognise tensors elsewhere.
+"""Tensors as safetensors, with the lineage of the weights in the same file, and digests that
+recognise tensors elsewhere.
 
-Lineage is a list of entries (``runs.lineage``): every store that shaped the weights, with its guarantee. It is in the metadata of each
-file of weights that dpvision writes, bound to the tensors by a digest over both, so that a file that is copied, renamed or opened under
-another name keeps it. This guards against mistakes: whoever writes the tensors again with another program gets a file without lineage.
+Lineage is a list of entries (``runs.lineage``): every store that shaped the weights, with its
+guarantee. It is in the metadata of each file of weights that dpvision writes, bound to the tensors
+by a digest over both, so that a file that is copied, renamed or opened under another name keeps it.
+This guards against mistakes: whoever writes the tensors again with another program gets a file
+without lineage.
 """
 
 import hashlib
@@ -27,8 +30,12 @@ FEWEST_NUMBERS = 64
 Lineage = list[dict[str, Any]]
 
 
-def pack(tensors: Mapping[str, Tensor], lineage: Lineage, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Bytes of a safetensors file of ``tensors`` that carries ``lineage``, and other ``metadata``."""
+def pack(
+    tensors: Mapping[str, Tensor], lineage: Lineage, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Bytes of a safetensors file of ``tensors`` that carries ``lineage``, and other
+    ``metadata``.
+    """
     # Clones, because safetensors refuses tensors that share memory (tied weights).
     kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     record = {"format": FORMAT, "lineage": lineage, "digest": _binding(kept, lineage)}
@@ -36,7 +43,8 @@ def pack(tensors: Mapping[str, Tensor], lineage: Lineage, metadata: Mapping[str,
 
 
 def unpack(path: Path) -> tuple[dict[str, Tensor], Lineage | None]:
-    """Tensors of a safetensors file by name, on the CPU, and the lineage that it carries; None where it carries none.
+    """Tensors of a safetensors file by name, on the CPU, and the lineage that it carries; None
+    where it carries none.
 
     Raises:
         CheckpointError: the file cannot be read, or its lineage is not that of its tensors.
@@ -50,22 +58,26 @@ def unpack(path: Path) -> tuple[dict[str, Tensor], Lineage | None]:
         return tensors, None
     if _binding(tensors, record["lineage"]) != record["digest"]:
         raise CheckpointError(
-            f"weights: {path}: the lineage in it is not that of its tensors; expected the file as dpvision wrote it. Copy it again."
+            f"weights: {path}: the lineage in it is not that of its tensors; expected the file "
+            "as dpvision wrote it. Copy it again."
         )
     return tensors, record["lineage"]
 
 
 def read_lineage(path: Path) -> Lineage | None:
-    """The lineage that a safetensors file carries, from its header alone: not compared with the tensors. Raises as ``unpack``."""
+    """The lineage that a safetensors file carries, from its header alone: not compared with the
+    tensors. Raises as ``unpack``.
+    """
     record = _record(path)
     return None if record is None else record["lineage"]
 
 
 def contents(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Digests by which tensors are recognised under other names, in other shapes or in a wider type -> how many numbers each has.
+    """Digests by which tensors are recognised under other names, in other shapes or in a wider type
+    -> how many numbers each has.
 
-    Left out are tensors of fewer than ``FEWEST_NUMBERS`` numbers, and those whose numbers are all the same (zeros, ones): any
-    model may have them.
+    Left out are tensors of fewer than ``FEWEST_NUMBERS`` numbers, and those whose numbers are all
+    the same (zeros, ones): any model may have them.
     """
     found = {}
     for tensor in tensors:
@@ -110,12 +122,22 @@ def _record(path: Path) -> dict[str, Any] | None:
         return None
     try:
         record = parse_json(text)
-        if record["format"] != FORMAT or not isinstance(record["lineage"], list) or not isinstance(record["digest"], str):
+        if (
+            record["format"] != FORMAT
+            or not isinstance(record["lineage"], list)
+            or not isinstance(record["digest"], str)
+        ):
             raise ValueError("unknown format")
         return record
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"weights: {path}: its lineage cannot be read ({error!r}); expected {FORMAT}. Copy the file again.") from None
+        raise CheckpointError(
+            f"weights: {path}: its lineage cannot be read ({error!r}); expected {FORMAT}. Copy "
+            "the file again."
+        ) from None
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"weights: {path} ({error}); expected a safetensors file. Correct the path, or copy it again.")
+    return CheckpointError(
+        f"weights: {path} ({error}); expected a safetensors file. Correct the path, or copy it "
+        "again."
+    )

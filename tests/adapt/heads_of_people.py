@@ -1,4 +1,6 @@
-"""A head's config that draws people, neighbouring stores, and what each kind of head releases of a store; used by the mutants too."""
+"""A head's config that draws people, neighbouring stores, and what each kind of head releases of a
+store; used by the mutants too.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,21 +26,38 @@ from .runs_of_heads import head_config
 C = 0.5
 
 
-def people_head_config(store: Store, head: HeadName | None = "prototypes", **privacy: object) -> RunConfig:
-    """A head that draws the people of ``store``; at most three images each unless ``privacy`` has another number."""
+def people_head_config(
+    store: Store, head: HeadName | None = "prototypes", **privacy: object
+) -> RunConfig:
+    """A head that draws the people of ``store``; at most three images each unless ``privacy`` has
+    another number.
+    """
     config = head_config(store, head)
     people = len(np.unique(store.index["unit"]))
     asked = {
-        "num_units": people, "sampling_unit": "person", "max_records_per_unit": 3, "expected_batch_size": people, "max_grad_norm": C,
-        "target_epsilon": None, "target_unit_epsilon": 4.0, **privacy,
-    }  # fmt: skip
-    return replace(config, privacy=replace(config.privacy, **asked), model=replace(config.model, num_classes=3))
+        "num_units": people,
+        "sampling_unit": "person",
+        "max_records_per_unit": 3,
+        "expected_batch_size": people,
+        "max_grad_norm": C,
+        "target_epsilon": None,
+        "target_unit_epsilon": 4.0,
+        **privacy,
+    }
+    return replace(
+        config, privacy=replace(config.privacy, **asked), model=replace(config.model, num_classes=3)
+    )
 
 
 def without_person(store: Store, unit: int) -> Store:
     """The neighbour: the same store without a person and all their images. Ids are the same."""
     kept = store.index["unit"] != unit
-    return Store(store.path, {**store.meta, "num_records": int(kept.sum())}, store.index[kept], store.label_sets)
+    return Store(
+        store.path,
+        {**store.meta, "num_records": int(kept.sum())},
+        store.index[kept],
+        store.label_sets,
+    )
 
 
 def stream_of(made: Prepared, store: Store) -> FeatureStream:
@@ -51,17 +70,27 @@ def sums(made: Prepared, store: Store) -> dict[str, Tensor]:
     """The clipped sums of every kind of release, each as one float64 vector."""
     stream, plan = replace(stream_of(made, store), constant=0.1), made.plan
     classes, width = stream.num_classes, stream.width
-    weight_KE, bias_K = torch.randn(classes, width, generator=torch.Generator().manual_seed(0)), torch.zeros(classes)
+    weight_KE, bias_K = (
+        torch.randn(classes, width, generator=torch.Generator().manual_seed(0)),
+        torch.zeros(classes),
+    )
     found = {
         "gradient at zero": sum_at_zero(stream.blocks(), width, bias_K, "softmax", plan),
-        "gradient": gradient_sum(IntegerStream(stream).blocks(), weight_KE, bias_K, "sigmoid", plan),
+        "gradient": gradient_sum(
+            IntegerStream(stream).blocks(), weight_KE, bias_K, "sigmoid", plan
+        ),
         "moments": moment_sum(stream.blocks(), width, classes, 1.0, 0.6, plan),
         "prototypes": prototype_sum(stream.blocks(), width, classes, 1.0, 0.3, plan),
     }
-    return {name: torch.cat([total.grads[part].flatten() for part in sorted(total.grads)]) for name, total in found.items()}
+    return {
+        name: torch.cat([total.grads[part].flatten() for part in sorted(total.grads)])
+        for name, total in found.items()
+    }
 
 
-def moves(made: Prepared, store: Store, units: Sequence[int] | None = None) -> dict[int, dict[str, float]]:
+def moves(
+    made: Prepared, store: Store, units: Sequence[int] | None = None
+) -> dict[int, dict[str, float]]:
     """How far each person (of ``units``) moves each of the sums."""
     before, found = sums(made, store), {}
     for unit in np.unique(store.index["unit"]).tolist() if units is None else units:

@@ -1,4 +1,6 @@
-"""Least squares, steps in whitened coordinates, prototypes: without noise they are others' solvers, with noise they keep their laws."""
+"""Least squares, steps in whitened coordinates, prototypes: without noise they are others' solvers,
+with noise they keep their laws.
+"""
 
 import math
 
@@ -21,7 +23,9 @@ from dpvision.errors import ConfigError
 HEADS = {
     "least_squares": least_squares,
     "prototypes": prototypes,
-    "feature_covariance": lambda stream, releases, **settings: feature_covariance(stream, releases, **settings).last,
+    "feature_covariance": lambda stream, releases, **settings: (
+        feature_covariance(stream, releases, **settings).last
+    ),
 }
 X, LABEL = (torch.from_numpy(a) for a in clusters(500, seed=8))
 
@@ -36,7 +40,9 @@ def unit_rows(stream: FeatureStream) -> np.ndarray:
 
 
 def skewed(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """What tells the classes apart is weak beside two directions in which they differ, too, and hardly."""
+    """What tells the classes apart is weak beside two directions in which they differ, too, and
+    hardly.
+    """
     rng = np.random.default_rng(seed)
     x, label = clusters(count, width=20, seed=seed, spread=0.5)
     x[:, :2] = 3 * x[:, :2] + 15 * rng.normal(size=(count, 2))
@@ -48,15 +54,23 @@ def test_without_noise_least_squares_is_sklearns_ridge() -> None:
         stream = stream_of(400, unit=True, constant=constant)
         rows = np.c_[unit_rows(stream), np.full(400, constant)]
         penalty = 400 * 1e-6 * (1 + constant**2)
-        ridge = Ridge(alpha=penalty, fit_intercept=False, solver="cholesky").fit(rows, np.eye(4)[stream.label])
+        ridge = Ridge(alpha=penalty, fit_intercept=False, solver="cholesky").fit(
+            rows, np.eye(4)[stream.label]
+        )
         head = least_squares(stream, releases_of(no_noise(400)))
-        np.testing.assert_allclose(head.weight_KD.numpy(), ridge.coef_[:, :12], rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(head.bias_K.numpy(), ridge.coef_[:, 12] * constant, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            head.weight_KD.numpy(), ridge.coef_[:, :12], rtol=1e-3, atol=1e-4
+        )
+        np.testing.assert_allclose(
+            head.bias_K.numpy(), ridge.coef_[:, 12] * constant, rtol=1e-3, atol=1e-4
+        )
 
 
 def test_least_squares_of_several_labels_is_sklearns_ridge_too() -> None:
     stream = stream_of(400, multi=True, unit=True)
-    ridge = Ridge(alpha=400e-6, fit_intercept=False, solver="cholesky").fit(unit_rows(stream), stream.label)
+    ridge = Ridge(alpha=400e-6, fit_intercept=False, solver="cholesky").fit(
+        unit_rows(stream), stream.label
+    )
     head = least_squares(stream, releases_of(no_noise(400)))
     np.testing.assert_allclose(head.weight_KD.numpy(), ridge.coef_, rtol=1e-3, atol=1e-4)
 
@@ -71,7 +85,9 @@ def test_without_noise_prototypes_are_sklearns_nearest_centroids() -> None:
 
 
 def test_without_noise_one_whitened_step_is_least_squares() -> None:
-    """From zero the gradient is that of centred targets, so the step is (Y - 1/K)^T X (E[x x^T])^-1 up to its length."""
+    """From zero the gradient is that of centred targets, so the step is (Y - 1/K)^T X (E[x x^T])^-1
+    up to its length.
+    """
     stream = stream_of(400, unit=True)
     squares = least_squares(stream, releases_of(no_noise(400))).weight_KD.double()
     squares -= squares.mean(dim=0)
@@ -94,7 +110,9 @@ def test_the_whitener_whitens() -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_clip_norm_is_a_unit_of_measure_only(name: str) -> None:
-    """Contributions are scaled to C and noise with them: the same noise key gives the same head for every C."""
+    """Contributions are scaled to C and noise with them: the same noise key gives the same head for
+    every C.
+    """
     stream = stream_of(300, unit=True)
     for constant_c in (1e-3, 1.0, 50.0):
         if name == "feature_covariance" and constant_c != 1:
@@ -117,7 +135,9 @@ def test_private_heads_learn_and_spend_every_release(name: str) -> None:
 def test_drowned_in_noise_a_head_is_still_finite_and_bounded(name: str) -> None:
     stream = stream_of(30, unit=True)
     for seed in range(5):
-        head = HEADS[name](stream, private(30, 0.01, 4, keys=(bytes([seed]) * 32, bytes([seed + 9]) * 32)))
+        head = HEADS[name](
+            stream, private(30, 0.01, 4, keys=(bytes([seed]) * 32, bytes([seed + 9]) * 32))
+        )
         assert torch.isfinite(head.weight_KD).all() and torch.isfinite(head.bias_K).all()
         assert torch.isfinite(head.scores(X)).all()
 
@@ -156,18 +176,24 @@ def test_where_the_classes_lie_in_weak_directions_second_moments_are_worth_their
     plain = one_step(stream, private(20_000, 1.0), loss="softmax")
     means = prototypes(stream, private(20_000, 1.0))
     worst = min(accuracy(squares, test_x, test_label), accuracy(steps, test_x, test_label))
-    assert worst > max(accuracy(plain, test_x, test_label), accuracy(means, test_x, test_label)) + 0.1
+    assert (
+        worst > max(accuracy(plain, test_x, test_label), accuracy(means, test_x, test_label)) + 0.1
+    )
 
 
 def test_prototypes_serve_a_rare_class() -> None:
-    """One record in fifty belongs to class 0: least squares hardly ever names it, the nearest mean does."""
+    """One record in fifty belongs to class 0: least squares hardly ever names it, the nearest mean
+    does.
+    """
     x, label = clusters(12_000, spread=2.0)
     keep = (label != 0) | (np.arange(len(label)) % 17 == 0)
     stream = FeatureStream(x[keep], label[keep], 4, unit=True)
     test_x, test_label = (torch.from_numpy(a) for a in clusters(2000, seed=3, spread=2.0))
     rare = test_label == 0
     recall = {
-        name: accuracy(HEADS[name](stream, private(stream.num_records, 4.0)), test_x[rare], test_label[rare])
+        name: accuracy(
+            HEADS[name](stream, private(stream.num_records, 4.0)), test_x[rare], test_label[rare]
+        )
         for name in ("least_squares", "prototypes")
     }
     assert recall["prototypes"] > 0.6 > 0.3 > recall["least_squares"]
@@ -233,8 +259,13 @@ def test_a_trained_bias_is_part_of_every_head() -> None:
     label = (rng.random(4000) < 0.1).astype(np.int64)
     x = rng.normal(size=(4000, 6)).astype(np.float32)
     stream = FeatureStream(x, label, 2, unit=True, constant=1.0)
-    optim = OptimConfig(name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, schedule="constant")
-    heads = [least_squares(stream, private(4000, 4.0)), feature_covariance(stream, private(4000, 4.0, 4), optim=optim).last]
+    optim = OptimConfig(
+        name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, schedule="constant"
+    )
+    heads = [
+        least_squares(stream, private(4000, 4.0)),
+        feature_covariance(stream, private(4000, 4.0, 4), optim=optim).last,
+    ]
     for head in heads:
         assert float((head.predict(torch.from_numpy(x)) == 0).float().mean()) > 0.99
 
@@ -245,8 +276,14 @@ def test_class_sizes_are_measured_where_they_can_be_and_equal_where_they_cannot(
     gen = torch.Generator().manual_seed(0)
     for std in (0.003, 0.03, 3.0):
         errors = [
-            (float((sizes(noisy_K, std**2, 1e6) - truth_K).abs().max()), float((noisy_K - truth_K).abs().max()))
-            for noisy_K in (truth_K + std * torch.randn(4, generator=gen, dtype=torch.float64) for _ in range(200))
+            (
+                float((sizes(noisy_K, std**2, 1e6) - truth_K).abs().max()),
+                float((noisy_K - truth_K).abs().max()),
+            )
+            for noisy_K in (
+                truth_K + std * torch.randn(4, generator=gen, dtype=torch.float64)
+                for _ in range(200)
+            )
         ]
         got, raw = np.mean(errors, axis=0)
         assert got < (1.1 if std < 0.01 else 1.0 if std < 1 else 0.6) * raw

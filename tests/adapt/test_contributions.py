@@ -1,4 +1,6 @@
-"""What each head releases: equal to the slow way, at most C for each record, exactly zero for a broken one."""
+"""What each head releases: equal to the slow way, at most C for each record, exactly zero for a
+broken one.
+"""
 
 from collections.abc import Callable
 
@@ -30,13 +32,23 @@ BIAS = torch.linspace(-2, 1, 4)
 
 
 SUMS: dict[str, Callable[[FeatureStream, DPPlan], ClippedSum]] = {
-    "sigmoid": lambda stream, plan: gradient_of(stream, WEIGHT[:, : stream.width], BIAS, "sigmoid", plan),
-    "softmax": lambda stream, plan: gradient_of(stream, WEIGHT[:, : stream.width], BIAS, "softmax", plan),
-    "sigmoid at zero": lambda stream, plan: sum_at_zero(stream.blocks(), stream.width, BIAS, "sigmoid", plan),
-    "softmax at zero": lambda stream, plan: sum_at_zero(stream.blocks(), stream.width, BIAS, "softmax", plan),
+    "sigmoid": lambda stream, plan: gradient_of(
+        stream, WEIGHT[:, : stream.width], BIAS, "sigmoid", plan
+    ),
+    "softmax": lambda stream, plan: gradient_of(
+        stream, WEIGHT[:, : stream.width], BIAS, "softmax", plan
+    ),
+    "sigmoid at zero": lambda stream, plan: sum_at_zero(
+        stream.blocks(), stream.width, BIAS, "sigmoid", plan
+    ),
+    "softmax at zero": lambda stream, plan: sum_at_zero(
+        stream.blocks(), stream.width, BIAS, "softmax", plan
+    ),
     "moments": lambda stream, plan: moment_sum(stream.blocks(), stream.width, 4, 1.5, 0.6, plan),
     "covariance": lambda stream, plan: moment_sum(stream.blocks(), stream.width, 4, 1.5, 0.0, plan),
-    "prototypes": lambda stream, plan: prototype_sum(stream.blocks(), stream.width, 4, 1.5, 0.3, plan),
+    "prototypes": lambda stream, plan: prototype_sum(
+        stream.blocks(), stream.width, 4, 1.5, 0.3, plan
+    ),
 }
 
 
@@ -54,7 +66,11 @@ def test_the_closed_form_is_the_clipped_sum_of_autograd(loss: str, at_zero: bool
     with torch.no_grad():
         model.weight.copy_(weight)
         model.bias.copy_(BIAS).requires_grad_(False)
-    x_BE = torch.cat([torch.from_numpy(stream.feature_ND).double(), torch.ones(60, 1).double()], dim=1) if at_zero else integer_rows(stream)
+    x_BE = (
+        torch.cat([torch.from_numpy(stream.feature_ND).double(), torch.ones(60, 1).double()], dim=1)
+        if at_zero
+        else integer_rows(stream)
+    )
     label = torch.from_numpy(stream.label)
 
     def losses(model: nn.Module, batch: Batch, key: StepKey) -> torch.Tensor:
@@ -62,13 +78,27 @@ def test_the_closed_form_is_the_clipped_sum_of_autograd(loss: str, at_zero: bool
         if loss == "softmax":
             return F.cross_entropy(logit_BK, target, reduction="none")
         target_BK = torch.eye(4)[target] if loss == "sigmoid" else target
-        return F.binary_cross_entropy_with_logits(logit_BK, target_BK.double(), reduction="none").sum(1)
+        return F.binary_cross_entropy_with_logits(
+            logit_BK, target_BK.double(), reduction="none"
+        ).sum(1)
 
     batch = Batch(torch.arange(60), torch.ones(60, dtype=torch.bool), x_BE, None, None)
-    slow = clipped_sum(losses, model, batch, StepKey(0, 0), max_grad_norm=5.0, method="vmap", check_separability=False)
+    slow = clipped_sum(
+        losses,
+        model,
+        batch,
+        StepKey(0, 0),
+        max_grad_norm=5.0,
+        method="vmap",
+        check_separability=False,
+    )
     plan = full_batch_plan(60, 8.0, max_grad_norm=5.0)
     kind: Loss = "softmax" if loss == "softmax" else "sigmoid"
-    fast = sum_at_zero(stream.blocks(), 13, BIAS, kind, plan) if at_zero else gradient_of(stream, weight, BIAS, kind, plan)
+    fast = (
+        sum_at_zero(stream.blocks(), 13, BIAS, kind, plan)
+        if at_zero
+        else gradient_of(stream, weight, BIAS, kind, plan)
+    )
     assert 0 < (slow.norms_B > 5.0).sum() < 60
     torch.testing.assert_close(fast.grads["weight"], slow.grads["weight"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(fast.norms_B, slow.norms_B, rtol=1e-5, atol=1e-5)
@@ -78,8 +108,11 @@ def test_the_moments_are_those_of_the_records() -> None:
     stream = stream_of(unit=True)
     total = moment_sum(stream.blocks(), 12, 4, 1.0, 0.6, PLAN)
     x = stream.feature_ND / np.linalg.norm(stream.feature_ND, axis=1, keepdims=True)
-    np.testing.assert_allclose(moment_of(total.grads["moment"], 1.0, 0.6, PLAN).numpy(), x.T @ x, rtol=1e-4, atol=1e-4)
-    # A triangle has the length of its matrix, and each record's contribution exactly the length C: nothing is wasted.
+    np.testing.assert_allclose(
+        moment_of(total.grads["moment"], 1.0, 0.6, PLAN).numpy(), x.T @ x, rtol=1e-4, atol=1e-4
+    )
+    # A triangle has the length of its matrix, and each record's contribution exactly the length C:
+    # nothing is wasted.
     np.testing.assert_allclose(total.norms_B.numpy(), C, rtol=1e-5)
 
 
@@ -127,9 +160,16 @@ def test_the_contribution_of_one_record_alone_is_within_c_to_the_last_bit(name: 
 def test_the_plans_rule_of_clipping_is_kept(name: str, rule: str) -> None:
     """min(1, C / n) n or C n / (n + 0.01) for a record of norm n."""
     plan = make_plan(
-        PrivacyConfig(dataset_size=9, expected_batch_size=9, steps=1, noise_multiplier=1.0, max_grad_norm=1e3, sampling="full_batch",
-                      clipping=rule)  # type: ignore[arg-type]
-    )  # fmt: skip
+        PrivacyConfig(
+            dataset_size=9,
+            expected_batch_size=9,
+            steps=1,
+            noise_multiplier=1.0,
+            max_grad_norm=1e3,
+            sampling="full_batch",
+            clipping=rule,
+        )  # type: ignore[arg-type]
+    )
     record = joined(stream_of(0), np.full(12, 0.01), 2)
     length = float(np.linalg.norm(total_of(record, name, plan)))
     n = float(SUMS[name](record, plan).norms_B[0])
@@ -159,7 +199,13 @@ def test_a_target_that_is_not_zero_or_one_contributes_exactly_zero(name: str) ->
     stream = stream_of(multi=True)
     stream = FeatureStream(stream.feature_ND, stream.label.astype(np.float32), 4)
     before = total_of(stream, name)
-    for target in ([0, 1, 0.5, 0], [0, np.nan, 0, 1], [0, np.inf, 0, 0], [2, 0, 0, 0], [-1, 0, 0, 0]):
+    for target in (
+        [0, 1, 0.5, 0],
+        [0, np.nan, 0, 1],
+        [0, np.inf, 0, 0],
+        [2, 0, 0, 0],
+        [-1, 0, 0, 0],
+    ):
         assert np.array_equal(total_of(joined(stream, np.ones(12), target), name), before), target
 
 
@@ -172,12 +218,16 @@ def test_logits_that_overflow_contribute_zero() -> None:
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_blocks_and_files_change_nothing(name: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_files_change_nothing(
+    name: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = stream_of(unit=True, constant=0.5)
     whole = total_of(stream, name)
     half = stream.feature_ND.astype(np.float16)
     np.save(f"{tmp_path}/x.npy", half)
-    mapped = FeatureStream(np.load(f"{tmp_path}/x.npy", mmap_mode="r"), stream.label, 4, unit=True, constant=0.5)
+    mapped = FeatureStream(
+        np.load(f"{tmp_path}/x.npy", mmap_mode="r"), stream.label, 4, unit=True, constant=0.5
+    )
     monkeypatch.setattr(stream_module, "_BLOCK_BYTES", 4 * 13 * 7)
     assert [len(block.x_BE) for block in stream.blocks()] == [7] * 8 + [4]
     np.testing.assert_allclose(total_of(stream, name), whole, rtol=1e-4, atol=1e-5)
@@ -189,7 +239,10 @@ def test_only_the_drawn_rows_are_read() -> None:
     stream = stream_of()
     rows = np.array([3, 4, 50])
     some = FeatureStream(stream.feature_ND[rows], stream.label[rows], 4)
-    drawn, none = (flat(gradient_sum(IntegerStream(stream).blocks(r), WEIGHT[:, :12], BIAS, "softmax", PLAN)) for r in (rows, rows[:0]))
+    drawn, none = (
+        flat(gradient_sum(IntegerStream(stream).blocks(r), WEIGHT[:, :12], BIAS, "softmax", PLAN))
+        for r in (rows, rows[:0])
+    )
     assert np.array_equal(drawn, total_of(some, "softmax"))
     assert not none.any()
 
@@ -211,7 +264,9 @@ def test_without_a_clip_norm_the_sum_is_the_plain_one() -> None:
         (np.zeros((3, 2), dtype=np.float32), np.zeros(3, dtype=int), 1, "two classes"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(x: np.ndarray, label: np.ndarray, num_classes: int, match: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(
+    x: np.ndarray, label: np.ndarray, num_classes: int, match: str
+) -> None:
     with pytest.raises(DataError, match=match):
         FeatureStream(x, label, num_classes)
 

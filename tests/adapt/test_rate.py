@@ -12,7 +12,17 @@ from feature_sets import no_noise, releases_of
 from dpvision.adapt.descent import MANY_STEPS, many_steps
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.prepare import prepare
-from dpvision.adapt.rate import FINAL_NOISE, HALVING, LONGEST, MOST_STEPS, enough_steps, final_noise, stable_rate, steps_rate, with_rate
+from dpvision.adapt.rate import (
+    FINAL_NOISE,
+    HALVING,
+    LONGEST,
+    MOST_STEPS,
+    enough_steps,
+    final_noise,
+    stable_rate,
+    steps_rate,
+    with_rate,
+)
 from dpvision.adapt.release import full_batch_plan
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.checkpoint import load_checkpoint
@@ -27,10 +37,16 @@ from .runs_of_heads import head_config, write_digits
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.1])
 @pytest.mark.parametrize("steps", [30, 200])
-def test_the_weights_end_with_the_noise_that_the_rule_says(steps: int, max_grad_norm: float) -> None:
-    """Of no records, the head is noise alone. Momentum has yet to pass on the last steps' noise: a tenth at 200 steps, more at 30."""
+def test_the_weights_end_with_the_noise_that_the_rule_says(
+    steps: int, max_grad_norm: float
+) -> None:
+    """Of no records, the head is noise alone. Momentum has yet to pass on the last steps' noise: a
+    tenth at 200 steps, more at 30.
+    """
     plan = full_batch_plan(20_000, 1.0, steps=steps, max_grad_norm=max_grad_norm)
-    nothing = FeatureStream(np.zeros((0, 300), dtype=np.float32), np.zeros(0, dtype=np.int64), 20, unit=True)
+    nothing = FeatureStream(
+        np.zeros((0, 300), dtype=np.float32), np.zeros(0, dtype=np.int64), 20, unit=True
+    )
     optim = with_rate(MANY_STEPS, plan, bounded=False)
     found = float(many_steps(nothing, releases_of(plan), optim=optim).last.weight_KD.std())
     promised = final_noise(plan, optim)
@@ -41,36 +57,73 @@ def test_the_weights_end_with_the_noise_that_the_rule_says(steps: int, max_grad_
 
 
 def test_the_way_depends_on_the_budget_and_not_on_how_it_is_cut() -> None:
-    """T r / (1 - m) is the same for all steps and momenta, longer with more budget and with more records, and bounded."""
+    """T r / (1 - m) is the same for all steps and momenta, longer with more budget and with more
+    records, and bounded.
+    """
     ways = [
-        steps_rate(full_batch_plan(5000, 2.0, steps=steps), momentum, bounded=False) * steps / (1 - momentum)
+        steps_rate(full_batch_plan(5000, 2.0, steps=steps), momentum, bounded=False)
+        * steps
+        / (1 - momentum)
         for steps in (1, 10, 60)
         for momentum in (0.0, 0.9)
     ]
     assert ways == pytest.approx([ways[0]] * 6, rel=1e-9)
-    by_epsilon = [steps_rate(full_batch_plan(5000, e, steps=60), 0.9, bounded=False) for e in (0.01, 0.1, 1, 3, 10, 20)]
-    by_count = [steps_rate(full_batch_plan(n, 1.0, steps=60), 0.9, bounded=False) for n in (10, 300, 5000, 10**6, 10**9)]
+    by_epsilon = [
+        steps_rate(full_batch_plan(5000, e, steps=60), 0.9, bounded=False)
+        for e in (0.01, 0.1, 1, 3, 10, 20)
+    ]
+    by_count = [
+        steps_rate(full_batch_plan(n, 1.0, steps=60), 0.9, bounded=False)
+        for n in (10, 300, 5000, 10**6, 10**9)
+    ]
     assert by_epsilon == sorted(by_epsilon) and by_count == sorted(by_count)
-    assert by_count[-1] == pytest.approx(0.1 * LONGEST / 60) == steps_rate(no_noise(10, steps=60), 0.9, bounded=False)
+    assert (
+        by_count[-1]
+        == pytest.approx(0.1 * LONGEST / 60)
+        == steps_rate(no_noise(10, steps=60), 0.9, bounded=False)
+    )
 
 
 def test_the_rule_takes_poisson_batches() -> None:
     """The noise in the mean of all steps' gradients, whatever the sampling."""
-    asked = PrivacyConfig(dataset_size=10_000, expected_batch_size=500, steps=100, noise_multiplier=1.0, max_grad_norm=1.0)
+    asked = PrivacyConfig(
+        dataset_size=10_000,
+        expected_batch_size=500,
+        steps=100,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
     plan = make_plan(asked)
     s = 1.0 / 500 / 10
-    assert steps_rate(plan, 0.9) * 100 / 0.1 * s == pytest.approx(FINAL_NOISE / (1 + (HALVING * s) ** 2))
+    assert steps_rate(plan, 0.9) * 100 / 0.1 * s == pytest.approx(
+        FINAL_NOISE / (1 + (HALVING * s) ** 2)
+    )
 
 
 def loss_after(steps: int, rate: float, share: float) -> float:
-    """Mean loss of the head after noiseless steps on the worst rows there are, all the same; ``share`` of them have the second class."""
-    x_ND, label = np.ones((100, 1), dtype=np.float32), (np.arange(100) < 100 * share).astype(np.int64)
+    """Mean loss of the head after noiseless steps on the worst rows there are, all the same;
+    ``share`` of them have the second class.
+    """
+    x_ND, label = (
+        np.ones((100, 1), dtype=np.float32),
+        (np.arange(100) < 100 * share).astype(np.int64),
+    )
     stream = FeatureStream(x_ND, label, 2)
-    head = many_steps(stream, releases_of(no_noise(100, steps=steps)), optim=replace(MANY_STEPS, learning_rate=rate)).last
-    return float(torch.nn.functional.cross_entropy(torch.from_numpy(x_ND) @ head.weight_KD.T, torch.from_numpy(label)))
+    head = many_steps(
+        stream,
+        releases_of(no_noise(100, steps=steps)),
+        optim=replace(MANY_STEPS, learning_rate=rate),
+    ).last
+    return float(
+        torch.nn.functional.cross_entropy(
+            torch.from_numpy(x_ND) @ head.weight_KD.T, torch.from_numpy(label)
+        )
+    )
 
 
-@pytest.mark.parametrize("share", [0.1, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.4, 0.25))])
+@pytest.mark.parametrize(
+    "share", [0.1, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.4, 0.25))]
+)
 def test_at_the_bound_on_the_rate_the_loss_comes_to_rest(share: float) -> None:
     """Near the labels' entropy: clipping moves it."""
     entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
@@ -93,7 +146,9 @@ def test_more_steps_keep_the_way_where_the_rate_is_bounded(records: int, epsilon
     longer = full_batch_plan(records, epsilon, steps=steps)
     way = steps_rate(plan, 0.9, bounded=False) * 60
     assert 60 <= steps <= MOST_STEPS and steps_rate(longer, 0.9) <= stable_rate(0.9)
-    assert steps == 60 or steps_rate(full_batch_plan(records, epsilon, steps=steps - 1), 0.9) == stable_rate(0.9)
+    assert steps == 60 or steps_rate(
+        full_batch_plan(records, epsilon, steps=steps - 1), 0.9
+    ) == stable_rate(0.9)
     kept = steps_rate(longer, 0.9) * steps
     assert kept == pytest.approx(way, rel=1e-6) if steps < MOST_STEPS else kept <= way * (1 + 1e-6)
 
@@ -112,12 +167,17 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return write_digits(tmp_path_factory.mktemp("store") / "digits", 0, 500)
 
 
-def test_a_runs_config_manifest_and_plan_text_have_the_rate_in_figures(digits: Store, tmp_path: Path) -> None:
+def test_a_runs_config_manifest_and_plan_text_have_the_rate_in_figures(
+    digits: Store, tmp_path: Path
+) -> None:
     config = head_config(digits, "many_steps")
     made = prepare(config)
     rate = steps_rate(made.plan, 0.9)
     assert config.optim.learning_rate is None and made.config.optim.rate == rate
-    assert f"60 at learning rate {rate:.4g}, momentum 0.9: noise of {final_noise(made.plan, made.config.optim):.2g}" in head_text(made)
+    assert (
+        f"60 at learning rate {rate:.4g}, momentum 0.9: noise of "
+        f"{final_noise(made.plan, made.config.optim):.2g}" in head_text(made)
+    )
     with new_head_session(made, tmp_path / "run") as session:
         adapt(session)
     assert load_checkpoint(tmp_path / "run").manifest["config"]["optim"]["learning_rate"] == rate

@@ -23,7 +23,9 @@ def test_more_records_and_more_budget_never_lead_to_a_coarser_head() -> None:
 
 
 def test_a_covariance_of_more_dimensions_is_noisier() -> None:
-    assert covariance_noise(10_000, 1.0, 2048) == pytest.approx(2 * covariance_noise(10_000, 1.0, 512))
+    assert covariance_noise(10_000, 1.0, 2048) == pytest.approx(
+        2 * covariance_noise(10_000, 1.0, 512)
+    )
     assert covariance_noise(10_000, 1.0, 2) == pytest.approx(2 * mean_noise(10_000, 1.0))
 
 
@@ -39,16 +41,25 @@ def test_features_too_wide_for_a_covariance_get_gradient_steps() -> None:
 
 def test_noise_alone_never_leads_to_prototypes() -> None:
     """They were ahead only while the steps' rate stopped short (docs/heads.md)."""
-    assert {recommend_head(n, 10, e, width)[0] for n in (50, 300, 10**4) for e in (0.01, 0.1, 1.0) for width in (512, 20_000)} == {
-        "many_steps"
-    }
+    assert {
+        recommend_head(n, 10, e, width)[0]
+        for n in (50, 300, 10**4)
+        for e in (0.01, 0.1, 1.0)
+        for width in (512, 20_000)
+    } == {"many_steps"}
 
 
 def test_without_a_guarantee_there_is_no_noise_and_the_same_head() -> None:
-    assert mean_noise(10_000, math.inf) == 0 and recommend_head(10_000, 10, math.inf, 512)[0] == "many_steps"
+    assert (
+        mean_noise(10_000, math.inf) == 0
+        and recommend_head(10_000, 10, math.inf, 512)[0] == "many_steps"
+    )
 
 
-@pytest.mark.parametrize("numbers", [(0, 10, 1.0, 5), (10, 1, 1.0, 5), (10, 10, 0.0, 5), (10, 10, math.nan, 5), (10, 10, 1.0, 0)])
+@pytest.mark.parametrize(
+    "numbers",
+    [(0, 10, 1.0, 5), (10, 1, 1.0, 5), (10, 10, 0.0, 5), (10, 10, math.nan, 5), (10, 10, 1.0, 0)],
+)
 def test_numbers_out_of_range_are_refused(numbers: tuple[int, int, float, int]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         recommend_head(*numbers)

@@ -1,4 +1,6 @@
-"""The noise of a head's releases: its multiplier, its scale, its independence; charged before anything is computed."""
+"""The noise of a head's releases: its multiplier, its scale, its independence; charged before
+anything is computed.
+"""
 
 import itertools
 import math
@@ -33,20 +35,30 @@ EPSILONS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)
 
 
 def bisected_noise(epsilon: float, delta: float) -> float:
-    """Balle & Wang 2018, theorem 8: the smallest s with Phi(1/2s - e s) - exp(e) Phi(-1/2s - e s) <= delta."""
+    """Balle & Wang 2018, theorem 8: the smallest s with Phi(1/2s - e s) - exp(e) Phi(-1/2s - e s)
+    <= delta.
+    """
 
     def excess(s: float) -> float:
         a, b = 1 / (2 * s), epsilon * s
-        return math.exp(stats.norm.logcdf(a - b)) - math.exp(epsilon + stats.norm.logcdf(-a - b)) - delta
+        return (
+            math.exp(stats.norm.logcdf(a - b))
+            - math.exp(epsilon + stats.norm.logcdf(-a - b))
+            - delta
+        )
 
     return float(optimize.bisect(excess, 1e-2, 1e2, xtol=1e-13, rtol=1e-13))
 
 
 @pytest.mark.parametrize("delta", [1e-6, 8e-7])
 @pytest.mark.parametrize("epsilon", EPSILONS)
-def test_one_step_has_the_noise_of_the_analytic_gaussian_mechanism(epsilon: float, delta: float) -> None:
+def test_one_step_has_the_noise_of_the_analytic_gaussian_mechanism(
+    epsilon: float, delta: float
+) -> None:
     plan = full_batch_plan(1_000_000, epsilon, delta=delta)
-    assert plan.noise_multiplier == pytest.approx(gaussian_mechanism.get_sigma_gaussian(epsilon, delta), rel=1e-6)
+    assert plan.noise_multiplier == pytest.approx(
+        gaussian_mechanism.get_sigma_gaussian(epsilon, delta), rel=1e-6
+    )
     assert plan.noise_multiplier == pytest.approx(bisected_noise(epsilon, delta), rel=1e-6)
     assert plan.epsilon is not None and epsilon * (1 - 1e-6) < plan.epsilon <= epsilon
 
@@ -54,7 +66,9 @@ def test_one_step_has_the_noise_of_the_analytic_gaussian_mechanism(epsilon: floa
 def test_many_releases_share_the_budget_of_one() -> None:
     for steps in (2, 16, 100):
         plan = full_batch_plan(50_000, 2.0, steps=steps)
-        assert plan.noise_multiplier == pytest.approx(math.sqrt(steps) * bisected_noise(2.0, 1e-5), rel=1e-6)
+        assert plan.noise_multiplier == pytest.approx(
+            math.sqrt(steps) * bisected_noise(2.0, 1e-5), rel=1e-6
+        )
         assert plan.spent(steps).epsilon == plan.epsilon <= 2.0  # type: ignore[operator]
 
 
@@ -70,7 +84,9 @@ def test_targets_out_of_range_are_refused() -> None:
 
 def nothing(width: int = 30, num_classes: int = 20) -> FeatureStream:
     """No records: what is released of them is noise alone."""
-    return FeatureStream(np.zeros((0, width), dtype=np.float32), np.zeros(0, dtype=np.int64), num_classes, unit=True)
+    return FeatureStream(
+        np.zeros((0, width), dtype=np.float32), np.zeros(0, dtype=np.int64), num_classes, unit=True
+    )
 
 
 def noise_TKE(steps: int, keys: tuple[bytes, bytes] = KEYS) -> np.ndarray:
@@ -78,7 +94,9 @@ def noise_TKE(steps: int, keys: tuple[bytes, bytes] = KEYS) -> np.ndarray:
     stream, releases = nothing(), private(1000, 1.0, steps, keys=keys)
     bias_K = torch.zeros(20)
     drawn = [
-        releases.release(stream, lambda blocks: sum_at_zero(blocks, 30, bias_K, "softmax", releases.plan))[1].grads["weight"]
+        releases.release(
+            stream, lambda blocks: sum_at_zero(blocks, 30, bias_K, "softmax", releases.plan)
+        )[1].grads["weight"]
         for _ in range(steps)
     ]
     return torch.stack(drawn).numpy() / releases.entry_std()
@@ -103,16 +121,22 @@ def test_the_noise_of_two_starts_and_of_two_parts_is_uncorrelated() -> None:
     assert abs(np.corrcoef(first, second)[0, 1]) * math.sqrt(len(first)) < 5
     releases = private(1000, 1.0)
     stream = nothing(200, 100)
-    released = releases.average(stream, lambda blocks: moment_sum(blocks, 200, 100, 1.0, 0.5, releases.plan), 1).grads
+    released = releases.average(
+        stream, lambda blocks: moment_sum(blocks, 200, 100, 1.0, 0.5, releases.plan), 1
+    ).grads
     moment, cross = (released[name].numpy().ravel()[:20_000] for name in ("moment", "cross"))
     assert abs(np.corrcoef(moment, cross)[0, 1]) * math.sqrt(20_000) < 5
 
 
 def test_the_noise_of_a_moment_is_a_symmetric_gaussian_matrix() -> None:
-    """Variance s^2 off the diagonal and 2 s^2 on it; its largest eigenvalue is where Wigner's law and ``noise_edge`` say."""
+    """Variance s^2 off the diagonal and 2 s^2 on it; its largest eigenvalue is where Wigner's law
+    and ``noise_edge`` say.
+    """
     releases, width = private(1000, 1.0), 300
     plan = releases.plan
-    released = releases.average(nothing(width), lambda blocks: moment_sum(blocks, width, 20, 1.0, 0.5, plan), 1).grads["moment"]
+    released = releases.average(
+        nothing(width), lambda blocks: moment_sum(blocks, width, 20, 1.0, 0.5, plan), 1
+    ).grads["moment"]
     noise = moment_of(released, 1.0, 0.5, plan).numpy()
     assert np.array_equal(noise, noise.T)
     off = noise[np.triu_indices(width, 1)]
@@ -122,23 +146,31 @@ def test_the_noise_of_a_moment_is_a_symmetric_gaussian_matrix() -> None:
 
 
 def test_simulated_ranks_add_the_noise_once_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks sum their slices; of the total, each then releases its share with the noise that one process alone would add there."""
+    """Two ranks sum their slices; of the total, each then releases its share with the noise that
+    one process alone would add there.
+    """
     stream, weight_KE, bias_K = IntegerStream(stream_of(61)), torch.randn(4, 12), torch.zeros(4)
 
     def gradient_of(releases: Releases) -> torch.Tensor:
-        return releases.release(stream, lambda blocks: gradient_sum(blocks, weight_KE, bias_K, "softmax", releases.plan))[1].grads["weight"]
+        return releases.release(
+            stream, lambda blocks: gradient_sum(blocks, weight_KE, bias_K, "softmax", releases.plan)
+        )[1].grads["weight"]
 
     alone = gradient_of(private(61))
     groups = [Group(rank, 2, torch.device("cpu")) for rank in range(2)]
     slices: list[ClippedSum] = []
     monkeypatch.setattr(Group, "add_up", lambda group, values: None)
-    monkeypatch.setattr(release_module, "all_reduce_sum", lambda total, group: slices.append(total) or total)
+    monkeypatch.setattr(
+        release_module, "all_reduce_sum", lambda total, group: slices.append(total) or total
+    )
     for group in groups:
         releases = private(61)
         releases.group = group
         gradient_of(releases)
     assert [total.num_records for total in slices] == [31, 30]
-    monkeypatch.setattr(release_module, "all_reduce_sum", lambda total, group: slices[0] + slices[1])
+    monkeypatch.setattr(
+        release_module, "all_reduce_sum", lambda total, group: slices[0] + slices[1]
+    )
     shares = []
     for group in groups:
         releases = private(61)
@@ -153,7 +185,15 @@ def test_an_average_of_releases_is_one_release_with_less_noise() -> None:
     for count in (1, 4, 16):
         releases = private(1000, 1.0, steps=16)
         plan = releases.plan
-        noise = releases.average(stream, lambda blocks: moment_sum(blocks, 30, 20, 1.0, 0.5, plan), count).grads["cross"].numpy()  # noqa: B023
+        noise = (
+            releases.average(
+                stream,
+                lambda blocks: moment_sum(blocks, 30, 20, 1.0, 0.5, plan),  # noqa: B023
+                count,
+            )
+            .grads["cross"]
+            .numpy()
+        )
         assert releases.left == 16 - count
         assert noise.std() / releases.entry_std() == pytest.approx(1 / math.sqrt(count), rel=0.15)
         assert noise.std() / releases.entry_std(count) == pytest.approx(1, rel=0.15)
@@ -161,7 +201,12 @@ def test_an_average_of_releases_is_one_release_with_less_noise() -> None:
 
 def test_an_average_over_poisson_draws_draws_anew_each_time() -> None:
     asked = PrivacyConfig(
-        dataset_size=400, expected_batch_size=100, steps=40, noise_multiplier=1e-6, max_grad_norm=1.0, guarantee="simulated"
+        dataset_size=400,
+        expected_batch_size=100,
+        steps=40,
+        noise_multiplier=1e-6,
+        max_grad_norm=1.0,
+        guarantee="simulated",
     )
     seen: list[int] = []
     stream = stream_of(400, unit=True)
@@ -175,7 +220,9 @@ def test_an_average_over_poisson_draws_draws_anew_each_time() -> None:
     cross = releases_of(plan).average(stream, sum_of, 40).grads["moment"]
     assert len(set(seen)) > 10 and abs(np.mean(seen) - 100) < 5 * math.sqrt(75 / 40)
     whole = moment_sum(stream.blocks(), 12, 4, 1.0, 0.5, plan).grads["moment"] / 400
-    assert float((cross - whole).norm() / whole.norm()) < 0.1, "divided by what was expected, not by what was drawn"
+    assert float((cross - whole).norm() / whole.norm()) < 0.1, (
+        "divided by what was expected, not by what was drawn"
+    )
 
 
 def test_every_release_is_charged_before_a_record_is_read() -> None:
@@ -192,7 +239,13 @@ def test_every_release_is_charged_before_a_record_is_read() -> None:
     for head, expected in ((least_squares, ["charge", "read"]), (prototypes, ["charge", "read"])):
         events.clear()
         counter = itertools.count()
-        head(watched, releases_of(full_batch_plan(50, 1.0), charge=lambda: events.append("charge") or next(counter)))  # noqa: B023
+        head(
+            watched,
+            releases_of(
+                full_batch_plan(50, 1.0),
+                charge=lambda: events.append("charge") or next(counter),  # noqa: B023
+            ),
+        )
         assert events == expected
 
     def refused() -> int:

@@ -1,4 +1,6 @@
-"""Private selection among heads: charged before, secret in its number, its score noisy, its winner the best."""
+"""Private selection among heads: charged before, secret in its number, its score noisy, its winner
+the best.
+"""
 
 import dataclasses
 import math
@@ -31,24 +33,43 @@ GOOD = Candidate("prototypes", prototypes)
 
 def useless(stream: FeatureStream, releases: Releases) -> Head:
     """Always the first class, and by some margin."""
-    return Head(torch.zeros(stream.num_classes, stream.feature_ND.shape[1]), -torch.arange(float(stream.num_classes)))
+    return Head(
+        torch.zeros(stream.num_classes, stream.feature_ND.shape[1]),
+        -torch.arange(float(stream.num_classes)),
+    )
 
 
 BAD = Candidate("first class", useless)
 
 
-def test_the_pages_example_of_adapt_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_example_of_adapt_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As it stands in docs/selection.md, with the default encoder, on a smaller store."""
     write_digits(tmp_path / "stores" / "mine", 0, 200)
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "selection.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith("    dpvision adapt "))
-    assert main([*line.replace("--dataset-size 20000", "--dataset-size 200").split()[1:], "--dry-run"]) == 0
+    assert (
+        main([*line.replace("--dataset-size 20000", "--dataset-size 200").split()[1:], "--dry-run"])
+        == 0
+    )
 
 
-def plan_of(count: int, *, steps: int = 1, mean_runs: float = 4.0, shape: float | None = 1.0, **settings: float) -> DPPlan:
+def plan_of(
+    count: int,
+    *,
+    steps: int = 1,
+    mean_runs: float = 4.0,
+    shape: float | None = 1.0,
+    **settings: float,
+) -> DPPlan:
     cfg = PrivacyConfig(
-        dataset_size=count, expected_batch_size=count, sampling="full_batch", steps=steps, **({"target_epsilon": 4.0} | settings)
+        dataset_size=count,
+        expected_batch_size=count,
+        sampling="full_batch",
+        steps=steps,
+        **({"target_epsilon": 4.0} | settings),
     )  # type: ignore[arg-type]
     return make_plan(cfg, ask_selection(cfg, mean_runs=mean_runs, shape=shape))
 
@@ -60,19 +81,27 @@ def charge() -> int:
 def test_the_better_setting_wins_and_says_so() -> None:
     stream = stream_of(400, unit=True)
     plan = plan_of(400, mean_runs=8.0)
-    found = [select_head(stream, [GOOD, BAD], plan, charge, key=Key.for_tests(seed.to_bytes(32, "big"))) for seed in range(40)]
+    found = [
+        select_head(stream, [GOOD, BAD], plan, charge, key=Key.for_tests(seed.to_bytes(32, "big")))
+        for seed in range(40)
+    ]
     names = [one.candidate for one in found if one is not None]
     assert len(names) == 40
-    # Of K geometric runs with mean 8, none is the good one with probability sum of (1/8) (7/8)^(k-1) / 2^k = 1/9.
+    # Of K geometric runs with mean 8, none is the good one with probability sum of (1/8)
+    # (7/8)^(k-1) / 2^k = 1/9.
     assert 28 <= names.count("prototypes") <= 40
     for one in found:
         assert one is not None
-        right = float((one.head.predict(torch.from_numpy(stream.feature_ND)).numpy() == stream.label).mean())
+        right = float(
+            (one.head.predict(torch.from_numpy(stream.feature_ND)).numpy() == stream.label).mean()
+        )
         noise = plan.run_plans()[1].noise_std / 400
         assert abs(one.score - right) < 6 * noise, "the score is of the head that is released"
 
 
-def test_the_released_run_is_the_one_with_the_highest_noisy_score(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_released_run_is_the_one_with_the_highest_noisy_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real, made = select_module._run, list[Selected]()
 
     def spied(*arguments: object) -> Selected:
@@ -84,13 +113,21 @@ def test_the_released_run_is_the_one_with_the_highest_noisy_score(monkeypatch: p
     numbers, drawn = [], []
     for seed in range(60):
         made.clear()
-        best = select_head(stream, [GOOD, BAD], plan, charge, key=Key.for_tests(seed.to_bytes(32, "big")))
+        best = select_head(
+            stream, [GOOD, BAD], plan, charge, key=Key.for_tests(seed.to_bytes(32, "big"))
+        )
         runs = made[2:]  # the first two are the rehearsal of both candidates
         assert best is max(runs, key=lambda run: run.score)
         numbers.append(len(runs))
         drawn += [run.candidate for run in runs]
-    assert np.mean(numbers) == pytest.approx(4.0, abs=5 * math.sqrt(12 / 60)) and min(numbers) >= 1 and len(set(numbers)) > 4
-    assert abs(drawn.count("prototypes") / len(drawn) - 0.5) < 5 * 0.5 / math.sqrt(len(drawn)), "candidates are drawn uniformly"
+    assert (
+        np.mean(numbers) == pytest.approx(4.0, abs=5 * math.sqrt(12 / 60))
+        and min(numbers) >= 1
+        and len(set(numbers)) > 4
+    )
+    assert abs(drawn.count("prototypes") / len(drawn) - 0.5) < 5 * 0.5 / math.sqrt(len(drawn)), (
+        "candidates are drawn uniformly"
+    )
     assert len({run.score for run in made}) == len(made), "noise of one run is not that of another"
 
 
@@ -98,11 +135,18 @@ def test_the_score_has_the_plans_noise() -> None:
     stream, plan = stream_of(200, unit=True), plan_of(200)
     run_plan, score_plan = plan.run_plans()
     right = float((stream.label == 0).mean())
-    scores = [select_module._run(stream, BAD, run_plan, score_plan, Key.for_tests(bytes(32)), run).score for run in range(600)]
-    assert np.mean(scores) == pytest.approx(right, abs=5 * score_plan.noise_std / 200 / math.sqrt(600))
+    scores = [
+        select_module._run(stream, BAD, run_plan, score_plan, Key.for_tests(bytes(32)), run).score
+        for run in range(600)
+    ]
+    assert np.mean(scores) == pytest.approx(
+        right, abs=5 * score_plan.noise_std / 200 / math.sqrt(600)
+    )
     assert np.std(scores) == pytest.approx(score_plan.noise_std / 200, rel=0.15)
     assert plan.selection is not None
-    assert score_plan.noise_std == pytest.approx(plan.noise_multiplier * plan.selection.score_noise_ratio)
+    assert score_plan.noise_std == pytest.approx(
+        plan.noise_multiplier * plan.selection.score_noise_ratio
+    )
 
 
 @pytest.mark.parametrize("multi", [False, True])
@@ -112,7 +156,11 @@ def test_one_record_moves_the_count_of_hits_by_at_most_one(multi: bool) -> None:
     before = float(hits(IntegerStream(stream).blocks(), head, plan).grads["hits"])
     label = [1, 1, 1, 1] if multi else int(head.predict(torch.ones(1, 12))[0])
     rows = (np.ones(12), 1e14 * np.ones(12), np.full(12, np.nan), np.full(12, np.inf), np.zeros(12))
-    moved = [float(hits(IntegerStream(joined(stream, row, label)).blocks(), head, plan).grads["hits"]) - before for row in rows]
+    moved = [
+        float(hits(IntegerStream(joined(stream, row, label)).blocks(), head, plan).grads["hits"])
+        - before
+        for row in rows
+    ]
     assert all(0 <= by <= 1 for by in moved) and moved[0] > 0.99 and moved[2] == moved[3] == 0
     broken = Head(torch.full((4, 12), torch.nan), torch.zeros(4))
     assert 0 <= float(hits(IntegerStream(stream).blocks(), broken, plan).grads["hits"]) <= 50
@@ -121,7 +169,9 @@ def test_one_record_moves_the_count_of_hits_by_at_most_one(multi: bool) -> None:
 def test_a_record_of_several_classes_is_right_with_any_of_them() -> None:
     stream = stream_of(50, multi=True)
     head = Head(torch.zeros(4, 12), torch.tensor([0.0, 0.0, 1.0, 0.0]))
-    counted = float(hits(IntegerStream(stream).blocks(), head, plan_of(50).run_plans()[1]).grads["hits"])
+    counted = float(
+        hits(IntegerStream(stream).blocks(), head, plan_of(50).run_plans()[1]).grads["hits"]
+    )
     assert counted == pytest.approx(multi_label(50)[:, 2].sum(), rel=1e-4)
 
 
@@ -145,7 +195,11 @@ def test_it_is_charged_once_before_a_record_is_read() -> None:
         return 0
 
     select_head(
-        stream, [Candidate("a", head_of), Candidate("b", head_of)], plan_of(60, mean_runs=9.0), charged, key=Key.for_tests(bytes([3] * 32))
+        stream,
+        [Candidate("a", head_of), Candidate("b", head_of)],
+        plan_of(60, mean_runs=9.0),
+        charged,
+        key=Key.for_tests(bytes([3] * 32)),
     )
     assert events[0] == "charge" and events.count("charge") == 1 and "read" in events
 
@@ -154,7 +208,9 @@ def test_it_is_charged_once_before_a_record_is_read() -> None:
 
     events.clear()
     with pytest.raises(PrivacyError, match="ledger"):
-        select_head(stream, [Candidate("a", head_of), Candidate("b", head_of)], plan_of(60), refused)
+        select_head(
+            stream, [Candidate("a", head_of), Candidate("b", head_of)], plan_of(60), refused
+        )
     assert events == []
 
 
@@ -172,14 +228,22 @@ def test_an_impossible_setting_is_refused_while_it_costs_nothing() -> None:
         with pytest.raises(ConfigError, match="two or more"):
             select_head(stream, wrong, plan_of(60), count)
     with pytest.raises(PrivacyError, match="selection"):
-        select_head(stream, [GOOD, BAD], make_plan(PrivacyConfig(60, 60, 1, noise_multiplier=3.0, sampling="full_batch")), count)
+        select_head(
+            stream,
+            [GOOD, BAD],
+            make_plan(PrivacyConfig(60, 60, 1, noise_multiplier=3.0, sampling="full_batch")),
+            count,
+        )
     assert charged == []
 
 
 def test_no_run_at_all_releases_nothing() -> None:
     """Poisson with mean 1.1 draws no run one time in three."""
     stream, plan = stream_of(40, unit=True), plan_of(40, mean_runs=1.1, shape=None)
-    found = [select_head(stream, [GOOD, BAD], plan, charge, key=Key.for_tests(seed.to_bytes(32, "big"))) for seed in range(40)]
+    found = [
+        select_head(stream, [GOOD, BAD], plan, charge, key=Key.for_tests(seed.to_bytes(32, "big")))
+        for seed in range(40)
+    ]
     assert 4 <= sum(one is None for one in found) <= 26
 
 
@@ -191,7 +255,10 @@ def test_a_used_up_plan_selects_nothing(tmp_path: Path) -> None:
         assert ledger.steps == 1
         with pytest.raises(PrivacyError, match="used up"):
             select_head(stream_of(50, unit=True), [GOOD, BAD], plan, ledger.append)
-    with Ledger.open(tmp_path / "store", "a", plan, resume=True) as ledger, pytest.raises(PrivacyError, match="used up"):
+    with (
+        Ledger.open(tmp_path / "store", "a", plan, resume=True) as ledger,
+        pytest.raises(PrivacyError, match="used up"),
+    ):
         select_head(stream_of(50, unit=True), [GOOD, BAD], plan, ledger.append)
 
 
@@ -202,17 +269,25 @@ def test_nothing_tells_how_many_runs_there_were(capfd: pytest.CaptureFixture[str
 
 
 def test_clip_norms_may_differ_between_candidates() -> None:
-    """The noise follows the clip norm, so that the price is the same: a head of noise alone scales with it."""
+    """The noise follows the clip norm, so that the price is the same: a head of noise alone scales
+    with it.
+    """
     empty = FeatureStream(np.zeros((0, 12), dtype=np.float32), np.zeros(0, dtype=np.int64), 4)
     run_plan, score_plan = plan_of(100, steps=2).run_plans()
 
     def last(stream: FeatureStream, releases: Releases) -> Head:
         from dpvision.config import OptimConfig
 
-        return many_steps(stream, releases, optim=OptimConfig(name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0)).last
+        return many_steps(
+            stream,
+            releases,
+            optim=OptimConfig(name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0),
+        ).last
 
     small, large = (
-        select_module._run(empty, Candidate("x", last, norm), run_plan, score_plan, Key.for_tests(bytes(32)), 0).head.weight_KD
+        select_module._run(
+            empty, Candidate("x", last, norm), run_plan, score_plan, Key.for_tests(bytes(32)), 0
+        ).head.weight_KD
         for norm in (None, 8.0)
     )
     torch.testing.assert_close(large, 8 * small)

@@ -42,9 +42,22 @@ from ..captioners import image, make_tokenizer, png
 
 _NUM = 24
 _CONFIGS = (
-    RunConfig, PrivacyConfig, DataConfig, OptimConfig, HardwareConfig, MAEConfig, CrossMAEConfig, CaptionerConfig, ClassifierConfig,
-    HeadConfig, FrozenEncoderConfig, ViTConfig, ResNetConfig, TimmConfig, CrossDecoderConfig,
-)  # fmt: skip
+    RunConfig,
+    PrivacyConfig,
+    DataConfig,
+    OptimConfig,
+    HardwareConfig,
+    MAEConfig,
+    CrossMAEConfig,
+    CaptionerConfig,
+    ClassifierConfig,
+    HeadConfig,
+    FrozenEncoderConfig,
+    ViTConfig,
+    ResNetConfig,
+    TimmConfig,
+    CrossDecoderConfig,
+)
 _CHECKS = {
     "__post_init__",
     "check_choices",
@@ -145,21 +158,35 @@ def shrunk(config: RunConfig) -> RunConfig:
     """The same kind of run on a few small images: every choice stays, every size shrinks."""
     model, optim, data, privacy = config.model, config.optim, config.data, config.privacy
     if isinstance(model, HeadConfig):
-        model = replace(model, num_classes=4, encoder=replace(model.encoder, spec="pixels", image_size=8))
+        model = replace(
+            model, num_classes=4, encoder=replace(model.encoder, spec="pixels", image_size=8)
+        )
     else:
         encoder: Any = model.encoder
         if isinstance(encoder, ViTConfig):
-            encoder = replace(encoder, image_size=16, patch_size=8, depth=1, width=8, num_heads=2, mlp_ratio=4.0)
+            encoder = replace(
+                encoder, image_size=16, patch_size=8, depth=1, width=8, num_heads=2, mlp_ratio=4.0
+            )
         elif isinstance(encoder, ResNetConfig):
             depths = (1,) * len(encoder.depths)
             encoder = replace(
-                encoder, image_size=16 if encoder.stem == "3x3" else 64, depths=depths, widths=(16,) * len(depths), stem_width=16, groups=4
+                encoder,
+                image_size=16 if encoder.stem == "3x3" else 64,
+                depths=depths,
+                widths=(16,) * len(depths),
+                stem_width=16,
+                groups=4,
             )
         else:
             encoder = replace(encoder, name="test_vit", image_size=32)
         small: dict[str, Any] = {"encoder": encoder}
         if isinstance(model, MAEConfig):
-            small |= {"decoder_depth": 1, "decoder_width": 8, "decoder_num_heads": 2, "mask_ratio": 0.5}
+            small |= {
+                "decoder_depth": 1,
+                "decoder_width": 8,
+                "decoder_num_heads": 2,
+                "mask_ratio": 0.5,
+            }
         elif isinstance(model, CrossMAEConfig):
             small |= {"decoder": CrossDecoderConfig(1, 8, 2), "mask_ratio": 0.5}
         elif isinstance(model, CaptionerConfig):
@@ -169,22 +196,49 @@ def shrunk(config: RunConfig) -> RunConfig:
                 "num_tokens": 18,
                 "mask_ratio": 0.5,
             }
-            small |= {"parallel_rate": 0.5 * (model.parallel_rate > 0), "reconstruction_weight": 1.0 * (model.reconstruction_weight > 0)}
+            small |= {
+                "parallel_rate": 0.5 * (model.parallel_rate > 0),
+                "reconstruction_weight": 1.0 * (model.reconstruction_weight > 0),
+            }
         else:
-            small |= {"num_classes": 4, "lora_rank": 2 if model.tuned == "lora" else model.lora_rank, "last_blocks": 1}
+            small |= {
+                "num_classes": 4,
+                "lora_rank": 2 if model.tuned == "lora" else model.lora_rank,
+                "last_blocks": 1,
+            }
             small |= {"head_bias": 0.0, "head_scale": 1.0}
         model = replace(model, **small)
     full = privacy.sampling == "full_batch"
-    budget: dict[str, Any] = {"noise_multiplier": None, "target_epsilon": None, "target_unit_epsilon": None}
+    budget: dict[str, Any] = {
+        "noise_multiplier": None,
+        "target_epsilon": None,
+        "target_unit_epsilon": None,
+    }
     if privacy.guarantee != "none":
-        budget |= {"target_epsilon": 8.0} if isinstance(model, HeadConfig) else {"noise_multiplier": 4.0}
+        budget |= (
+            {"target_epsilon": 8.0} if isinstance(model, HeadConfig) else {"noise_multiplier": 4.0}
+        )
     privacy = replace(
-        privacy, dataset_size=_NUM, expected_batch_size=_NUM if full else 8, steps=None if privacy.steps is None else 2, delta=None,
-        delta_for=None, num_units=None, max_records_per_unit=1, max_batch_size=None, sampling="full_batch" if full else "poisson",
-        max_grad_norm=None if privacy.max_grad_norm is None else 1.0, **budget,
-    )  # fmt: skip
+        privacy,
+        dataset_size=_NUM,
+        expected_batch_size=_NUM if full else 8,
+        steps=None if privacy.steps is None else 2,
+        delta=None,
+        delta_for=None,
+        num_units=None,
+        max_records_per_unit=1,
+        max_batch_size=None,
+        sampling="full_batch" if full else "poisson",
+        max_grad_norm=None if privacy.max_grad_norm is None else 1.0,
+        **budget,
+    )
     plain = OptimConfig()
-    same: dict[str, Any] = {"betas": plain.betas, "eps": plain.eps, "momentum": plain.momentum, "warmup_steps": 1}
+    same: dict[str, Any] = {
+        "betas": plain.betas,
+        "eps": plain.eps,
+        "momentum": plain.momentum,
+        "warmup_steps": 1,
+    }
     if not isinstance(model, HeadConfig):
         same["learning_rate"] = 1e-3
     for name, value in (("weight_decay", 0.1), ("global_clip", 1.0), ("ema_decay", 0.9)):
@@ -200,11 +254,15 @@ def shrunk(config: RunConfig) -> RunConfig:
         views=min(data.views, 2),
         tokenizer=None,
         resize=None if data.resize is None else 20,
-        crop_scale=data.crop_scale if isinstance(model, HeadConfig) or data.crop == "centre" else (0.5, 1.0),
+        crop_scale=data.crop_scale
+        if isinstance(model, HeadConfig) or data.crop == "centre"
+        else (0.5, 1.0),
     )
     if isinstance(model, HeadConfig):
         data, optim = replace(data, mean=DataConfig.mean, std=DataConfig.std), config.optim
-    hardware = HardwareConfig(device="cpu", physical_batch_size=8, workers=1, compile=config.hardware.compile)
+    hardware = HardwareConfig(
+        device="cpu", physical_batch_size=8, workers=1, compile=config.hardware.compile
+    )
     start = None if config.init_from is None else "parent"
     return RunConfig("x", privacy, model, data, optim, hardware, init_from=start)
 
@@ -219,7 +277,10 @@ def _shapes() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, recipe in RECIPES.items():
         found.setdefault(shape_of(recipe()), []).append(name)
-    return {min(names, key=lambda name: ("micro" not in name, len(name))): names for names in found.values()}
+    return {
+        min(names, key=lambda name: ("micro" not in name, len(name))): names
+        for names in found.values()
+    }
 
 
 SHAPES = _shapes()
@@ -230,12 +291,19 @@ def _store(folder: Path, name: str, *, public: bool) -> str:
     path = folder / name
     if not path.exists():
         first = 0 if public else 1000
-        samples = (Sample(f"{i}", png(first + i), {"label": "abcd"[i % 4], "captions": [image(first + i)[1]]}) for i in range(_NUM))
+        samples = (
+            Sample(
+                f"{i}", png(first + i), {"label": "abcd"[i % 4], "captions": [image(first + i)[1]]}
+            )
+            for i in range(_NUM)
+        )
         import_samples(samples, path, public=public, classes=ClassRule(("a", "b", "c", "d")))
     return str(path)
 
 
-def read_by_a_run(recipe: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunConfig, set[str]]:
+def read_by_a_run(
+    recipe: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RunConfig, set[str]]:
     """Run the shrunk recipe, and return its config and the settings that were read."""
     config = shrunk(recipe)
     tokenizer = None
@@ -243,11 +311,18 @@ def read_by_a_run(recipe: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPat
         make_tokenizer().save(folder / "words.json")
         tokenizer = str(folder / "words.json")
     config = replace(
-        config, data=replace(config.data, store=_store(folder, "mine", public=config.data.images == "public"), tokenizer=tokenizer)
+        config,
+        data=replace(
+            config.data,
+            store=_store(folder, "mine", public=config.data.images == "public"),
+            tokenizer=tokenizer,
+        ),
     )
     if config.init_from is not None:
         public = replace(config.data, store=_store(folder, "public", public=True))
-        parent = resolve(replace(config, data=public, init_from=None), {"privacy.guarantee": "none"})
+        parent = resolve(
+            replace(config, data=public, init_from=None), {"privacy.guarantee": "none"}
+        )
         with new_session(parent, folder / "parent") as session:
             fit(session, quiet=True)
         config = replace(config, init_from=str(folder / "parent"))

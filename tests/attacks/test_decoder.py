@@ -1,6 +1,8 @@
-"""Attacks on the decoder: a record's bytes are the attacker's, and whatever they are the record gives pixels or contributes zero.
+"""Attacks on the decoder: a record's bytes are the attacker's, and whatever they are the record
+gives pixels or contributes zero.
 
-An exception of another type would stop the run, which shows that the record is there; a neighbour's changed pixels would be worse.
+An exception of another type would stop the run, which shows that the record is there; a neighbour's
+changed pixels would be worse.
 """
 
 import io
@@ -29,7 +31,9 @@ def files(kind: str) -> list[bytes]:
 
 
 def mutated(data: bytes, rng: np.random.Generator) -> bytes:
-    """The file with bits flipped, bytes replaced, a piece cut out, repeated or zeroed, or its end cut off."""
+    """The file with bits flipped, bytes replaced, a piece cut out, repeated or zeroed, or its end
+    cut off.
+    """
     value = np.frombuffer(data, dtype=np.uint8).copy()
     at, end = sorted(rng.integers(0, len(value) + 1, 2))
     match rng.integers(6):
@@ -37,7 +41,9 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
             where = rng.integers(0, len(value), rng.integers(1, 9))
             value[where] ^= (1 << rng.integers(0, 8, len(where))).astype(np.uint8)
         case 1:
-            where = rng.integers(0, min(len(value), 64), rng.integers(1, 5))  # the header, which has the sizes
+            where = rng.integers(
+                0, min(len(value), 64), rng.integers(1, 5)
+            )  # the header, which has the sizes
             value[where] = rng.choice([0, 1, 127, 128, 254, 255], len(where))
         case 2:
             value = np.delete(value, slice(at, end))
@@ -63,6 +69,13 @@ def test_damaged_bytes_give_pixels_or_are_refused_and_nothing_else(kind: str) ->
                 outcomes["refused"] += 1
                 continue
             outcomes["pixels"] += 1
-            assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size
-        assert np.array_equal(decode(data), whole), "a damaged file changed what the decoder makes of a sound one"
+            assert (
+                pixels.dtype == np.uint8
+                and pixels.ndim == 3
+                and pixels.shape[2] == 3
+                and pixels.size
+            )
+        assert np.array_equal(decode(data), whole), (
+            "a damaged file changed what the decoder makes of a sound one"
+        )
     assert min(outcomes.values()) > 0, f"the mutations test one outcome only: {outcomes}"

@@ -1,4 +1,6 @@
-"""Attacks on the sums of private heads: hostile rows, and clipping norms at which float32 rounds a contribution beyond its bound."""
+"""Attacks on the sums of private heads: hostile rows, and clipping norms at which float32 rounds a
+contribution beyond its bound.
+"""
 
 import dataclasses
 import math
@@ -26,7 +28,9 @@ from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
 
 Rule = Literal["hard", "automatic"]
 
-FULL = PrivacyConfig(dataset_size=100, expected_batch_size=100, steps=1, noise_multiplier=4.0, sampling="full_batch")
+FULL = PrivacyConfig(
+    dataset_size=100, expected_batch_size=100, steps=1, noise_multiplier=4.0, sampling="full_batch"
+)
 OUTSIDE = [1e-30, 2.2e-45, 0.999e-12, 1.001e12, 1e30, 1e40, math.inf, math.nan, -1.0]
 
 
@@ -35,8 +39,12 @@ OUTSIDE = [1e-30, 2.2e-45, 0.999e-12, 1.001e12, 1e30, 1e40, math.inf, math.nan, 
 
 @pytest.mark.parametrize("norm", OUTSIDE)
 def test_no_plan_has_a_clipping_norm_whose_bound_fails(norm: float) -> None:
-    """Before: a head at 2.2e-45 printed "Private: epsilon 1", and a record moved its sum by 1.56 C; at 1e40 by 2.86 C."""
-    with pytest.raises(ConfigError, match=r"max_grad_norm=.*; expected between 1e-12 and 1e\+12. Use 0.1 to 1."):
+    """Before: a head at 2.2e-45 printed "Private: epsilon 1", and a record moved its sum by 1.56 C;
+    at 1e40 by 2.86 C.
+    """
+    with pytest.raises(
+        ConfigError, match=r"max_grad_norm=.*; expected between 1e-12 and 1e\+12. Use 0.1 to 1."
+    ):
         make_plan(dataclasses.replace(FULL, max_grad_norm=norm))
     with pytest.raises(ConfigError, match="max_grad_norm"):
         full_batch_plan(100, 1.0, max_grad_norm=norm)
@@ -72,21 +80,33 @@ def test_a_candidate_of_a_selection_with_such_a_norm_is_refused_before_the_charg
         raise AssertionError("charged")
 
     with pytest.raises((PrivacyError, ConfigError), match="max_grad_norm"):
-        select_head(stream, [Candidate("a", zero), Candidate("b", zero, max_grad_norm=2.2e-45)], plan, charge)
+        select_head(
+            stream,
+            [Candidate("a", zero), Candidate("b", zero, max_grad_norm=2.2e-45)],
+            plan,
+            charge,
+        )
 
 
 @pytest.mark.parametrize("command", ["train", "adapt"])
-def test_the_commands_refuse_it_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_refuse_it_in_one_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     what = ["vip.micro"] if command == "train" else ["--encoder", "hog"]
     assert main([command, *what, "--data", "nowhere", "--privacy.max-grad-norm", "2.2e-45"]) == 2
-    assert "max_grad_norm=2.2e-45; expected between 1e-12 and 1e+12. Use 0.1 to 1." in capsys.readouterr().err
+    assert (
+        "max_grad_norm=2.2e-45; expected between 1e-12 and 1e+12. Use 0.1 to 1."
+        in capsys.readouterr().err
+    )
 
 
 # Hostile rows
 
 
 def hostile(kind: str, count: int, width: int, rng: np.random.Generator) -> np.ndarray:
-    """Features float32 (N, D) with five values that are not finite, huge or zero, at random places."""
+    """Features float32 (N, D) with five values that are not finite, huge or zero, at random
+    places.
+    """
     x = rng.normal(size=(count, width)).astype(np.float32)
     match kind:
         case "lengths":
@@ -107,7 +127,9 @@ def hostile(kind: str, count: int, width: int, rng: np.random.Generator) -> np.n
     return x
 
 
-def sums(stream: FeatureStream, plan: DPPlan, weight_KE: torch.Tensor, multi: bool) -> dict[str, ClippedSum]:
+def sums(
+    stream: FeatureStream, plan: DPPlan, weight_KE: torch.Tensor, multi: bool
+) -> dict[str, ClippedSum]:
     """Sums of every head on these records."""
     num_classes, width = weight_KE.shape
     bias_K = torch.zeros(num_classes)
@@ -126,25 +148,47 @@ def sums(stream: FeatureStream, plan: DPPlan, weight_KE: torch.Tensor, multi: bo
 
 
 def distance(a: ClippedSum, b: ClippedSum) -> float:
-    return math.sqrt(math.fsum(float((a.grads[name] - b.grads[name]).square().sum()) for name in a.grads))
+    return math.sqrt(
+        math.fsum(float((a.grads[name] - b.grads[name]).square().sum()) for name in a.grads)
+    )
 
 
 @pytest.mark.parametrize("rule", ["hard", "automatic"])
 @pytest.mark.parametrize("norm", [1e-12, 1e-3, 1.0, 1e3, 1e12])
-def test_a_record_moves_no_heads_sum_by_more_than_the_clipping_norm(norm: float, rule: Rule) -> None:
-    """To the ends of the range of clipping norms, among rows made to break the sums; a float64 sum of 24 rows rounds by 24 ulps at most."""
+def test_a_record_moves_no_heads_sum_by_more_than_the_clipping_norm(
+    norm: float, rule: Rule
+) -> None:
+    """To the ends of the range of clipping norms, among rows made to break the sums; a float64 sum
+    of 24 rows rounds by 24 ulps at most.
+    """
     plan = make_plan(dataclasses.replace(FULL, max_grad_norm=norm, clipping=rule))
     rng = np.random.default_rng(0)
     largest: dict[str, float] = {}
     for kind in ("plain", "lengths", "values", "denormal", "equal", "spike", "edge"):
-        for width, num_classes, constant, unit, multi in ((7, 3, 0.0, True, False), (33, 2, 0.1, False, True), (64, 5, 1.0, True, True)):
+        for width, num_classes, constant, unit, multi in (
+            (7, 3, 0.0, True, False),
+            (33, 2, 0.1, False, True),
+            (64, 5, 1.0, True, True),
+        ):
             x_ND = hostile(kind, 24, width, rng)
-            label = (rng.random((24, num_classes)) < 0.5).astype(np.uint8) if multi else rng.integers(-1, num_classes + 1, 24)
+            label = (
+                (rng.random((24, num_classes)) < 0.5).astype(np.uint8)
+                if multi
+                else rng.integers(-1, num_classes + 1, 24)
+            )
             stream = FeatureStream(x_ND, label, num_classes, unit=unit, constant=constant)
-            weight_KE = torch.tensor(rng.normal(size=(num_classes, stream.width)) * 10.0 ** rng.integers(-3, 4)).float()
+            weight_KE = torch.tensor(
+                rng.normal(size=(num_classes, stream.width)) * 10.0 ** rng.integers(-3, 4)
+            ).float()
             whole = sums(stream, plan, weight_KE, multi)
             for row in rng.choice(24, 2, replace=False):
-                less = FeatureStream(np.delete(x_ND, row, 0), np.delete(label, row, 0), num_classes, unit=unit, constant=constant)
+                less = FeatureStream(
+                    np.delete(x_ND, row, 0),
+                    np.delete(label, row, 0),
+                    num_classes,
+                    unit=unit,
+                    constant=constant,
+                )
                 for name, part in sums(less, plan, weight_KE, multi).items():
                     moved = distance(whole[name], part) / norm
                     assert moved <= 1 + 24 * 2**-52, (name, kind)

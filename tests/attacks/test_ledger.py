@@ -1,4 +1,6 @@
-"""Attacks on the account of a store: files lost, put back, copied or forged, none of which may lower what the store was charged."""
+"""Attacks on the account of a store: files lost, put back, copied or forged, none of which may
+lower what the store was charged.
+"""
 
 import dataclasses
 import json
@@ -16,7 +18,14 @@ from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.privacy import ledger
 from dpvision.privacy.account import declare_moved, restore_marks
 from dpvision.privacy.ledger import Ledger, set_cap, store_account
-from dpvision.privacy.ledger_format import digest, encode, header_line, recovery_line, start_line, step_line
+from dpvision.privacy.ledger_format import (
+    digest,
+    encode,
+    header_line,
+    recovery_line,
+    start_line,
+    step_line,
+)
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.store_marks import StoreLedgers
 
@@ -28,7 +37,14 @@ STORE_ID = "5701e5701e"
 def plan() -> DPPlan:
     """Ten full batches at noise 1: epsilon about 14."""
     return make_plan(
-        PrivacyConfig(dataset_size=100, expected_batch_size=100, sampling="full_batch", noise_multiplier=1.0, steps=STEPS, delta=1e-3)
+        PrivacyConfig(
+            dataset_size=100,
+            expected_batch_size=100,
+            sampling="full_batch",
+            noise_multiplier=1.0,
+            steps=STEPS,
+            delta=1e-3,
+        )
     )
 
 
@@ -50,7 +66,9 @@ def family(tmp_path: Path) -> dict[str, Path]:
     return {name: make_store(tmp_path / "data" / name) for name in ("all", "a", "b")}
 
 
-def charge(store: Path, plan: DPPlan, steps: int = STEPS, run_id: str = "run", *, resume: bool = False) -> Path:
+def charge(
+    store: Path, plan: DPPlan, steps: int = STEPS, run_id: str = "run", *, resume: bool = False
+) -> Path:
     with Ledger.open(store, run_id, plan, resume=resume) as ledger:
         for _ in range(steps):
             ledger.append()
@@ -87,16 +105,21 @@ def test_a_torn_tail_does_not_excuse_another_plan(store: Path, plan: DPPlan) -> 
 def test_a_torn_tail_does_not_excuse_a_shortened_ledger(store: Path, plan: DPPlan) -> None:
     path = charge(store, plan)
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-1]) + b"{")  # the count is right, the last line is not the one that the store saw
+    path.write_bytes(
+        b"".join(lines[:-1]) + b"{"
+    )  # the count is right, the last line is not the one that the store saw
     refused(store, plan)
     path.write_bytes(b"".join(lines[:-1]) + lines[-1][:-1])  # torn by one byte
     refused(store, plan)
 
 
-def test_a_sealed_line_does_not_carry_the_digest_of_another_ledger(store: Path, plan: DPPlan) -> None:
+def test_a_sealed_line_does_not_carry_the_digest_of_another_ledger(
+    store: Path, plan: DPPlan
+) -> None:
     path = charge(store, plan)
     last = path.read_bytes().splitlines()[-1]
-    # What was torn may hold any bytes: here the very line that the mark remembers, in a ledger of another plan.
+    # What was torn may hold any bytes: here the very line that the mark remembers, in a ledger of
+    # another plan.
     lines = forged(plan, STEPS - 1, noise_multiplier=1000.0)
     path.write_bytes(b"\n".join([*lines, last, encode(recovery_line(digest(last), STEPS))]) + b"\n")
     refused(store, plan)
@@ -167,14 +190,18 @@ def test_marks_belong_to_the_family_of_stores(family: dict[str, Path], plan: DPP
         refused(member, plan)
 
 
-def test_the_family_remembers_without_the_ledger_folder(family: dict[str, Path], plan: DPPlan) -> None:
+def test_the_family_remembers_without_the_ledger_folder(
+    family: dict[str, Path], plan: DPPlan
+) -> None:
     path = charge(family["a"], plan)
     shutil.rmtree(path.parent.parent)
     for member in family.values():
         refused(member, plan)
 
 
-def test_the_family_remembers_without_the_half_that_was_trained_on(family: dict[str, Path], plan: DPPlan) -> None:
+def test_the_family_remembers_without_the_half_that_was_trained_on(
+    family: dict[str, Path], plan: DPPlan
+) -> None:
     path = charge(family["a"], plan)
     shutil.rmtree(family["a"])
     assert store_account(family["b"]).epsilon == pytest.approx(plan.epsilon)
@@ -183,7 +210,9 @@ def test_the_family_remembers_without_the_half_that_was_trained_on(family: dict[
         refused(family[name], plan)
 
 
-def test_an_older_copy_of_the_ledgers_is_refused_by_every_half(family: dict[str, Path], plan: DPPlan) -> None:
+def test_an_older_copy_of_the_ledgers_is_refused_by_every_half(
+    family: dict[str, Path], plan: DPPlan
+) -> None:
     path = charge(family["a"], plan, 2)
     shutil.copytree(path.parent, path.parent.with_name("kept"))
     charge(family["a"], plan, 3, resume=True)
@@ -207,7 +236,9 @@ def copied(store: Path) -> Path:
 
 
 @pytest.mark.parametrize("charged", [False, True])
-def test_a_copy_made_elsewhere_has_no_account_of_its_own(store: Path, plan: DPPlan, charged: bool) -> None:
+def test_a_copy_made_elsewhere_has_no_account_of_its_own(
+    store: Path, plan: DPPlan, charged: bool
+) -> None:
     if charged:
         charge(store, plan)
     there = copied(store)
@@ -217,10 +248,14 @@ def test_a_copy_made_elsewhere_has_no_account_of_its_own(store: Path, plan: DPPl
         charge(there, plan, 0, "another")
     with pytest.raises(PrivacyError, match="use the original"):
         set_cap(there, 1.0, 1e-3)
-    assert sorted(p.name for p in there.parent.iterdir()) == sorted(p.name for p in store.parent.iterdir())
+    assert sorted(p.name for p in there.parent.iterdir()) == sorted(
+        p.name for p in store.parent.iterdir()
+    )
 
 
-def test_a_half_taken_elsewhere_has_no_account_of_its_own(family: dict[str, Path], plan: DPPlan) -> None:
+def test_a_half_taken_elsewhere_has_no_account_of_its_own(
+    family: dict[str, Path], plan: DPPlan
+) -> None:
     there = family["a"].parent.with_name("elsewhere")
     there.mkdir()
     moved = family["a"].rename(there / "a")  # on one disk, before the first run
@@ -236,7 +271,9 @@ def test_a_copy_beside_the_original_shares_its_account(store: Path, plan: DPPlan
     assert len(store_account(store).runs) == 2
 
 
-def test_a_store_that_moves_with_its_ledgers_goes_on_after_one_word(store: Path, plan: DPPlan) -> None:
+def test_a_store_that_moves_with_its_ledgers_goes_on_after_one_word(
+    store: Path, plan: DPPlan
+) -> None:
     charge(store, plan, 3)
     before = store_account(store)
     there = copied(store)
@@ -246,7 +283,9 @@ def test_a_store_that_moves_with_its_ledgers_goes_on_after_one_word(store: Path,
     charge(there, plan, 1, resume=True)
     declare_moved(there)  # nothing new to declare
     assert store_account(there).moves == 1
-    back = there.parent.rename(store.parent) / store.name  # on one disk, the whole folder: still the same place
+    back = (
+        there.parent.rename(store.parent) / store.name
+    )  # on one disk, the whole folder: still the same place
     assert store_account(back).runs[0].steps == 4
 
 
@@ -259,7 +298,9 @@ def test_a_store_that_left_its_ledgers_behind_stays_refused(store: Path, plan: D
     refused(there, plan)
 
 
-def test_a_lost_file_of_marks_is_restored_from_the_other_and_only_from_it(store: Path, plan: DPPlan) -> None:
+def test_a_lost_file_of_marks_is_restored_from_the_other_and_only_from_it(
+    store: Path, plan: DPPlan
+) -> None:
     set_cap(store, 100.0, 1e-3)
     path = charge(store, plan, 3)
     before = store_account(store)
@@ -291,7 +332,9 @@ def test_the_cap_is_not_lost_with_one_file(store: Path, plan: DPPlan) -> None:
         path.write_text(before)
 
 
-def test_a_crash_between_the_two_marks_is_no_loss(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_between_the_two_marks_is_no_loss(
+    store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = files.write_file
     for crash_at in range(1, 12):
         left = [crash_at]
@@ -327,10 +370,14 @@ def test_marks_deleted_while_a_run_goes_on_stop_it(store: Path, plan: DPPlan) ->
         with pytest.raises(PrivacyError, match="--restore-marks"):
             opened.append()
     restore_marks(store)
-    assert store_account(store).runs[0].steps == 2  # the second was charged before the loss was seen
+    assert (
+        store_account(store).runs[0].steps == 2
+    )  # the second was charged before the loss was seen
 
 
-def test_damaged_marks_of_a_half_are_refused_and_those_of_a_stranger_are_not_read(family: dict[str, Path], plan: DPPlan) -> None:
+def test_damaged_marks_of_a_half_are_refused_and_those_of_a_stranger_are_not_read(
+    family: dict[str, Path], plan: DPPlan
+) -> None:
     stranger = family["all"].with_name("stranger")
     stranger.mkdir()
     (stranger / "ledger_marks.json").write_text("{")
@@ -363,7 +410,9 @@ def has_marks(store: Path) -> object:
 
 
 @pytest.mark.parametrize("charged", [False, True])
-def test_a_private_store_without_any_marks_has_no_account(imported: Path, plan: DPPlan, charged: bool, capsys) -> None:
+def test_a_private_store_without_any_marks_has_no_account(
+    imported: Path, plan: DPPlan, charged: bool, capsys
+) -> None:
     """Before: "No run yet", epsilon 0, where 14 was spent."""
     if charged:
         charge(imported, plan)
@@ -377,7 +426,9 @@ def test_a_private_store_without_any_marks_has_no_account(imported: Path, plan: 
     assert "No run yet" not in output.out and len(output.err.splitlines()) == 1
 
 
-def test_a_copied_store_without_its_marks_has_no_account_of_its_own(imported: Path, plan: DPPlan) -> None:
+def test_a_copied_store_without_its_marks_has_no_account_of_its_own(
+    imported: Path, plan: DPPlan
+) -> None:
     charge(imported, plan)
     there = copied(imported)
     shutil.rmtree(there.parent / "LEDGERS")
@@ -390,7 +441,9 @@ def test_a_copied_store_without_its_marks_has_no_account_of_its_own(imported: Pa
 
 
 def test_restored_marks_do_not_make_a_copy_an_original(imported: Path, plan: DPPlan) -> None:
-    """Before: a copy whose own marks were deleted and restored from the copied ledger folder took its new place for the import's."""
+    """Before: a copy whose own marks were deleted and restored from the copied ledger folder took
+    its new place for the import's.
+    """
     charge(imported, plan, 3)
     there = copied(imported)
     (there / "ledger_marks.json").unlink()
@@ -403,7 +456,9 @@ def test_restored_marks_do_not_make_a_copy_an_original(imported: Path, plan: DPP
     assert store_account(there).moves == 1
 
 
-def test_halves_have_no_account_without_marks_and_cannot_be_made_without(imported: Path, plan: DPPlan) -> None:
+def test_halves_have_no_account_without_marks_and_cannot_be_made_without(
+    imported: Path, plan: DPPlan
+) -> None:
     """Before: splitting a store whose marks were lost gave two stores with fresh ones."""
     data = imported.parent
     split_store(imported, data / "a", data / "b", 0.5)
@@ -415,7 +470,9 @@ def test_halves_have_no_account_without_marks_and_cannot_be_made_without(importe
     assert not (data / "c").exists()
 
 
-def test_a_half_without_its_own_marks_gets_them_from_the_family(imported: Path, plan: DPPlan) -> None:
+def test_a_half_without_its_own_marks_gets_them_from_the_family(
+    imported: Path, plan: DPPlan
+) -> None:
     data = imported.parent
     split_store(imported, data / "a", data / "b", 0.5)
     charge(data / "a", plan)
@@ -431,8 +488,12 @@ def cut(path: Path, lines: int) -> None:
 
 
 @pytest.mark.parametrize("lines", [2, 5])
-def test_marks_restored_from_another_half_know_every_charge(family: dict[str, Path], plan: DPPlan, lines: int) -> None:
-    """Both marks of the store that was trained on removed, its ledger cut: the other half's mark of the run's start made 12 steps 0."""
+def test_marks_restored_from_another_half_know_every_charge(
+    family: dict[str, Path], plan: DPPlan, lines: int
+) -> None:
+    """Both marks of the store that was trained on removed, its ledger cut: the other half's mark of
+    the run's start made 12 steps 0.
+    """
     charge(family["b"], plan, 1, "before")
     path = charge(family["a"], plan, 8)
     for lost in (family["a"] / "ledger_marks.json", path.parent / "marks.json"):
@@ -446,11 +507,16 @@ def test_marks_restored_from_another_half_know_every_charge(family: dict[str, Pa
     path.write_bytes(whole)
     for member in family.values():
         restore_marks(member)
-        assert {run.run_id: run.steps for run in store_account(member).runs} == {"before": 1, "run": 8}
+        assert {run.run_id: run.steps for run in store_account(member).runs} == {
+            "before": 1,
+            "run": 8,
+        }
 
 
 def of_older_version(store: Path, **runs: int) -> None:
-    """The store's own marks as an older version left them: of runs elsewhere, only what was charged at their start."""
+    """The store's own marks as an older version left them: of runs elsewhere, only what was charged
+    at their start.
+    """
     path = store / "ledger_marks.json"
     values = json.loads(path.read_text())
     del values["every_charge"]
@@ -460,7 +526,9 @@ def of_older_version(store: Path, **runs: int) -> None:
     path.write_text(json.dumps(values))
 
 
-def test_marks_of_an_older_version_restore_nothing_that_they_may_not_know(family: dict[str, Path], plan: DPPlan) -> None:
+def test_marks_of_an_older_version_restore_nothing_that_they_may_not_know(
+    family: dict[str, Path], plan: DPPlan
+) -> None:
     path = charge(family["a"], plan, 8)
     shared = path.parent / "marks.json"
     of_older_version(family["b"], run=0)
@@ -484,30 +552,54 @@ def test_marks_of_an_older_version_restore_nothing_that_they_may_not_know(family
         restore_marks(family["all"])
 
 
-def test_another_store_of_the_id_does_not_give_marks_to_one_that_lost_them(imported: Path, plan: DPPlan) -> None:
-    """A copy whose store.json does not speak of marks was accepted beside the ledger without steps, got marks, and restored the others."""
+def test_another_store_of_the_id_does_not_give_marks_to_one_that_lost_them(
+    imported: Path, plan: DPPlan
+) -> None:
+    """A copy whose store.json does not speak of marks was accepted beside the ledger without steps,
+    got marks, and restored the others.
+    """
     path = charge(imported, plan, 8)
     copy = imported.with_name("copy")
     shutil.copytree(imported, copy)
-    (copy / "store.json").write_text(json.dumps(json.loads((copy / "store.json").read_text()) | {"ledger_marks": False}))
-    for lost in (imported / "ledger_marks.json", copy / "ledger_marks.json", path.parent / "marks.json"):
+    (copy / "store.json").write_text(
+        json.dumps(json.loads((copy / "store.json").read_text()) | {"ledger_marks": False})
+    )
+    for lost in (
+        imported / "ledger_marks.json",
+        copy / "ledger_marks.json",
+        path.parent / "marks.json",
+    ):
         lost.unlink()
     cut(path, 2)
-    for attempt in (store_account, lambda store: set_cap(store, 100.0, 1e-3), lambda store: charge(store, plan, 0, "new"), restore_marks):
+    for attempt in (
+        store_account,
+        lambda store: set_cap(store, 100.0, 1e-3),
+        lambda store: charge(store, plan, 0, "new"),
+        restore_marks,
+    ):
         for store in (copy, imported):
             with pytest.raises(PrivacyError, match="both missing"):
                 print("accepted:", attempt(store))
 
 
-def test_every_file_of_marks_has_every_charge_of_a_run_that_goes_on(family: dict[str, Path], plan: DPPlan) -> None:
+def test_every_file_of_marks_has_every_charge_of_a_run_that_goes_on(
+    family: dict[str, Path], plan: DPPlan
+) -> None:
     with Ledger.open(family["a"], "run", plan, resume=False) as opened:
         for steps in range(1, 4):
             opened.append()
-            files = [*family["a"].parent.glob("*/ledger_marks.json"), opened.path.parent / "marks.json"]
-            assert len(files) == 4 and {json.loads(file.read_text())["runs"]["run"]["steps"] for file in files} == {steps}
+            files = [
+                *family["a"].parent.glob("*/ledger_marks.json"),
+                opened.path.parent / "marks.json",
+            ]
+            assert len(files) == 4 and {
+                json.loads(file.read_text())["runs"]["run"]["steps"] for file in files
+            } == {steps}
 
 
-def test_a_declared_move_of_a_store_that_must_have_marks_works(imported: Path, plan: DPPlan) -> None:
+def test_a_declared_move_of_a_store_that_must_have_marks_works(
+    imported: Path, plan: DPPlan
+) -> None:
     charge(imported, plan, 3)
     before = store_account(imported)
     there = copied(imported)
@@ -520,8 +612,12 @@ def test_a_declared_move_of_a_store_that_must_have_marks_works(imported: Path, p
     assert store_account(there).runs[0].steps == 4, "the new place is in the shared marks too"
 
 
-def test_an_older_store_keeps_opening_and_must_have_marks_from_its_next_charge_on(family: dict[str, Path], plan: DPPlan) -> None:
-    """Stores made before store.json said so; with and without marks, because the oldest have none before their first run."""
+def test_an_older_store_keeps_opening_and_must_have_marks_from_its_next_charge_on(
+    family: dict[str, Path], plan: DPPlan
+) -> None:
+    """Stores made before store.json said so; with and without marks, because the oldest have none
+    before their first run.
+    """
     (family["b"] / "ledger_marks.json").unlink()
     for member in family.values():
         assert store_account(member).epsilon == 0.0 and has_marks(member) is None

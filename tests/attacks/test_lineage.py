@@ -1,7 +1,9 @@
-"""Attacks on lineage: weights that private images shaped, brought back through a file, a name or an edited manifest.
+"""Attacks on lineage: weights that private images shaped, brought back through a file, a name or an
+edited manifest.
 
-What each gained before is in docs/attacks.md. The tainted weights are those of a run without a guarantee on the private store that the
-attacked command works on; only such attacks as need no change of a number are answered (docs/threat_model.md).
+What each gained before is in docs/attacks.md. The tainted weights are those of a run without a
+guarantee on the private store that the attacked command works on; only such attacks as need no
+change of a number are answered (docs/threat_model.md).
 """
 
 import json
@@ -55,7 +57,9 @@ NUM = 24
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A private and a public store, a run without a guarantee on the first, and a private run on it."""
+    """A private and a public store, a run without a guarantee on the first, and a private run on
+    it.
+    """
     folder = tmp_path_factory.mktemp("lineage")
     write_scenes(folder / "private", NUM, 16, workers=1, public=False)
     write_scenes(folder / "public", NUM, 16, workers=1, public=True, first=1000)
@@ -68,8 +72,12 @@ def config_of(store: Path, init_from: str | None = None, **privacy: object) -> R
     known = timm.get_pretrained_cfg(NAME)
     return RunConfig(
         recipe="transfer.vit_b16_last",
-        privacy=PrivacyConfig(dataset_size=NUM, expected_batch_size=NUM, steps=1, sampling="full_batch", **privacy),
-        model=ClassifierConfig(encoder=TimmConfig(name=NAME, image_size=160), num_classes=8, pooling="own"),
+        privacy=PrivacyConfig(
+            dataset_size=NUM, expected_batch_size=NUM, steps=1, sampling="full_batch", **privacy
+        ),
+        model=ClassifierConfig(
+            encoder=TimmConfig(name=NAME, image_size=160), num_classes=8, pooling="own"
+        ),
         data=DataConfig(store=str(store), mean=tuple(known.mean), std=tuple(known.std)),
         optim=OptimConfig(learning_rate=1e-2, ema_decay=0.9),
         hardware=HardwareConfig(device="cpu", physical_batch_size=NUM // 3, workers=1),
@@ -78,7 +86,9 @@ def config_of(store: Path, init_from: str | None = None, **privacy: object) -> R
 
 
 def private_config(root: Path, init_from: str | None, **changes: object) -> RunConfig:
-    return replace(config_of(root / "private", init_from, target_epsilon=1.0, max_grad_norm=0.5), **changes)
+    return replace(
+        config_of(root / "private", init_from, target_epsilon=1.0, max_grad_norm=0.5), **changes
+    )
 
 
 def train(config: RunConfig, to: Path) -> Path:
@@ -91,7 +101,9 @@ def head_on(root: Path, spec: str, public_weights: str | None = None) -> RunConf
     config = transfer_heads.auto()
     config = replace(
         config,
-        privacy=replace(config.privacy, dataset_size=NUM, expected_batch_size=NUM, target_epsilon=4.0),
+        privacy=replace(
+            config.privacy, dataset_size=NUM, expected_batch_size=NUM, target_epsilon=4.0
+        ),
         model=HeadConfig(encoder=FrozenEncoderConfig(spec=spec), num_classes=8),
         data=replace(config.data, store=str(root / "private")),
         hardware=replace(config.hardware, device="cpu", workers=1),
@@ -112,7 +124,13 @@ def copied(file: Path, to: Path, name: str = "downloaded.safetensors") -> Path:
 def saved_again(file: Path, to: Path) -> Path:
     """What another program writes: the same tensors, other names, no metadata."""
     path = to / "exported.safetensors"
-    save_file({f"backbone.{name.removeprefix('encoder.model.')}": value for name, value in load_file(file).items()}, path)
+    save_file(
+        {
+            f"backbone.{name.removeprefix('encoder.model.')}": value
+            for name, value in load_file(file).items()
+        },
+        path,
+    )
     return path
 
 
@@ -126,7 +144,9 @@ LAUNDRIES: dict[str, Callable[[Path, Path], Path]] = {
     "averaged": lambda run, to: weights_of(run, "ema.safetensors"),
     "copied and renamed": lambda run, to: copied(weights_of(run), to),
     "a link to it": lambda run, to: _linked(weights_of(run), to),
-    "copied into the run": lambda run, to: copied(saved_again(weights_of(run), to), run / "confidential"),
+    "copied into the run": lambda run, to: copied(
+        saved_again(weights_of(run), to), run / "confidential"
+    ),
 }
 RESAVED: dict[str, Callable[[Path, Path], Path]] = {
     "saved again": lambda run, to: saved_again(weights_of(run), to),
@@ -141,8 +161,12 @@ def _linked(file: Path, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", [*LAUNDRIES, *RESAVED])
-def test_weights_of_a_run_without_a_guarantee_are_refused_through_a_file(root: Path, tmp_path: Path, how: str) -> None:
-    """``train --init-from`` and ``adapt --encoder`` took the file as public weights, also where the operator declares it public."""
+def test_weights_of_a_run_without_a_guarantee_are_refused_through_a_file(
+    root: Path, tmp_path: Path, how: str
+) -> None:
+    """``train --init-from`` and ``adapt --encoder`` took the file as public weights, also where the
+    operator declares it public.
+    """
     file = (LAUNDRIES | RESAVED)[how](root / "nonprivate", tmp_path)
     spec = f"timm:{NAME}@{file}"
     declaration = DECLARED if how in RESAVED else None
@@ -156,38 +180,63 @@ def test_weights_of_a_run_without_a_guarantee_are_refused_through_a_file(root: P
 
 
 @pytest.mark.parametrize("how", LAUNDRIES)
-def test_what_is_computed_with_such_weights_is_confidential(root: Path, tmp_path: Path, how: str) -> None:
+def test_what_is_computed_with_such_weights_is_confidential(
+    root: Path, tmp_path: Path, how: str
+) -> None:
     file = LAUNDRIES[how](root / "nonprivate", tmp_path)
     assert open_encoder(f"timm:{NAME}@{file}").confidential
 
 
 @pytest.mark.parametrize("how", [*LAUNDRIES, "saved again"])
-def test_evaluate_writes_no_score_of_such_weights_outside_confidential(root: Path, tmp_path: Path, how: str) -> None:
-    """Saved again, weights are recognised beside the private store, where the public one of the evaluation is in the same folder."""
+def test_evaluate_writes_no_score_of_such_weights_outside_confidential(
+    root: Path, tmp_path: Path, how: str
+) -> None:
+    """Saved again, weights are recognised beside the private store, where the public one of the
+    evaluation is in the same folder.
+    """
     file = (LAUNDRIES | RESAVED)[how](root / "nonprivate", tmp_path)
-    argv = ["evaluate", f"timm:{NAME}@{file}", "--train", str(root / "public"), "--out", str(tmp_path / "scores.json")]
+    argv = [
+        "evaluate",
+        f"timm:{NAME}@{file}",
+        "--train",
+        str(root / "public"),
+        "--out",
+        str(tmp_path / "scores.json"),
+    ]
     assert main(argv) == 2 and not (tmp_path / "scores.json").exists()
 
 
-def test_an_encoder_saved_again_is_marked_by_the_store_it_was_trained_on(root: Path, tmp_path: Path) -> None:
+def test_an_encoder_saved_again_is_marked_by_the_store_it_was_trained_on(
+    root: Path, tmp_path: Path
+) -> None:
     opened = open_encoder(f"timm:{NAME}@{saved_again(weights_of(root / 'nonprivate'), tmp_path)}")
     assert not opened.confidential
-    assert recognised(opened, open_store(root / "public")).confidential, "its folder is the private store's"
+    assert recognised(opened, open_store(root / "public")).confidential, (
+        "its folder is the private store's"
+    )
     write_scenes(tmp_path / "elsewhere", 2, 16, first=2000)
     assert not recognised(opened, open_store(tmp_path / "elsewhere")).confidential
 
 
-def test_a_run_on_public_images_from_such_weights_lies_under_confidential(root: Path, tmp_path: Path) -> None:
+def test_a_run_on_public_images_from_such_weights_lies_under_confidential(
+    root: Path, tmp_path: Path
+) -> None:
     """Its weights and losses are functions of private images."""
-    config = config_of(root / "public", f"timm:{NAME}@{weights_of(root / 'nonprivate')}", guarantee="none")
+    config = config_of(
+        root / "public", f"timm:{NAME}@{weights_of(root / 'nonprivate')}", guarantee="none"
+    )
     run = train(config, tmp_path / "run")
     assert not list(run.glob("checkpoints")) and list((run / "confidential").glob("checkpoints"))
     with pytest.raises(PrivacyError):
         make_statement(run)
 
 
-@pytest.mark.parametrize("how", ["averaged", pytest.param("copied and renamed", marks=pytest.mark.slow)])
-def test_a_private_parents_epsilon_stays_through_a_file(root: Path, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["averaged", pytest.param("copied and renamed", marks=pytest.mark.slow)]
+)
+def test_a_private_parents_epsilon_stays_through_a_file(
+    root: Path, tmp_path: Path, how: str
+) -> None:
     """9.00 became 1.00."""
     file = LAUNDRIES[how](root / "parent", tmp_path)
     config = private_config(root, f"timm:{NAME}@{file}")
@@ -196,32 +245,76 @@ def test_a_private_parents_epsilon_stays_through_a_file(root: Path, tmp_path: Pa
     assert made["epsilon"] > 8 and made["this_run"]["epsilon"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_the_total_is_printed_before_compute_is_spent(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_total_is_printed_before_compute_is_spent(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The child's epsilon alone was printed."""
     config = private_config(root, str(root / "parent"))
     plan, store, _, lineage = check_run(config, open_parent)
-    total, _, _ = total_epsilon(runs_on([*lineage, own_entry(plan, store, "new", plan.steps, lineage)], store.store_id))
+    total, _, _ = total_epsilon(
+        runs_on([*lineage, own_entry(plan, store, "new", plan.steps, lineage)], store.store_id)
+    )
     assert total > 8
     expected = f"Total of these weights on this store: epsilon {up(total)}"
-    assert expected in plan_text(config, plan, store, lineage) and "this run alone" in plan_text(config, plan, store, lineage)
-    argv = ["adapt", "--data", str(root / "private"), "--encoder", str(root / "parent"), "--num-classes", "8", "--head", "prototypes"]
+    assert expected in plan_text(config, plan, store, lineage) and "this run alone" in plan_text(
+        config, plan, store, lineage
+    )
+    argv = [
+        "adapt",
+        "--data",
+        str(root / "private"),
+        "--encoder",
+        str(root / "parent"),
+        "--num-classes",
+        "8",
+        "--head",
+        "prototypes",
+    ]
     argv += ["--dataset-size", str(NUM), "--epsilon", "1", "--hardware.device", "cpu", "--dry-run"]
-    assert main(argv) == 0 and "Total of these weights on this store: epsilon" in capsys.readouterr().out
+    assert (
+        main(argv) == 0
+        and "Total of these weights on this store: epsilon" in capsys.readouterr().out
+    )
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["total"]["epsilon"] > 8 > 1.001 > found["total"]["this_run_epsilon"]
 
 
-def test_the_command_line_takes_the_declaration(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file(dict(timm.create_model(NAME, pretrained=False).state_dict()), tmp_path / "fetched.safetensors")
-    argv = ["adapt", "--data", str(root / "private"), "--encoder", f"timm:{NAME}@{tmp_path / 'fetched.safetensors'}", "--num-classes", "8"]
-    argv += ["--dataset-size", str(NUM), "--epsilon", "1", "--head", "prototypes", "--hardware.device", "cpu", "--dry-run"]
+def test_the_command_line_takes_the_declaration(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(
+        dict(timm.create_model(NAME, pretrained=False).state_dict()),
+        tmp_path / "fetched.safetensors",
+    )
+    argv = [
+        "adapt",
+        "--data",
+        str(root / "private"),
+        "--encoder",
+        f"timm:{NAME}@{tmp_path / 'fetched.safetensors'}",
+        "--num-classes",
+        "8",
+    ]
+    argv += [
+        "--dataset-size",
+        str(NUM),
+        "--epsilon",
+        "1",
+        "--head",
+        "prototypes",
+        "--hardware.device",
+        "cpu",
+        "--dry-run",
+    ]
     assert main(argv) == 2 and "--public-weights 'NAME; LICENCE; SOURCE'" in capsys.readouterr().err
     assert main([*argv, "--public-weights", DECLARED]) == 0
 
 
 def test_an_entry_taken_out_of_a_manifest_is_noticed(root: Path, tmp_path: Path) -> None:
-    """9.00 became 1.00: by editing manifest.json; by writing a whole checkpoint without the entry."""
+    """9.00 became 1.00: by editing manifest.json; by writing a whole checkpoint without the
+    entry.
+    """
     child = train(private_config(root, str(root / "parent")), tmp_path / "child")
     folder = find_checkpoint(child)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -233,10 +326,15 @@ def test_an_entry_taken_out_of_a_manifest_is_noticed(root: Path, tmp_path: Path)
         open_encoder(str(child))
     (folder / "manifest.json").write_text(json.dumps(manifest))
     checkpoint = load_checkpoint(folder)
-    save_checkpoint(folder, edited, checkpoint.model, ema=checkpoint.ema, optimizer=checkpoint.optimizer)
+    save_checkpoint(
+        folder, edited, checkpoint.model, ema=checkpoint.ema, optimizer=checkpoint.optimizer
+    )
     with pytest.raises(PrivacyError, match="first line of ledger"):
         make_statement(child)
-    with pytest.raises(PrivacyError, match="another lineage"), resumed_session(child, None, open_parent):
+    with (
+        pytest.raises(PrivacyError, match="another lineage"),
+        resumed_session(child, None, open_parent),
+    ):
         pass
 
 
@@ -244,7 +342,9 @@ def test_lineage_put_on_other_tensors_is_noticed(root: Path, tmp_path: Path) -> 
     """The metadata of public weights, copied onto private ones."""
     run = train(config_of(root / "public", guarantee="none"), tmp_path / "clean")
     clean, tainted = (weights_of(folder).read_bytes() for folder in (run, root / "nonprivate"))
-    (tmp_path / "mixed.safetensors").write_bytes(clean[: _header(clean)] + tainted[_header(tainted) :])
+    (tmp_path / "mixed.safetensors").write_bytes(
+        clean[: _header(clean)] + tainted[_header(tainted) :]
+    )
     with pytest.raises(CheckpointError, match="not that of its tensors"):
         open_encoder(f"timm:{NAME}@{tmp_path / 'mixed.safetensors'}")
 
@@ -254,7 +354,9 @@ def _header(blob: bytes) -> int:
     return 8 + int.from_bytes(blob[:8], "little")
 
 
-def test_a_file_without_lineage_needs_a_declaration_which_the_statement_repeats(root: Path, tmp_path: Path) -> None:
+def test_a_file_without_lineage_needs_a_declaration_which_the_statement_repeats(
+    root: Path, tmp_path: Path
+) -> None:
     model = timm.create_model(NAME, pretrained=False)
     save_file(dict(model.state_dict()), tmp_path / "fetched.safetensors")
     spec = f"timm:{NAME}@{tmp_path / 'fetched.safetensors'}"
@@ -265,16 +367,26 @@ def test_a_file_without_lineage_needs_a_declaration_which_the_statement_repeats(
     with pytest.raises(ConfigError, match="three parts"):
         check_run(private_config(root, spec, public_weights="public"), open_parent)
     assert prepare(head_on(root, spec, DECLARED)).lineage[0]["declared"]["by"] == "operator"
-    made = make_statement(train(private_config(root, spec, public_weights=DECLARED), tmp_path / "run"))
+    made = make_statement(
+        train(private_config(root, spec, public_weights=DECLARED), tmp_path / "run")
+    )
     entry = made["history"]["lineage"][0]
-    assert entry["visibility"] == "public" and entry["licence"] == "CC0" and entry["declared"]["name"] == "Test ViT"
+    assert (
+        entry["visibility"] == "public"
+        and entry["licence"] == "CC0"
+        and entry["declared"]["name"] == "Test ViT"
+    )
     assert "Declared to be public by the operator" in entry["declared"]["text"]
-    assert any("Test ViT" in line and "not verified" in line for line in made["scope"]["not_covered"])
+    assert any(
+        "Test ViT" in line and "not verified" in line for line in made["scope"]["not_covered"]
+    )
     assert "public_weights" not in made["settings"]
 
 
 def test_public_weights_that_such_a_run_kept_frozen_stay_public(root: Path, tmp_path: Path) -> None:
-    """A run without a guarantee that tunes the head alone must not spoil the encoder's file for the store."""
+    """A run without a guarantee that tunes the head alone must not spoil the encoder's file for the
+    store.
+    """
     model = timm.create_model(NAME, pretrained=False)
     save_file(dict(model.state_dict()), tmp_path / "fetched.safetensors")
     spec = f"timm:{NAME}@{tmp_path / 'fetched.safetensors'}"
@@ -284,25 +396,50 @@ def test_public_weights_that_such_a_run_kept_frozen_stay_public(root: Path, tmp_
 
 
 def test_a_dense_trainings_state_carries_the_encoders_lineage(root: Path, tmp_path: Path) -> None:
-    """``evaluate detection`` trains an encoder on: its work folder held the weights without lineage."""
+    """``evaluate detection`` trains an encoder on: its work folder held the weights without
+    lineage.
+    """
     encoder = open_encoder(str(root / "nonprivate"))
     model = encoder.backbone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    open_checkpoint(tmp_path / "work", model, optimizer, scaler, "about", list(encoder.lineage)).save(1)
+    open_checkpoint(
+        tmp_path / "work", model, optimizer, scaler, "about", list(encoder.lineage)
+    ).save(1)
     assert open_encoder(f"timm:{NAME}@{tmp_path / 'work' / FILE}").confidential
 
 
-def test_a_public_store_is_not_cleared_by_such_an_encoder(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which public images are left would depend on all private ones, not on each one's own twins alone."""
+def test_a_public_store_is_not_cleared_by_such_an_encoder(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which public images are left would depend on all private ones, not on each one's own twins
+    alone.
+    """
     file = saved_again(weights_of(root / "nonprivate"), tmp_path)
     stores = [str(root / "public"), str(root / "private")]
-    assert main(["data", "overlap", *stores, "--encoder", f"timm:{NAME}@{file}", "--out", str(root / "cleared")]) == 2
-    assert "trained on private images" in capsys.readouterr().err and not (root / "cleared").exists()
+    assert (
+        main(
+            [
+                "data",
+                "overlap",
+                *stores,
+                "--encoder",
+                f"timm:{NAME}@{file}",
+                "--out",
+                str(root / "cleared"),
+            ]
+        )
+        == 2
+    )
+    assert (
+        "trained on private images" in capsys.readouterr().err and not (root / "cleared").exists()
+    )
 
 
 def test_a_file_in_a_run_without_a_checkpoint_is_that_runs(root: Path, tmp_path: Path) -> None:
-    """Moved out of checkpoints/, the rest deleted: run.json still says on which store, and nothing says with which guarantee."""
+    """Moved out of checkpoints/, the rest deleted: run.json still says on which store, and nothing
+    says with which guarantee.
+    """
     run = Path(shutil.copytree(root / "parent", tmp_path / "parent"))
     file = saved_again(weights_of(run), tmp_path)
     shutil.move(file, run / "best.safetensors")
@@ -313,12 +450,16 @@ def test_a_file_in_a_run_without_a_checkpoint_is_that_runs(root: Path, tmp_path:
 
 
 def test_only_trained_numbers_are_remembered(root: Path) -> None:
-    """Zeros, ones and short tensors are anybody's; a reshaped or widened copy is the same tensor."""
+    """Zeros, ones and short tensors are anybody's; a reshaped or widened copy is the same
+    tensor.
+    """
     wide = torch.randn(16, 16)
     assert contents([torch.zeros(64, 64), torch.ones(512), torch.randn(63)]) == {}
     assert contents([wide]) == contents([wide.reshape(4, 64).double()]) != contents([wide + 1e-3])
     trained = load_checkpoint(root / "nonprivate")
-    known = StoreLedgers.of(root / "private").folder / f"unprotected-{trained.manifest['run_id']}.json"
+    known = (
+        StoreLedgers.of(root / "private").folder / f"unprotected-{trained.manifest['run_id']}.json"
+    )
     remembered = set(json.loads(known.read_text())["tensors"])
     assert set(contents(trained.model.values())) <= remembered
     assert not set(contents(load_checkpoint(root / "parent").model.values())) & remembered

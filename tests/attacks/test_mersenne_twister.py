@@ -1,8 +1,10 @@
-"""Attack: the state of a Mersenne Twister from noise that the attacker knows, then all of its noise, then membership.
+"""Attack: the state of a Mersenne Twister from noise that the attacker knows, then all of its
+noise, then membership.
 
-Noise was once drawn by torch's CPU generator. Where the sum is known to the attacker (a parameter without a gradient), the released
-numbers are the noise itself; Box-Muller is inverted, the top bits of the generator's words follow, and all its words are linear in its
-state over GF(2). ``OldNoise`` keeps that generator, so that the attack is seen to work; the same attack must get nothing from
+Noise was once drawn by torch's CPU generator. Where the sum is known to the attacker (a parameter
+without a gradient), the released numbers are the noise itself; Box-Muller is inverted, the top bits
+of the generator's words follow, and all its words are linear in its state over GF(2). ``OldNoise``
+keeps that generator, so that the attack is seen to work; the same attack must get nothing from
 ``privatize``.
 """
 
@@ -16,7 +18,14 @@ import torch
 from made import key, made_sum
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import HardwareConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig, ViTConfig
+from dpvision.config import (
+    HardwareConfig,
+    MAEConfig,
+    OptimConfig,
+    PrivacyConfig,
+    RunConfig,
+    ViTConfig,
+)
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp import noise
 from dpvision.dp.clip import ClippedSum
@@ -28,11 +37,17 @@ from dpvision.train.start import new_session
 
 WORDS = 624
 BATCH, CLIP = 64.0, 1.0
-PLAN = make_plan(PrivacyConfig(dataset_size=64, expected_batch_size=64, sampling="full_batch", steps=1, target_epsilon=0.1))
+PLAN = make_plan(
+    PrivacyConfig(
+        dataset_size=64, expected_batch_size=64, sampling="full_batch", steps=1, target_epsilon=0.1
+    )
+)
 
 
 class OldNoise:
-    """The generator of the release before, and ``privatize`` around it: one chunk of one parameter."""
+    """The generator of the release before, and ``privatize`` around it: one chunk of one
+    parameter.
+    """
 
     def __init__(self, seed: int) -> None:
         self._words = np.random.default_rng(seed).integers(0, 2**32, WORDS, dtype=np.uint32)
@@ -51,7 +66,13 @@ class OldNoise:
 
 def new_release(total: torch.Tensor, seed: int) -> np.ndarray:
     return (
-        privatize(made_sum({"a": total}, 1, CLIP), PLAN.another_run(), 0, key(seed.to_bytes(32, "little")), dtype=total.dtype)
+        privatize(
+            made_sum({"a": total}, 1, CLIP),
+            PLAN.another_run(),
+            0,
+            key(seed.to_bytes(32, "little")),
+            dtype=total.dtype,
+        )
         .grads["a"]
         .double()
         .numpy()
@@ -59,18 +80,37 @@ def new_release(total: torch.Tensor, seed: int) -> np.ndarray:
 
 
 def known_top_bits(normal: np.ndarray, error: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The generator's 53-bit numbers behind normals of relative ``error``: values, and how many low bits of each are unknown."""
+    """The generator's 53-bit numbers behind normals of relative ``error``: values, and how many low
+    bits of each are unknown.
+    """
     blocks = normal.reshape(-1, 2, 8)
     half_square = (blocks**2).sum(1) / 2
-    uniform = np.stack([-np.expm1(-half_square), np.arctan2(blocks[:, 1], blocks[:, 0]) / (2 * np.pi) % 1], 1)
-    # Errors of the logarithm's inverse and of the angle, and one of the last place for each of their roundings.
-    width = np.stack([np.exp(-half_square) * 2 * half_square * 2 * error, np.full_like(half_square, error / np.pi)], 1) + 2.0**-51
-    low, high = ((np.clip(uniform + sign * width, 0, 1 - 2.0**-53) * 2.0**53).astype(np.uint64).ravel() for sign in (-1, 1))
+    uniform = np.stack(
+        [-np.expm1(-half_square), np.arctan2(blocks[:, 1], blocks[:, 0]) / (2 * np.pi) % 1], 1
+    )
+    # Errors of the logarithm's inverse and of the angle, and one of the last place for each of
+    # their roundings.
+    width = (
+        np.stack(
+            [
+                np.exp(-half_square) * 2 * half_square * 2 * error,
+                np.full_like(half_square, error / np.pi),
+            ],
+            1,
+        )
+        + 2.0**-51
+    )
+    low, high = (
+        (np.clip(uniform + sign * width, 0, 1 - 2.0**-53) * 2.0**53).astype(np.uint64).ravel()
+        for sign in (-1, 1)
+    )
     return high, np.where(low == high, 0, np.frexp((low ^ high).astype(np.float64))[1])
 
 
 def unknown_bits(value: np.ndarray, num_unknown: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By output word and bit: its value, and whether it is known. Of two words that make a 53-bit number, the first gives 21 bits."""
+    """By output word and bit: its value, and whether it is known. Of two words that make a 53-bit
+    number, the first gives 21 bits.
+    """
     shift = np.arange(64, dtype=np.uint64)
     bits = ((value[:, None] >> shift) & np.uint64(1)).astype(bool)
     known = (shift[None] >= num_unknown[:, None]) & (shift < 53)
@@ -152,7 +192,9 @@ def terms_parity(x: np.ndarray) -> np.ndarray:
 
 
 def solve(rows: np.ndarray, num: int) -> np.ndarray | None:
-    """Values of all terms such that each row of them adds up to zero over GF(2), by Gauss and Jordan; None if there are none."""
+    """Values of all terms such that each row of them adds up to zero over GF(2), by Gauss and
+    Jordan; None if there are none.
+    """
     pivots: list[int] = []
     for term in range(1, num):
         place, mask = term // 64, np.uint64(1) << np.uint64(term % 64)
@@ -179,14 +221,18 @@ def all_noise(state: np.ndarray, count: int) -> np.ndarray:
     twister = np.random.MT19937()
     twister.state = {"bit_generator": "MT19937", "state": {"key": state, "pos": 0}}
     raw = twister.random_raw(2 * count).reshape(-1, 2)
-    uniform = (((raw[:, 0] << np.uint64(32)) | raw[:, 1]) & np.uint64(2**53 - 1)).astype(np.float64) * 2.0**-53
+    uniform = (((raw[:, 0] << np.uint64(32)) | raw[:, 1]) & np.uint64(2**53 - 1)).astype(
+        np.float64
+    ) * 2.0**-53
     blocks = uniform.reshape(-1, 2, 8)
     radius, angle = np.sqrt(-2 * np.log1p(-blocks[:, 0])), 2 * np.pi * blocks[:, 1]
     return np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).ravel()
 
 
 def decide(released: np.ndarray, known: int, contribution: np.ndarray, error: float) -> bool | None:
-    """Is the record whose clipped gradient is ``contribution`` in the sum? None: the attack got nowhere."""
+    """Is the record whose clipped gradient is ``contribution`` in the sum? None: the attack got
+    nowhere.
+    """
     noisy = released * PLAN.expected_batch_size
     state = recover_state(noisy[:known] / PLAN.noise_std, error)
     if state is None:
@@ -195,8 +241,12 @@ def decide(released: np.ndarray, known: int, contribution: np.ndarray, error: fl
     return bool(private_sum @ contribution > 0.5 * contribution @ contribution)
 
 
-def membership(known: int, dtype: torch.dtype, error: float, seeds: range) -> list[tuple[bool | None, bool | None, bool]]:
-    """Decisions on the old and on the new release, and the truth. The first ``known`` coordinates have no gradient."""
+def membership(
+    known: int, dtype: torch.dtype, error: float, seeds: range
+) -> list[tuple[bool | None, bool | None, bool]]:
+    """Decisions on the old and on the new release, and the truth. The first ``known`` coordinates
+    have no gradient.
+    """
     outcomes = []
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -215,7 +265,8 @@ def membership(known: int, dtype: torch.dtype, error: float, seeds: range) -> li
 
 
 def test_the_old_generator_gives_its_state_and_the_new_one_does_not() -> None:
-    """Releases in float64, as heads are: 1,152 known coordinates decide membership at epsilon 0.1, where 0.525 is allowed.
+    """Releases in float64, as heads are: 1,152 known coordinates decide membership at epsilon 0.1,
+    where 0.525 is allowed.
 
     1,024 leave a bit of the state open for one seed in six.
     """
@@ -235,27 +286,41 @@ def test_the_old_generator_gives_its_state_from_float32_releases_too() -> None:
 class Mersenne:
     """The old generator in the place of ``dp.normals.Normals``."""
 
-    def blocks(self, key: Key, first: int, stop: int, std: float) -> Iterator[tuple[int, np.ndarray]]:
-        yield first, std * OldNoise(int.from_bytes(key.secret()[:4], "little")).normals(stop)[first:]
+    def blocks(
+        self, key: Key, first: int, stop: int, std: float
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        yield (
+            first,
+            std * OldNoise(int.from_bytes(key.secret()[:4], "little")).normals(stop)[first:],
+        )
 
 
 def noise_in_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
-    """What someone who knows every record finds in the checkpoint of one step: the noise of the largest parameter, over its scale.
+    """What someone who knows every record finds in the checkpoint of one step: the noise of the
+    largest parameter, over its scale.
 
-    The optimizer's first moment is (1 - beta1) times the release, and the adversary of the guarantee may know the sum of the gradients.
+    The optimizer's first moment is (1 - beta1) times the release, and the adversary of the
+    guarantee may know the sum of the gradients.
     """
     base = RunConfig(
         recipe="vip.micro",
         privacy=PrivacyConfig(
-            dataset_size=24, expected_batch_size=24, sampling="full_batch", steps=1, max_grad_norm=0.5, noise_multiplier=20.0
+            dataset_size=24,
+            expected_batch_size=24,
+            sampling="full_batch",
+            steps=1,
+            max_grad_norm=0.5,
+            noise_multiplier=20.0,
         ),
         model=MAEConfig(
             encoder=ViTConfig(image_size=16, patch_size=4, depth=1, width=32, num_heads=2),
-            decoder_depth=1, decoder_width=16, decoder_num_heads=2,
+            decoder_depth=1,
+            decoder_width=16,
+            decoder_num_heads=2,
         ),
         optim=OptimConfig(warmup_steps=0),
         hardware=HardwareConfig(device="cpu", physical_batch_size=8, workers=1),
-    )  # fmt: skip
+    )
     known: dict[str, torch.Tensor] = {}
 
     def watched(total: ClippedSum, *args: object, **kwargs: object) -> object:
@@ -265,14 +330,20 @@ def noise_in_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> np.n
     release = loop.privatize
     monkeypatch.setattr(loop, "privatize", watched)
     write_scenes(folder / "scenes", 24, 16, public=False)
-    with new_session(replace(base, data=replace(base.data, store=str(folder / "scenes"))), folder / "run") as session:
+    with new_session(
+        replace(base, data=replace(base.data, store=str(folder / "scenes"))), folder / "run"
+    ) as session:
         loop.fit(session, quiet=True)
         scale, divisor = session.plan.noise_std, session.plan.expected_batch_size
     (checkpoint,) = (folder / "run" / "checkpoints").iterdir()
     moments = load_checkpoint(checkpoint).optimizer
     assert moments is not None
     name = max(known, key=lambda name: known[name].numel())
-    (moment,) = (value for key, value in moments.items() if name in key and "exp_avg" in key and "sq" not in key)
+    (moment,) = (
+        value
+        for key, value in moments.items()
+        if name in key and "exp_avg" in key and "sq" not in key
+    )
     released = moment.double() / (1 - base.optim.betas[0])
     return ((released * divisor - known[name].double()) / scale).view(-1).numpy()
 
@@ -282,13 +353,17 @@ def noise_in_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> np.n
 def test_a_checkpoint_of_a_run_gives_the_state_of_a_twister_and_nothing_now(
     twister: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """End to end, from the files of a run: with the old generator put in, the attack has all of the noise; with the code's own, nothing."""
+    """End to end, from the files of a run: with the old generator put in, the attack has all of the
+    noise; with the code's own, nothing.
+    """
     if twister:
         monkeypatch.setattr(noise, "Normals", Mersenne)
     normal = noise_in_a_checkpoint(tmp_path, monkeypatch)
     assert len(normal) == 4096 and 0.9 < normal.std() < 1.1
     radius = np.sqrt((normal.reshape(-1, 2, 8) ** 2).sum(1))
-    state = recover_state(normal, 2.0**-20.5 / radius + 2.0**-22)  # the grid, and two roundings to float32
+    state = recover_state(
+        normal, 2.0**-20.5 / radius + 2.0**-22
+    )  # the grid, and two roundings to float32
     if twister:
         assert state is not None and np.allclose(all_noise(state, len(normal)), normal, atol=1e-5)
     else:

@@ -1,6 +1,8 @@
-"""Attacks through the Python API: what an ordinary mistake, or a hand that edits, could do to the guarantee without a word.
+"""Attacks through the Python API: what an ordinary mistake, or a hand that edits, could do to the
+guarantee without a word.
 
-Each succeeded before keys, sums, gradients and plans were told apart from what is made by hand (decision 0039).
+Each succeeded before keys, sums, gradients and plans were told apart from what is made by hand
+(decision 0039).
 """
 
 import copy
@@ -41,7 +43,14 @@ from dpvision.runs.run import Secrets
 
 KEY, C = StepKey(0, 0), 1.0
 POISSON = PrivacyConfig(dataset_size=1000, expected_batch_size=10, steps=10, noise_multiplier=2.0)
-FULL = PrivacyConfig(dataset_size=3, expected_batch_size=3, steps=10, noise_multiplier=20.0, sampling="full_batch", delta=1e-3)
+FULL = PrivacyConfig(
+    dataset_size=3,
+    expected_batch_size=3,
+    steps=10,
+    noise_multiplier=20.0,
+    sampling="full_batch",
+    delta=1e-3,
+)
 TWICE = "a record is twice in a sum"
 
 
@@ -57,11 +66,24 @@ def dot(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
 
 
 def batch_of(num: int, ids: list[int] | None = None, views: int = 1) -> Batch:
-    return Batch(torch.tensor(ids or list(range(num))), torch.ones(num, dtype=torch.bool), torch.ones(num, views, 3, 1, 4))
+    return Batch(
+        torch.tensor(ids or list(range(num))),
+        torch.ones(num, dtype=torch.bool),
+        torch.ones(num, views, 3, 1, 4),
+    )
 
 
-def summed(num: int = 3, model: nn.Module | None = None, step: int = 0, **settings: Any) -> ClippedSum:
-    return clipped_sum(dot, model or Linear(), batch_of(num, **settings), StepKey(0, step), max_grad_norm=C, rows=16)
+def summed(
+    num: int = 3, model: nn.Module | None = None, step: int = 0, **settings: Any
+) -> ClippedSum:
+    return clipped_sum(
+        dot,
+        model or Linear(),
+        batch_of(num, **settings),
+        StepKey(0, step),
+        max_grad_norm=C,
+        rows=16,
+    )
 
 
 def drawn(plan: DPPlan, step: int, at_least: int = 3) -> DPPlan:
@@ -84,8 +106,14 @@ def test_a_record_twice_in_a_batch_is_refused() -> None:
             clipped_sum(dot, Linear(), batch_of(3, [7, 8, 7]), KEY, max_grad_norm=C, method=method)
 
 
-@pytest.mark.parametrize("add", [lambda a, b: a + b, lambda a, b: ClippedSum.add_up(Linear(), C, [a, b])], ids=["+", "add_up"])
-def test_a_record_twice_in_a_steps_total_is_refused(add: Callable[[ClippedSum, ClippedSum], ClippedSum]) -> None:
+@pytest.mark.parametrize(
+    "add",
+    [lambda a, b: a + b, lambda a, b: ClippedSum.add_up(Linear(), C, [a, b])],
+    ids=["+", "add_up"],
+)
+def test_a_record_twice_in_a_steps_total_is_refused(
+    add: Callable[[ClippedSum, ClippedSum], ClippedSum],
+) -> None:
     first, second = summed(), summed(ids=[10, 11, 12])
     assert add(first, second).num_records == 6
     for again in (first, summed(ids=[20, 21, 2]), add(second, first)):
@@ -99,11 +127,15 @@ def test_padding_and_views_are_not_duplicates() -> None:
     assert clipped_sum(dot, Linear(), padded, KEY, max_grad_norm=C).num_records == 2
     assert summed(views=4).num_records == 3
     open_sum = clipped_sum(dot, Linear(), batch_of(3, [7, 7, 7]), KEY, max_grad_norm=None)
-    assert open_sum.num_records == (open_sum + open_sum).num_records / 2, "without a clip there is nothing to void"
+    assert open_sum.num_records == (open_sum + open_sum).num_records / 2, (
+        "without a clip there is nothing to void"
+    )
 
 
 def test_a_record_twice_in_a_heads_sum_is_refused() -> None:
-    stream = FeatureStream(np.ones((5, 4), dtype=np.float32), np.zeros(5, dtype=np.int64), 2, unit=True)
+    stream = FeatureStream(
+        np.ones((5, 4), dtype=np.float32), np.zeros(5, dtype=np.int64), 2, unit=True
+    )
     plan = make_plan(dataclasses.replace(FULL, dataset_size=5, expected_batch_size=5))
 
     def total(rows: list[int]) -> ClippedSum:
@@ -119,22 +151,38 @@ def test_a_record_twice_in_a_heads_sum_is_refused() -> None:
 
 
 def test_the_noise_of_a_step_is_drawn_once_under_a_key() -> None:
-    """The difference of two releases with one noise was the difference of the sums, without any: also for another model of other size,
-    whose noise is the beginning of the same stream, or of other names, which is a second release that nothing accounts for."""
+    """The difference of two releases with one noise was the difference of the sums, without any:
+    also for another model of other size, whose noise is the beginning of the same stream, or of
+    other names, which is a second release that nothing accounts for.
+    """
     plan, key = make_plan(FULL), new_key()
     privatize(summed(), plan.another_run(), 0, key)
     other = Linear()
     other.v = nn.Parameter(torch.zeros(4))
     frozen = Linear()
-    frozen.v, frozen.w = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(4), requires_grad=False)
-    for again in (summed(), summed(2), summed(model=other), ClippedSum.zeros(Linear(9), C), ClippedSum.zeros(frozen, C)):
+    frozen.v, frozen.w = (
+        nn.Parameter(torch.zeros(2)),
+        nn.Parameter(torch.zeros(4), requires_grad=False),
+    )
+    for again in (
+        summed(),
+        summed(2),
+        summed(model=other),
+        ClippedSum.zeros(Linear(9), C),
+        ClippedSum.zeros(frozen, C),
+    ):
         with pytest.raises(PrivacyError, match="not drawn under this key before"):
             privatize(again, plan.another_run(), 0, key)
-    assert privatize(summed(step=1), plan, 1, key).grads["w"].any() and privatize(summed(), plan, 0, new_key()).grads["w"].any()
+    assert (
+        privatize(summed(step=1), plan, 1, key).grads["w"].any()
+        and privatize(summed(), plan, 0, new_key()).grads["w"].any()
+    )
 
 
 def test_a_derived_or_handed_over_key_shares_the_memory_of_the_first() -> None:
-    """A subkey that was made twice, or a key that was handed over, had forgotten what was released: the same noise came again."""
+    """A subkey that was made twice, or a key that was handed over, had forgotten what was released:
+    the same noise came again.
+    """
     key = new_key()
     for path in ([], ["noise"], ["noise", "of a run"]):
 
@@ -154,17 +202,23 @@ def test_a_derived_or_handed_over_key_shares_the_memory_of_the_first() -> None:
 
 
 def test_a_step_is_released_once_by_a_plan_under_whatever_key() -> None:
-    """Three releases of one step, each with noise of its own, are three steps; the plan's epsilon is that of one."""
+    """Three releases of one step, each with noise of its own, are three steps; the plan's epsilon
+    is that of one.
+    """
     for config in (FULL, POISSON):
         plan = drawn(make_plan(config), 0) if config is POISSON else make_plan(config)
         privatize(summed(), plan, 0, new_key())
-        with pytest.raises(PrivacyError, match=r"step=0; expected a step that this plan did not release before"):
+        with pytest.raises(
+            PrivacyError, match=r"step=0; expected a step that this plan did not release before"
+        ):
             privatize(summed(), plan, 0, new_key())
         privatize(summed(), plan.another_run() if config is FULL else drawn(plan, 0), 0, new_key())
 
 
 def test_the_sum_or_the_batch_of_a_step_is_released_in_no_other_step() -> None:
-    """After an error that was caught, 49 of 50 steps released one batch: 6.4 where 0.076 was printed."""
+    """After an error that was caught, 49 of 50 steps released one batch: 6.4 where 0.076 was
+    printed.
+    """
     plan = make_plan(POISSON)
     for step in range(2):
         while len(plan.draw(step, 1000, derive_rng(new_key(), step))) < 3:
@@ -174,14 +228,21 @@ def test_the_sum_or_the_batch_of_a_step_is_released_in_no_other_step() -> None:
         with pytest.raises(PrivacyError, match="step=1 with a sum of step 0"):
             privatize(stale, plan, 1, new_key())
     with pytest.raises(PrivacyError, match="sums of steps 0 and 1"):
-        old + clipped_sum(dot, Linear(), batch_of(3, [7, 8, 9]), StepKey(0, 1), max_grad_norm=C, rows=16)
+        old + clipped_sum(
+            dot, Linear(), batch_of(3, [7, 8, 9]), StepKey(0, 1), max_grad_norm=C, rows=16
+        )
 
     large = make_plan(dataclasses.replace(POISSON, expected_batch_size=100))
 
     def release(step: int, first: int) -> None:
         large.draw(step, 1000, derive_rng(new_key(), step))
         batch = batch_of(40, list(range(first, first + 40)))
-        privatize(clipped_sum(dot, Linear(), batch, StepKey(0, step), max_grad_norm=C, rows=40), large, step, new_key())
+        privatize(
+            clipped_sum(dot, Linear(), batch, StepKey(0, step), max_grad_norm=C, rows=40),
+            large,
+            step,
+            new_key(),
+        )
 
     release(0, 1)
     release(1, 2)
@@ -190,7 +251,9 @@ def test_the_sum_or_the_batch_of_a_step_is_released_in_no_other_step() -> None:
 
 
 def test_draws_of_two_steps_or_plans_do_not_share_a_stream() -> None:
-    """With the step forgotten all 50 batches were one; with one draw key two plans had the same batches."""
+    """With the step forgotten all 50 batches were one; with one draw key two plans had the same
+    batches.
+    """
     plan, key = make_plan(POISSON), new_key()
     plan.draw(0, 1000, derive_rng(key, 0))
     for step, run in ((1, plan), (0, plan.another_run())):
@@ -202,8 +265,13 @@ def test_draws_of_two_steps_or_plans_do_not_share_a_stream() -> None:
 def test_a_full_batch_has_no_more_records_than_were_declared() -> None:
     """Three copies of each image with ids of their own: 3 C a record."""
     plan = make_plan(FULL)
-    for release in (lambda: plan.draw(0, 4, derive_rng(new_key(), 0)), lambda: privatize(summed(4), plan, 0, new_key())):
-        with pytest.raises(PrivacyError, match="a full batch of 4 records; expected at most the 3 declared"):
+    for release in (
+        lambda: plan.draw(0, 4, derive_rng(new_key(), 0)),
+        lambda: privatize(summed(4), plan, 0, new_key()),
+    ):
+        with pytest.raises(
+            PrivacyError, match="a full batch of 4 records; expected at most the 3 declared"
+        ):
             release()
 
 
@@ -220,8 +288,9 @@ def test_the_text_of_a_sum_shows_nothing() -> None:
 
 
 def test_a_step_is_drawn_once_by_a_plan() -> None:
-    """Drawn again until record 7 was in the batch, it was in 50 of 50 steps at rate 0.01; drawn again while empty, the batches' sizes were
-    not those of the accounting."""
+    """Drawn again until record 7 was in the batch, it was in 50 of 50 steps at rate 0.01; drawn
+    again while empty, the batches' sizes were not those of the accounting.
+    """
     plan = make_plan(POISSON)
     plan.draw(0, 1000, derive_rng(new_key(), 0))
     with pytest.raises(PrivacyError, match="step=0; expected a step that was not drawn before"):
@@ -230,29 +299,54 @@ def test_a_step_is_drawn_once_by_a_plan() -> None:
 
 
 def test_a_draw_by_another_plan_than_the_noise_is_refused() -> None:
-    plan, other = make_plan(POISSON), make_plan(dataclasses.replace(POISSON, expected_batch_size=500))
+    plan, other = (
+        make_plan(POISSON),
+        make_plan(dataclasses.replace(POISSON, expected_batch_size=500)),
+    )
     drawn(other, 0)
     for by in (plan, drawn(plan, 1)):
-        with pytest.raises(PrivacyError, match=r"that the plan of the noise drew, at sample rate 0\.01"):
+        with pytest.raises(
+            PrivacyError, match=r"that the plan of the noise drew, at sample rate 0\.01"
+        ):
             privatize(summed(), by, 0, new_key())
     assert privatize(summed(), drawn(plan, 0), 0, new_key()).grads["w"].any()
     with pytest.raises(PrivacyError, match="that the plan of the noise drew"):
-        privatize(summed(30, step=1), drawn(plan, 1), 1, new_key())  # it drew some, but not these thirty
+        privatize(
+            summed(30, step=1), drawn(plan, 1), 1, new_key()
+        )  # it drew some, but not these thirty
 
 
 CHANGES = [
-    {"noise_multiplier": 1e-6}, {"noise_multiplier": 1.99}, {"steps": 10**6}, {"steps": 9}, {"delta": 1e-3}, {"epsilon": 0.5},
-    {"expected_batch_size": 20.0, "sample_rate": 0.02}, {"dataset_size": 2000, "sample_rate": 0.005}, {"sampling": "full_batch"},
-    {"max_records_per_unit": 2, "num_units": 500}, {"epsilon_rdp": 0.1}, {"sampling": "truncated_poisson", "max_batch_size": 10},
-]  # fmt: skip
+    {"noise_multiplier": 1e-6},
+    {"noise_multiplier": 1.99},
+    {"steps": 10**6},
+    {"steps": 9},
+    {"delta": 1e-3},
+    {"epsilon": 0.5},
+    {"expected_batch_size": 20.0, "sample_rate": 0.02},
+    {"dataset_size": 2000, "sample_rate": 0.005},
+    {"sampling": "full_batch"},
+    {"max_records_per_unit": 2, "num_units": 500},
+    {"epsilon_rdp": 0.1},
+    {"sampling": "truncated_poisson", "max_batch_size": 10},
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_a_plan_that_was_changed_draws_and_releases_nothing(change: dict[str, Any]) -> None:
-    """``dataclasses.replace`` left the epsilon as it was: 1.0 was printed for a noise multiplier of a millionth."""
+    """``dataclasses.replace`` left the epsilon as it was: 1.0 was printed for a noise multiplier of
+    a millionth.
+    """
     plan = make_plan(POISSON)
-    for changed in (dataclasses.replace(plan, **change), DPPlan.from_dict({**plan.to_dict(), **change})):
-        with pytest.raises(PrivacyError, match=r"plan: \w+=.*, but its numbers give .*; expected the same. Make a plan with make_plan"):
+    for changed in (
+        dataclasses.replace(plan, **change),
+        DPPlan.from_dict({**plan.to_dict(), **change}),
+    ):
+        with pytest.raises(
+            PrivacyError,
+            match=r"plan: \w+=.*, but its numbers give .*; expected the same. "
+            r"Make a plan with make_plan",
+        ):
             changed.draw(0, 1000, derive_rng(new_key(), 0))
         with pytest.raises(PrivacyError, match="but its numbers give"):
             privatize(summed(), changed, 0, new_key())
@@ -280,8 +374,11 @@ def edited(total: ClippedSum) -> list[ClippedSum]:
         ClippedSum(dict(total.grads), 3, total.norms_B, total.losses_B, C),
         dataclasses.replace(total, grads={"w": 100 * w}),
         dataclasses.replace(summed(), max_grad_norm=C),
-        inner, outer, view, extra,
-    ]  # fmt: skip
+        inner,
+        outer,
+        view,
+        extra,
+    ]
 
 
 def test_a_sum_that_was_made_or_edited_by_hand_is_neither_added_nor_released() -> None:
@@ -292,7 +389,11 @@ def test_a_sum_that_was_made_or_edited_by_hand_is_neither_added_nor_released() -
         with pytest.raises(PrivacyError, match="ClippedSum made or edited by hand"):
             privatize(wrong, plan, 0, new_key())
         other = summed(ids=[10, 11, 12])
-        for add in (lambda a, b: a + b, lambda a, b: b + a, lambda a, b: ClippedSum.add_up(Linear(), C, [b, a])):
+        for add in (
+            lambda a, b: a + b,
+            lambda a, b: b + a,
+            lambda a, b: ClippedSum.add_up(Linear(), C, [b, a]),
+        ):
             with pytest.raises(PrivacyError, match="ClippedSum made or edited by hand"):
                 add(wrong, other)
         assert i < 8
@@ -305,7 +406,12 @@ def test_a_gradient_that_was_made_or_edited_by_hand_trains_nothing() -> None:
     inner.grads["w"].zero_()
     outer.grads["w"] = summed().grads["w"]
     optimizer = Optimizer(OptimConfig(), model)
-    for wrong in (DPGradient(dict(summed().grads)), dataclasses.replace(inner, grads=summed().grads), inner, outer):
+    for wrong in (
+        DPGradient(dict(summed().grads)),
+        dataclasses.replace(inner, grads=summed().grads),
+        inner,
+        outer,
+    ):
         with pytest.raises(PrivacyError, match="DPGradient made or edited by hand"):
             optimizer.step(wrong, 1.0)
     assert not model.w.any()
@@ -315,10 +421,21 @@ def test_a_gradient_that_was_made_or_edited_by_hand_trains_nothing() -> None:
 
 def test_sums_of_other_shapes_or_names_are_not_broadcast() -> None:
     """One number was added to each of 10,000 elements: a record moved the sum by 99.5 C."""
-    one = clipped_sum(lambda m, b, k: b.image_BVCHW[:, 0, 0, 0, 0] * m.w.sum(), Linear(1), batch_of(1), KEY, max_grad_norm=C, rows=16)
+    one = clipped_sum(
+        lambda m, b, k: b.image_BVCHW[:, 0, 0, 0, 0] * m.w.sum(),
+        Linear(1),
+        batch_of(1),
+        KEY,
+        max_grad_norm=C,
+        rows=16,
+    )
     other = Linear()
     other.v = nn.Parameter(torch.zeros(4))
-    for add in (lambda: ClippedSum.add_up(Linear(4), C, [one]), lambda: summed() + one, lambda: ClippedSum.add_up(other, C, [summed()])):
+    for add in (
+        lambda: ClippedSum.add_up(Linear(4), C, [one]),
+        lambda: summed() + one,
+        lambda: ClippedSum.add_up(other, C, [summed()]),
+    ):
         with pytest.raises(PrivacyError, match="expected the same"):
             add()
 
@@ -364,23 +481,34 @@ def test_a_key_is_dead_in_a_forked_child_and_lives_on_in_its_parent() -> None:
     for use in uses:
         assert _in_a_fork(use).startswith("PrivacyError: stream: a key")
     assert "forked" in _in_a_fork(uses[0]) and "forked" in _in_a_fork(uses[2])
-    assert _in_a_fork(lambda: privatize(total, plan.another_run(), 0, new_key())) == "returned DPGradient", "a key of the child's own works"
+    assert (
+        _in_a_fork(lambda: privatize(total, plan.another_run(), 0, new_key()))
+        == "returned DPGradient"
+    ), "a key of the child's own works"
     png = io.BytesIO()
     Image.new("RGB", (8, 8)).save(png, "PNG")
-    assert _in_a_fork(lambda: decode(png.getvalue())) == "returned ndarray", "workers that decode images hold no key"
+    assert _in_a_fork(lambda: decode(png.getvalue())) == "returned ndarray", (
+        "workers that decode images hold no key"
+    )
     privatize(total, plan, 0, secrets.noise)
     stream.words(1)
 
 
 def test_a_ledger_is_charged_by_its_own_process_and_by_one_thread_at_a_time(tmp_path: Path) -> None:
-    """A forked child, or two threads, wrote one number twice, and the chain of lines was broken for good."""
+    """A forked child, or two threads, wrote one number twice, and the chain of lines was broken for
+    good.
+    """
     (tmp_path / "store").mkdir()
     (tmp_path / "store/store.json").write_text('{"store_id": "00000000000000000000000000000000"}')
-    with Ledger.open(tmp_path / "store", "run", make_plan(dataclasses.replace(FULL, steps=60)), resume=False) as ledger:
+    with Ledger.open(
+        tmp_path / "store", "run", make_plan(dataclasses.replace(FULL, steps=60)), resume=False
+    ) as ledger:
         assert _in_a_fork(ledger.append).startswith("PrivacyError: ledger: a process forked")
         with ThreadPoolExecutor(3) as pool:
             assert sorted(pool.map(lambda _: ledger.append(), range(30))) == list(range(30))
-    with Ledger.open(tmp_path / "store", "run", make_plan(dataclasses.replace(FULL, steps=60)), resume=True) as ledger:
+    with Ledger.open(
+        tmp_path / "store", "run", make_plan(dataclasses.replace(FULL, steps=60)), resume=True
+    ) as ledger:
         assert ledger.steps == 30
 
 
@@ -431,13 +559,27 @@ def contrastive(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
     ("build", "loss_fn", "named"),
     [
         (Centred, by_model, "mixes records"),
-        (lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), contrastive, "loss function mixes records"),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Flatten(0)), by_model, "mixes records|statistics"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)),
+            contrastive,
+            "loss function mixes records",
+        ),
+        (
+            lambda: nn.Sequential(
+                nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Flatten(0)
+            ),
+            by_model,
+            "mixes records|statistics",
+        ),
     ],
     ids=["h - h.mean(0)", "contrastive", "BatchNorm"],
 )
-def test_a_users_model_that_mixes_records_is_refused(method: str, build: Any, loss_fn: Any, named: str) -> None:
-    """By ``vmap`` it was another loss in silence; in one pass nothing was clipped as the contract has it."""
+def test_a_users_model_that_mixes_records_is_refused(
+    method: str, build: Any, loss_fn: Any, named: str
+) -> None:
+    """By ``vmap`` it was another loss in silence; in one pass nothing was clipped as the contract
+    has it.
+    """
     with pytest.raises(PrivacyError, match=f"{named}|one record at a time|batch"):
         clipped_sum(loss_fn, build(), batch_of(4), KEY, max_grad_norm=C, method=method)
 
@@ -467,7 +609,9 @@ def test_the_check_runs_once_for_each_model_and_loss(monkeypatch: pytest.MonkeyP
     def calling(inner: Any) -> Any:
         return lambda m, b, k: inner(m, b, k)
 
-    assert [step(calling(inner)) for inner in (by_model, contrastive)] == [3, 4], "what a lambda calls is part of the loss"
+    assert [step(calling(inner)) for inner in (by_model, contrastive)] == [3, 4], (
+        "what a lambda calls is part of the loss"
+    )
     model.eval()
     assert step(by_model) == 5, "layers in another mode"
     model[0].requires_grad_(False)
@@ -482,7 +626,9 @@ class Loss:
         self.weight = weight
 
     def __call__(self, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
-        return (1 - self.weight) * by_model(model, batch, key) + self.weight * contrastive(model, batch, key)
+        return (1 - self.weight) * by_model(model, batch, key) + self.weight * contrastive(
+            model, batch, key
+        )
 
 
 class Late(Loss):
@@ -515,13 +661,16 @@ def by_global(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
 
 
 def test_a_term_that_mixes_is_found_when_it_appears() -> None:
-    """The check was remembered by the loss's code alone: a term of weight 0 in the first step, or another layer, and one record moved the
-    sum by 7.8 or 15 C."""
+    """The check was remembered by the loss's code alone: a term of weight 0 in the first step, or
+    another layer, and one record moved the sum by 7.8 or 15 C.
+    """
 
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 1), nn.Identity(), nn.Flatten(0))
 
-    def attack(before: Any, after: Any, change: Callable[[nn.Module], object] = lambda _: None) -> None:
+    def attack(
+        before: Any, after: Any, change: Callable[[nn.Module], object] = lambda _: None
+    ) -> None:
         net = model()
         for _ in range(2):
             clipped_sum(before, net, batch_of(4), KEY, max_grad_norm=C)
@@ -545,11 +694,23 @@ def test_a_term_that_mixes_is_found_when_it_appears() -> None:
     inner = types.FunctionType(by_module.__code__, {**globals(), "settings": settings})
     attack(inner, inner, lambda _: setattr(settings, "weight", 1.0))
     numbers = np.zeros(100)
-    attack(lambda m, b, k: Loss(numbers[99])(m, b, k), lambda m, b, k: Loss(numbers[99])(m, b, k), lambda _: numbers.fill(1.0))
+    attack(
+        lambda m, b, k: Loss(numbers[99])(m, b, k),
+        lambda m, b, k: Loss(numbers[99])(m, b, k),
+        lambda _: numbers.fill(1.0),
+    )
     many = [0.0] * 300
-    attack(lambda m, b, k: Loss(many[299])(m, b, k), lambda m, b, k: Loss(many[299])(m, b, k), lambda _: many.__setitem__(299, 1.0))
+    attack(
+        lambda m, b, k: Loss(many[299])(m, b, k),
+        lambda m, b, k: Loss(many[299])(m, b, k),
+        lambda _: many.__setitem__(299, 1.0),
+    )
     attack(by_model, by_model, lambda net: net.__setitem__(1, Mixed()))
-    attack(by_model, by_model, lambda net: net[0].register_forward_hook(lambda layer, given, out: out - out.mean()))
+    attack(
+        by_model,
+        by_model,
+        lambda net: net[0].register_forward_hook(lambda layer, given, out: out - out.mean()),
+    )
     with pytest.raises(PrivacyError, match="mixes records"):
         clipped_sum(Late(0.0), model(), batch_of(4), KEY, max_grad_norm=C)
 

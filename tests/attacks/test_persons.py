@@ -1,4 +1,6 @@
-"""One person under several names: who counts as several persons takes part several times, and the guarantee per person is false."""
+"""One person under several names: who counts as several persons takes part several times, and the
+guarantee per person is false.
+"""
 
 import itertools
 import random
@@ -22,11 +24,50 @@ from dpvision.errors import DataError
 from ..data.image_files import js, png, write_folder, write_tar
 
 ONE = {
-    "a whole number": ["7", "7.0", "7.00", 7, 7.0, " 7 ", "\t7", "\ufeff7", "7\u200b", "\u00a07", "\u20077", "\uff17", "\u0667", "7\u2060"],
+    "a whole number": [
+        "7",
+        "7.0",
+        "7.00",
+        7,
+        7.0,
+        " 7 ",
+        "\t7",
+        "\ufeff7",
+        "7\u200b",
+        "\u00a07",
+        "\u20077",
+        "\uff17",
+        "\u0667",
+        "7\u2060",
+    ],
     "a number with a sign": ["-7", "\u22127", "\u20117", "\uff0d7", "-7.0", -7, "\u00ad-7"],
-    "a dash": ["P-1", "P\u20111", "P\u20131", "P\u2010\u200d1", "P\u22121", "P\ufe631", "P-\u200e1"],
-    "a space": ["Ann  Lee", "Ann\u00a0Lee", "Ann\u2003Lee", "Ann\u3000 Lee", " Ann Lee\n", "Ann \u202fLee", "Ann\u2028Lee", "Ann\u2800Lee"],
-    "letters": ["Zo\u00eb", "Zoe\u0308", "\uff3aoe\u200d\u0308", "Z\u2060o\u00eb", "Zo\ufe0f\u00eb", "\U0001d419o\u00eb"],
+    "a dash": [
+        "P-1",
+        "P\u20111",
+        "P\u20131",
+        "P\u2010\u200d1",
+        "P\u22121",
+        "P\ufe631",
+        "P-\u200e1",
+    ],
+    "a space": [
+        "Ann  Lee",
+        "Ann\u00a0Lee",
+        "Ann\u2003Lee",
+        "Ann\u3000 Lee",
+        " Ann Lee\n",
+        "Ann \u202fLee",
+        "Ann\u2028Lee",
+        "Ann\u2800Lee",
+    ],
+    "letters": [
+        "Zo\u00eb",
+        "Zoe\u0308",
+        "\uff3aoe\u200d\u0308",
+        "Z\u2060o\u00eb",
+        "Zo\ufe0f\u00eb",
+        "\U0001d419o\u00eb",
+    ],
     "an apostrophe": ["O'Neil", "O\u2019Neil", "O\u02bcNeil", "O\uff07Neil"],
 }
 NOBODY = [
@@ -50,9 +91,14 @@ NOBODY = [
     "-1.0",
 ]
 ALIKE = [
-    ["007", "7", "+7", "7.", "7,0", "'007", '="007"'], ["P1", "p1", "P01", "p001"], ["site 01-07", "Site 1-7"], ["STRASSE", "stra\u00dfe"],
-    ["100000", "1e+05", "1.0E5", "100,000", "100 000", "0100000"], ["-7", "-07"], ["1.05", "1.5"],
-]  # fmt: skip
+    ["007", "7", "+7", "7.", "7,0", "'007", '="007"'],
+    ["P1", "p1", "P01", "p001"],
+    ["site 01-07", "Site 1-7"],
+    ["STRASSE", "stra\u00dfe"],
+    ["100000", "1e+05", "1.0E5", "100,000", "100 000", "0100000"],
+    ["-7", "-07"],
+    ["1.05", "1.5"],
+]
 
 
 def images_of(people: list[Any]) -> list[Sample]:
@@ -70,87 +116,177 @@ def test_what_means_that_nobody_is_known_is_no_person(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{len(NOBODY)} images without one"):
         import_samples(images_of(NOBODY), tmp_path / "s", unit_from="patient")
     store = import_samples(
-        [*images_of(NOBODY), Sample("p", png(99), {"patient": "p"})], tmp_path / "s", unit_from="patient", unmatched="drop"
+        [*images_of(NOBODY), Sample("p", png(99), {"patient": "p"})],
+        tmp_path / "s",
+        unit_from="patient",
+        unmatched="drop",
     )
     assert store.num_records == 1
 
 
 @pytest.mark.parametrize("names", ALIKE, ids=[names[0] for names in ALIKE])
-def test_names_that_may_be_one_persons_are_refused_with_both_spellings(names: list[str], tmp_path: Path) -> None:
+def test_names_that_may_be_one_persons_are_refused_with_both_spellings(
+    names: list[str], tmp_path: Path
+) -> None:
     for one, other in itertools.combinations(names, 2):
         assert person_name(one, "patient", "") != person_name(other, "patient", "")
-        with pytest.raises(DataError, match=r"^data import: --unit-from patient: operator only: 1 persons spelled .* = ") as error:
-            import_samples(images_of([one, "somebody else", other]), tmp_path / "s", unit_from="patient", unmatched="own-person")
-        assert all(one_spelling(name) in str(error.value) for name in (one, other)) and "somebody" not in str(error.value)
+        with pytest.raises(
+            DataError,
+            match=r"^data import: --unit-from patient: operator only: 1 persons spelled .* = ",
+        ) as error:
+            import_samples(
+                images_of([one, "somebody else", other]),
+                tmp_path / "s",
+                unit_from="patient",
+                unmatched="own-person",
+            )
+        assert all(
+            one_spelling(name) in str(error.value) for name in (one, other)
+        ) and "somebody" not in str(error.value)
         assert not (tmp_path / "s").exists()
 
 
 def test_other_persons_stay_apart() -> None:
-    """No false alarm on ids of one length: numbers with zeros in front, hexadecimal, with separators."""
+    """No false alarm on ids of one length: numbers with zeros in front, hexadecimal, with
+    separators.
+    """
     rng = random.Random(0)
     forms: list[Callable[[], str]] = [
-        lambda: f"{rng.randrange(10**5):05d}", lambda: f"{rng.randrange(16**5):05x}", lambda: str(rng.randrange(10**5)),
+        lambda: f"{rng.randrange(10**5):05d}",
+        lambda: f"{rng.randrange(16**5):05x}",
+        lambda: str(rng.randrange(10**5)),
         lambda: f"{rng.randrange(100):02d}-{rng.randrange(1000):03d}",
         lambda: f"{rng.randrange(16**3):03x}-{rng.randrange(16**2):02x}",
-    ]  # fmt: skip
+    ]
     for form in forms:
         ids = {form() for _ in range(5000)}
-        assert len({person_name(name, "patient", "") for name in ids}) == len({loosely(name) for name in ids}) == len(ids)
-    others = ["Ann Lee", "Ann-Lee", "Anna Lee", "AnnLee", "7", "-7", "7a", "a7", "7-1", "71", "7.1", "7/1", "ann_lee"]
+        assert (
+            len({person_name(name, "patient", "") for name in ids})
+            == len({loosely(name) for name in ids})
+            == len(ids)
+        )
+    others = [
+        "Ann Lee",
+        "Ann-Lee",
+        "Anna Lee",
+        "AnnLee",
+        "7",
+        "-7",
+        "7a",
+        "a7",
+        "7-1",
+        "71",
+        "7.1",
+        "7/1",
+        "ann_lee",
+    ]
     assert len({loosely(name) for name in others}) == len(others)
 
 
 def test_the_rule_merges_and_never_splits() -> None:
-    """Whatever is inserted that nobody sees, and in any Unicode form, a name keeps its spelling; a spelling is its own."""
+    """Whatever is inserted that nobody sees, and in any Unicode form, a name keeps its spelling; a
+    spelling is its own.
+    """
     rng = random.Random(1)
-    letters = ["a", "B", "7", "0", ".", "-", " ", "\u00fc", "\u00df", "\u0130", "\u0660", "\u4e2d", "\uac00", "\u2019", ","]
-    hidden = ["\u200b", "\u200d", "\u2060", "\ufeff", "\u00ad", "\u034f", "\ufe0f", "\x00", "\x1b", "\u202e"]
+    letters = [
+        "a",
+        "B",
+        "7",
+        "0",
+        ".",
+        "-",
+        " ",
+        "\u00fc",
+        "\u00df",
+        "\u0130",
+        "\u0660",
+        "\u4e2d",
+        "\uac00",
+        "\u2019",
+        ",",
+    ]
+    hidden = [
+        "\u200b",
+        "\u200d",
+        "\u2060",
+        "\ufeff",
+        "\u00ad",
+        "\u034f",
+        "\ufe0f",
+        "\x00",
+        "\x1b",
+        "\u202e",
+    ]
     for _ in range(3000):
         name = "".join(rng.choices(letters, k=rng.randrange(1, 8)))
         spelled = one_spelling(name)
-        assert one_spelling(spelled) == spelled and loosely(spelled) == loosely(loosely(spelled)), ascii(name)
+        assert one_spelling(spelled) == spelled and loosely(spelled) == loosely(loosely(spelled)), (
+            ascii(name)
+        )
         form = unicodedata.normalize(rng.choice(["NFC", "NFD", "NFKC", "NFKD"]), name)
         place = rng.randrange(len(form) + 1)
-        assert one_spelling(form[:place] + rng.choice(hidden) + form[place:]) == spelled, ascii(name)
+        assert one_spelling(form[:place] + rng.choice(hidden) + form[place:]) == spelled, ascii(
+            name
+        )
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "tar", "parquet", "folders"])
-def test_all_sources_have_one_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_all_sources_have_one_rule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     """7 and 7.0 of a CSV were two persons, and the dry run confirmed a guarantee per person."""
 
     def source(name: str, people: list[str]) -> tuple[Path, str]:
         root, images = tmp_path / name, {f"{i}.png": png(i) for i in range(len(people))}
         if kind == "csv":
-            table = "file_name,patient\n" + "".join(f"{i}.png,{person}\n" for i, person in enumerate(people))
+            table = "file_name,patient\n" + "".join(
+                f"{i}.png,{person}\n" for i, person in enumerate(people)
+            )
             return write_folder(root, images | {"metadata.csv": table.encode()}), "patient"
         if kind == "jsonl":
             lines = [js(file_name=f"{i}.png", patient=person) for i, person in enumerate(people)]
             return write_folder(root, images | {"metadata.jsonl": b"\n".join(lines)}), "patient"
         if kind == "tar":
             members = {f"{i}.json": js(patient=person) for i, person in enumerate(people)}
-            return write_tar(root.with_suffix(".tar"), dict(sorted((images | members).items()))), "patient"
+            return write_tar(
+                root.with_suffix(".tar"), dict(sorted((images | members).items()))
+            ), "patient"
         if kind == "parquet":
             root.mkdir()
-            pq.write_table(pa.table({"image": list(images.values()), "patient": people}), root / "a.parquet")
+            pq.write_table(
+                pa.table({"image": list(images.values()), "patient": people}), root / "a.parquet"
+            )
             return root, "patient"
-        return write_folder(root, {f"{person}/{i}.png": png(i) for i, person in enumerate(people)}), "parent"
+        return write_folder(
+            root, {f"{person}/{i}.png": png(i) for i, person in enumerate(people)}
+        ), "parent"
 
     path, field = source("same", ["7", "7.0", "\u00a07", "7\u200b", "8"])
-    assert main(["data", "import", str(path), str(tmp_path / "s"), "--unit-from", field, "--public"]) == 0
+    assert (
+        main(["data", "import", str(path), str(tmp_path / "s"), "--unit-from", field, "--public"])
+        == 0
+    )
     assert len(People.of(open_store(tmp_path / "s"))) == 2
     capsys.readouterr()
     path, field = source("alike", ["007", "7", "8"])
-    assert main(["data", "import", str(path), str(tmp_path / "t"), "--unit-from", field, "--public"]) == 2
+    assert (
+        main(["data", "import", str(path), str(tmp_path / "t"), "--unit-from", field, "--public"])
+        == 2
+    )
     error = capsys.readouterr().err
     assert "007 = 7" in error and len(error.splitlines()) == 1 and not (tmp_path / "t").exists()
 
 
 def test_a_whole_number_that_a_float_column_does_not_hold_is_refused(tmp_path: Path) -> None:
-    """As integers two persons; as floats, of a file with missing cells, one, and a third name for either."""
+    """As integers two persons; as floats, of a file with missing cells, one, and a third name for
+    either.
+    """
     (tmp_path / "src").mkdir()
     for i, column in enumerate(([2**53 + 1, 2**53 + 3], [float(2**53 + 1), None])):
         table = {"image": [png(2 * i), png(2 * i + 1)], "patient": column}
         pq.write_table(pa.table(table), tmp_path / "src" / f"{i}.parquet")
     with pytest.raises(DataError, match=r"expected whole numbers below 2\^53"):
         import_source(tmp_path / "src", tmp_path / "s", unit_from="patient", unmatched="drop")
-    assert person_name(float(2**53 - 1), "f", "") == str(2**53 - 1) and person_name(2**53 + 1, "f", "") == str(2**53 + 1)
+    assert person_name(float(2**53 - 1), "f", "") == str(2**53 - 1) and person_name(
+        2**53 + 1, "f", ""
+    ) == str(2**53 + 1)

@@ -1,7 +1,9 @@
-"""Attacks by the company of a record: kernels that give a record other bits beside other records, or at another place of a pass.
+"""Attacks by the company of a record: kernels that give a record other bits beside other records,
+or at another place of a pass.
 
-On an AVX-512 processor float32 products changed their last bits between 15 and 16 rows, and one record moved a sum by 15.9 C. Not every
-processor does so, and so kernels of this kind are planted; MKL's oldest kernels, which every x86 processor has, are a real case.
+On an AVX-512 processor float32 products changed their last bits between 15 and 16 rows, and one
+record moved a sum by 15.9 C. Not every processor does so, and so kernels of this kind are planted;
+MKL's oldest kernels, which every x86 processor has, are a real case.
 """
 
 import itertools
@@ -60,7 +62,9 @@ def fewer_rows(y_BK: Tensor) -> Tensor:
 
 
 def last_place(y_BK: Tensor) -> Tensor:
-    """The last row of an odd number rounds up, as where the rest of a product is computed in another way."""
+    """The last row of an odd number rounds up, as where the rest of a product is computed in
+    another way.
+    """
     up_B1 = (torch.arange(len(y_BK)) >= len(y_BK) // 2 * 2).double()[:, None]
     return y_BK * (1 + 2.0**-23 * up_B1).to(y_BK.dtype)
 
@@ -78,7 +82,11 @@ class Turning(nn.Module):
     def forward(self, x_BD: Tensor) -> Tensor:
         y_BK = self.linear(x_BD)
         # In float64, as the gates run, such a kernel is not used.
-        y_BK = self.kernel(y_BK) if y_BK.dtype == torch.float32 else self.kernel(y_BK.float()).double() * 0 + y_BK
+        y_BK = (
+            self.kernel(y_BK)
+            if y_BK.dtype == torch.float32
+            else self.kernel(y_BK.float()).double() * 0 + y_BK
+        )
         return ((1e7 * y_BK).sin() * self.head).sum(1)
 
 
@@ -87,7 +95,9 @@ def turning_losses(model: nn.Module, batch: Batch, _key: object) -> Tensor:
 
 
 def vectors(num: int, width: int = 8, *, equal: bool = False, seed: int = 1) -> Batch:
-    x = torch.randn(1 if equal else num, 1, 1, 1, width, generator=torch.Generator().manual_seed(seed)).expand(num, -1, -1, -1, -1)
+    x = torch.randn(
+        1 if equal else num, 1, 1, 1, width, generator=torch.Generator().manual_seed(seed)
+    ).expand(num, -1, -1, -1, -1)
     return Batch(torch.arange(num), torch.ones(num, dtype=torch.bool), x.contiguous())
 
 
@@ -99,15 +109,24 @@ def moved(model: nn.Module, batch: Batch, rows: int | None, method: str = "one_p
     """The most that removing one record moves the sum by, in units of C = 1."""
 
     def total(part: Batch) -> Tensor:
-        return flat(clipped_sum(turning_losses, model, part, KEY, max_grad_norm=1.0, rows=rows, method=method))
+        return flat(
+            clipped_sum(
+                turning_losses, model, part, KEY, max_grad_norm=1.0, rows=rows, method=method
+            )
+        )
 
     num = len(batch.record_id_B)
     whole = total(batch)
-    return max(float((whole - total(take(batch, [j for j in range(num) if j != i]))).norm()) for i in (0, num // 2, num - 1))
+    return max(
+        float((whole - total(take(batch, [j for j in range(num) if j != i]))).norm())
+        for i in (0, num // 2, num - 1)
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_record_moves_the_sum_by_at_most_c_where_kernels_look_at_the_number_of_rows(method: str) -> None:
+def test_a_record_moves_the_sum_by_at_most_c_where_kernels_look_at_the_number_of_rows(
+    method: str,
+) -> None:
     model, batch = Turning(fewer_rows), vectors(ROWS, equal=True)
     if method == "one_pass":  # vmap calls the kernel for one record
         assert moved(model, batch, None) > 3, "the attack, where nothing is checked"
@@ -119,12 +138,22 @@ def test_a_record_moves_the_sum_by_at_most_c_where_kernels_look_at_the_number_of
 
 def test_passes_are_padded_to_numbers_of_rows_with_the_reference_bits() -> None:
     def sizes(kernel: Kernel, rows: int, *, zero_head: bool = False) -> tuple[int, ...]:
-        return check_bits(turning_losses, Turning(kernel, zero_head), vectors(rows), KEY, range(30), max_grad_norm=1.0)
+        return check_bits(
+            turning_losses,
+            Turning(kernel, zero_head),
+            vectors(rows),
+            KEY,
+            range(30),
+            max_grad_norm=1.0,
+        )
 
     for zero_head in (False, True):  # behind a zero head no gradient, and so no difference, arrives
         assert sizes(fewer_rows, 24, zero_head=zero_head) == tuple(range(16, 25))
         assert all(size % 2 == 0 for size in sizes(last_place, 24, zero_head=zero_head))
-        with pytest.raises(PrivacyError, match=r"in a pass of 23 rows.*depends on its place.*Use another number of rows"):
+        with pytest.raises(
+            PrivacyError,
+            match=r"in a pass of 23 rows.*depends on its place.*Use another number of rows",
+        ):
             sizes(last_place, 23, zero_head=zero_head)
 
 
@@ -150,8 +179,14 @@ def test_padding_changes_no_bit_of_a_sum(method: str) -> None:
                 p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
         losses = lambda m, b, _: m(b.image_BVCHW[:, 0, 0, 0, :])[:, 0]  # noqa: E731
         check_bits(losses, model, vectors(ROWS), KEY, sizes, max_grad_norm=0.5, method=method)
-        sums = [clipped_sum(losses, model, vectors(n), KEY, max_grad_norm=0.5, rows=ROWS, method=method) for n in (1, 3, 9, 11, 16, 40)]
-        return [torch.cat([flat(total), total.norms_B.double(), total.losses_B.double()]) for total in sums]
+        sums = [
+            clipped_sum(losses, model, vectors(n), KEY, max_grad_norm=0.5, rows=ROWS, method=method)
+            for n in (1, 3, 9, 11, 16, 40)
+        ]
+        return [
+            torch.cat([flat(total), total.norms_B.double(), total.losses_B.double()])
+            for total in sums
+        ]
 
     for padded, plain in zip(found(range(0)), found(range(ROWS)), strict=True):
         assert torch.equal(padded, plain)
@@ -161,20 +196,43 @@ def test_a_batch_larger_than_a_pass_is_split_by_hashes() -> None:
     """One record fewer changes no other record's norm, and the sum by at most C."""
     model, batch = Turning(fewer_rows), vectors(100)
     whole = clipped_sum(turning_losses, model, batch, KEY, max_grad_norm=1.0, rows=ROWS)
-    alone = torch.cat([clipped_sum(turning_losses, model, take(batch, [i]), KEY, max_grad_norm=1.0, rows=ROWS).norms_B for i in range(100)])
+    alone = torch.cat(
+        [
+            clipped_sum(
+                turning_losses, model, take(batch, [i]), KEY, max_grad_norm=1.0, rows=ROWS
+            ).norms_B
+            for i in range(100)
+        ]
+    )
     assert torch.equal(whole.norms_B, alone)  # in the order of the batch
     assert moved(model, batch, ROWS) <= proven_bound()
 
 
 def test_a_sum_whose_bits_were_not_checked_is_not_released() -> None:
     plan = make_plan(
-        PrivacyConfig(dataset_size=9, expected_batch_size=9, sampling="full_batch", steps=1, noise_multiplier=20.0, delta=1e-3)
+        PrivacyConfig(
+            dataset_size=9,
+            expected_batch_size=9,
+            sampling="full_batch",
+            steps=1,
+            noise_multiplier=20.0,
+            delta=1e-3,
+        )
     )
     model, first = Turning(fewer_rows), replace(KEY, step=0)
-    parts = {rows: take(vectors(27), slice(9 * i, 9 * i + 9)) for i, rows in enumerate((None, ROWS, 24))}
-    sums = {rows: clipped_sum(turning_losses, model, part, first, max_grad_norm=1.0, rows=rows) for rows, part in parts.items()}
+    parts = {
+        rows: take(vectors(27), slice(9 * i, 9 * i + 9)) for i, rows in enumerate((None, ROWS, 24))
+    }
+    sums = {
+        rows: clipped_sum(turning_losses, model, part, first, max_grad_norm=1.0, rows=rows)
+        for rows, part in parts.items()
+    }
     privatize(sums[ROWS], plan, 0, key())
-    for total in (sums[None], sums[None] + sums[ROWS], ClippedSum.add_up(model, 1.0, [sums[ROWS], sums[None]])):
+    for total in (
+        sums[None],
+        sums[None] + sums[ROWS],
+        ClippedSum.add_up(model, 1.0, [sums[ROWS], sums[None]]),
+    ):
         with pytest.raises(PrivacyError, match=r"without rows=.*clipped_sum\(\.\.\., rows=64\)"):
             privatize(total, plan.another_run(), 0, key())
     with pytest.raises(PrivacyError, match=r"passes of 16 and of 24 rows.*Give one rows="):
@@ -188,15 +246,24 @@ MODELS = {
     "mae": MAEConfig(encoder=SMALL, decoder_depth=1, decoder_width=16, decoder_num_heads=2),
     "classifier": ClassifierConfig(encoder=replace(SMALL, width=384, num_heads=6), num_classes=10),
     "captioner": CaptionerConfig(
-        encoder=SMALL, decoder=CrossDecoderConfig(depth=1, width=16, num_heads=2), vocab_size=300, num_tokens=12
+        encoder=SMALL,
+        decoder=CrossDecoderConfig(depth=1, width=16, num_heads=2),
+        vocab_size=300,
+        num_tokens=12,
     ),
-}  # fmt: skip
+}
 
 
 def config_of(kind: str, rows: int = 8) -> RunConfig:
     return RunConfig(
         recipe="vip.micro",
-        privacy=PrivacyConfig(dataset_size=60, expected_batch_size=20, steps=4, max_grad_norm=1e-3, noise_multiplier=2.0),
+        privacy=PrivacyConfig(
+            dataset_size=60,
+            expected_batch_size=20,
+            steps=4,
+            max_grad_norm=1e-3,
+            noise_multiplier=2.0,
+        ),
         model=MODELS[kind],
         hardware=HardwareConfig(device="cpu", physical_batch_size=rows, workers=1),
     )
@@ -204,22 +271,38 @@ def config_of(kind: str, rows: int = 8) -> RunConfig:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_norms_and_losses_of_our_networks_do_not_depend_on_company(kind: str, precision: str) -> None:
-    """Other numbers of records, neighbours and places: before, passes were padded to eight rows and no more."""
+def test_norms_and_losses_of_our_networks_do_not_depend_on_company(
+    kind: str, precision: str
+) -> None:
+    """Other numbers of records, neighbours and places: before, passes were padded to eight rows and
+    no more.
+    """
     config, rows = config_of(kind), 24
-    model, loss_fn, batch = make_model(config.model, 0), loss_function(config), example_batch(config, rows)
+    model, loss_fn, batch = (
+        make_model(config.model, 0),
+        loss_function(config),
+        example_batch(config, rows),
+    )
     found: dict[int, set[tuple[float, float]]] = {}
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
         check_bits(loss_fn, model, batch, KEY, range(8, rows), max_grad_norm=1e-3)
         for size, seed in itertools.product((1, 5, 8, 15, 16, 24), range(2)):
             chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[:size]
-            total = clipped_sum(loss_fn, model, take(batch, chosen), KEY, max_grad_norm=1e-3, rows=rows)
-            for i, both in zip(chosen.tolist(), zip(total.norms_B.tolist(), total.losses_B.tolist(), strict=True), strict=True):
+            total = clipped_sum(
+                loss_fn, model, take(batch, chosen), KEY, max_grad_norm=1e-3, rows=rows
+            )
+            for i, both in zip(
+                chosen.tolist(),
+                zip(total.norms_B.tolist(), total.losses_B.tolist(), strict=True),
+                strict=True,
+            ):
                 found.setdefault(i, set()).add(both)
     assert len(found) == rows and all(len(bits) == 1 for bits in found.values())
 
 
-def test_a_run_whose_kernels_look_at_places_is_refused_before_it_is_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_kernels_look_at_places_is_refused_before_it_is_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_scenes(tmp_path / "scenes", 60, 16, workers=1, public=False)
     config = config_of("mae", rows=9)
     config = replace(config, data=replace(config.data, store=str(tmp_path / "scenes")))
@@ -227,24 +310,45 @@ def test_a_run_whose_kernels_look_at_places_is_refused_before_it_is_charged(tmp_
 
     def uneven(self: Attention, x_BLD: Tensor) -> Tensor:
         y_BLD = real(self, x_BLD)
-        return y_BLD if y_BLD.dtype == torch.float64 else last_place(y_BLD.flatten(1)).view_as(y_BLD)
+        return (
+            y_BLD if y_BLD.dtype == torch.float64 else last_place(y_BLD.flatten(1)).view_as(y_BLD)
+        )
 
     with new_session(config, tmp_path / "good"):
         pass
     monkeypatch.setattr(Attention, "forward", uneven)
-    with pytest.raises(PrivacyError, match="in a pass of 9 rows"), new_session(config, tmp_path / "bad"):
+    with (
+        pytest.raises(PrivacyError, match="in a pass of 9 rows"),
+        new_session(config, tmp_path / "bad"),
+    ):
         pass
     assert not (tmp_path / "bad").exists()
 
 
-@pytest.mark.parametrize(("expected", "rows", "steps"), [(256, 32, 1000), (20, 7, 4), (48, 64, 1000), (98304, 250, 6000), (0.5, 64, 10)])
+@pytest.mark.parametrize(
+    ("expected", "rows", "steps"),
+    [(256, 32, 1000), (20, 7, 4), (48, 64, 1000), (98304, 250, 6000), (0.5, 64, 10)],
+)
 def test_checks_and_padding_cost_little(expected: float, rows: int, steps: int) -> None:
-    """Were all numbers of rows admitted: the padding at most 2% of a step, and the checks at most 1% of a run, where a run has thousands of
-    passes; else the two together at most what padding all passes to full ones costs."""
+    """Were all numbers of rows admitted: the padding at most 2% of a step, and the checks at most
+    1% of a run, where a run has thousands of passes; else the two together at most what padding all
+    passes to full ones costs.
+    """
     sizes = [*pass_sizes(expected, rows, steps), rows]
-    generator, count, real, made, number = np.random.default_rng(0), num_buckets(expected, rows), 0, 0, 0
+    generator, count, real, made, number = (
+        np.random.default_rng(0),
+        num_buckets(expected, rows),
+        0,
+        0,
+        0,
+    )
     for step in range(20):
-        for part in passes(replace(KEY, step=step), generator.integers(0, 2**62, generator.poisson(expected)), count, rows):
+        for part in passes(
+            replace(KEY, step=step),
+            generator.integers(0, 2**62, generator.poisson(expected)),
+            count,
+            rows,
+        ):
             real, number = real + len(part), number + 1
             made += next(size for size in sizes if size >= len(part))
     checks = (2 * sum(sizes) + 2 * rows) / steps * 20
@@ -255,26 +359,44 @@ def test_checks_and_padding_cost_little(expected: float, rows: int, steps: int) 
 
 
 def crafted(width: int = 512, classes: int = 10, size: float = 1e7) -> float:
-    """Of records whose logits are rounding alone: 15 equal ones and another, that leaves. Returns how far the sum moves, in units of C."""
+    """Of records whose logits are rounding alone: 15 equal ones and another, that leaves. Returns
+    how far the sum moves, in units of C.
+    """
     model = nn.Linear(width, classes, bias=False)
     with torch.no_grad():
         model.weight.normal_(0, width**-0.5, generator=torch.Generator().manual_seed(0))
         basis = torch.linalg.qr(model.weight.double().T)[0]
         x = size * torch.randn(600, width, generator=torch.Generator().manual_seed(3)).double()
         x = (x - (x @ basis) @ basis.T).float()
-        turned = [F.normalize(torch.stack([model(v.expand(n, width).contiguous())[-1] for v in x]).softmax(1), dim=1) for n in (15, 16)]
+        turned = [
+            F.normalize(
+                torch.stack([model(v.expand(n, width).contiguous())[-1] for v in x]).softmax(1),
+                dim=1,
+            )
+            for n in (15, 16)
+        ]
     far, worst = (turned[0] - turned[1]).norm(dim=1).argsort(descending=True)[:6], 0.0
 
     def losses(model: nn.Module, batch: Batch, _key: object) -> Tensor:
         assert batch.label_B is not None
-        return F.cross_entropy(model(batch.image_BVCHW[:, 0, 0, 0, :]), batch.label_B, reduction="none")
+        return F.cross_entropy(
+            model(batch.image_BVCHW[:, 0, 0, 0, :]), batch.label_B, reduction="none"
+        )
 
     for i, label, sign in itertools.product(far.tolist(), (1, 2), (1, -1)):
         image, label_B = x[i].expand(16, width).clone(), torch.zeros(16, dtype=torch.long)
         image[15] *= sign
         label_B[15] = label
-        batch = Batch(torch.arange(16), torch.ones(16, dtype=torch.bool), image.view(16, 1, 1, 1, width), label_B=label_B)
-        sums = [flat(clipped_sum(losses, model, take(batch, slice(n)), KEY, max_grad_norm=1.0, rows=16)) for n in (16, 15)]
+        batch = Batch(
+            torch.arange(16),
+            torch.ones(16, dtype=torch.bool),
+            image.view(16, 1, 1, 1, width),
+            label_B=label_B,
+        )
+        sums = [
+            flat(clipped_sum(losses, model, take(batch, slice(n)), KEY, max_grad_norm=1.0, rows=16))
+            for n in (16, 15)
+        ]
         worst = max(worst, float((sums[0] - sums[1]).norm()))
     return worst
 
@@ -284,19 +406,30 @@ def test_logits_that_are_rounding_alone_move_the_sum_by_at_most_c(kernels: str) 
     """MKL's COMPATIBLE kernels treat rows by fours: the sum moved by 3.08 C."""
     code = "from test_reference_bits import crafted; print(crafted())"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=os.environ | {"MKL_CBWR": kernels, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=True, timeout=900,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"MKL_CBWR": kernels, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=900,
+    )
     assert float(done.stdout) <= proven_bound()
 
 
 def test_bits_are_checked_again_for_a_loss_with_other_numbers() -> None:
-    """A branch that the first check did not see: at first no number of the loss is rounded in the products, later it turns with them."""
+    """A branch that the first check did not see: at first no number of the loss is rounded in the
+    products, later it turns with them.
+    """
     model, batch = Turning(last_place), vectors(23)
 
     def loss_of(turns: bool) -> Callable[..., Tensor]:
         def losses(model: nn.Module, batch: Batch, key: object) -> Tensor:
-            return turning_losses(model, batch, key) if turns else batch.image_BVCHW.flatten(1).sum(1) * model.head.sum()
+            return (
+                turning_losses(model, batch, key)
+                if turns
+                else batch.image_BVCHW.flatten(1).sum(1) * model.head.sum()
+            )
 
         return losses
 

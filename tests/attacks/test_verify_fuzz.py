@@ -1,6 +1,8 @@
-"""A dishonest operator hands over a statement made by other code: which of its values may be altered without a failed check.
+"""A dishonest operator hands over a statement made by other code: which of its values may be
+altered without a failed check.
 
-Before, 59 kinds of values were free with run and store, and more without: whatever only the code that wrote the statement could compute.
+Before, 59 kinds of values were free with run and store, and more without: whatever only the code
+that wrote the statement could compute.
 """
 
 import copy
@@ -36,11 +38,17 @@ DECLARED = re.compile(
     r"run_id|recipe|settings.*|scores.*|hashes\.(code|config|ledger|weights).*|versions.*|phrases|guarantee\.accountant\.software"
     r"|history\.restarts|history\.lineage\.\*\.(store_id|visibility|licence)|history\.other_runs\.(?!text|known).*"
 )
-"""What a statement alone does not determine; everything but the software's name is compared with the run or the store."""
+"""What a statement alone does not determine; everything but the software's name is compared with
+the run or the store.
+"""
 
 
 def bad(path: Path, *where: Path) -> list[str]:
-    return [check.name for check in verify_statement(path, *where) if check.status in ("failed", "unverified")]
+    return [
+        check.name
+        for check in verify_statement(path, *where)
+        if check.status in ("failed", "unverified")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +67,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def leaves(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     if not isinstance(value, dict | list):
         yield where, value
     for key, inner in items:
@@ -80,18 +94,25 @@ def altered(statement: dict[str, Any], where: tuple[Any, ...], value: Any) -> di
     return made
 
 
-def test_a_true_statement_of_other_code_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_true_statement_of_other_code_passes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = folder / "run"
     assert bad(run / "statement.json") == bad(run / "statement.json", run, folder / "store") == []
     assert main(["verify", str(run / "statement.json")]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^declared +other values +tuning not_covered, stop not_declared", printed, re.MULTILINE)
+    assert re.search(
+        r"^declared +other values +tuning not_covered, stop not_declared", printed, re.MULTILINE
+    )
 
 
-def test_only_what_is_declared_can_be_altered_unnoticed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_declared_can_be_altered_unnoticed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, path = folder / "run", tmp_path / "s.json"
     statement = json.loads((run / "statement.json").read_text())
-    # Speed: figures follow from plan and steps, which the alterations of figures and sentences leave alone.
+    # Speed: figures follow from plan and steps, which the alterations of figures and sentences
+    # leave alone.
     known: dict[str, Any] = {}
 
     def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,11 +139,19 @@ def test_only_what_is_declared_can_be_altered_unnoticed(folder: Path, tmp_path: 
             with_run.append(tag)
     assert len(seen) > 100
     assert [tag for tag in alone if not DECLARED.fullmatch(tag)] == []
-    assert with_run in ([], ["phrases"], ["guarantee.accountant.software"], ["phrases", "guarantee.accountant.software"])
+    assert with_run in (
+        [],
+        ["phrases"],
+        ["guarantee.accountant.software"],
+        ["phrases", "guarantee.accountant.software"],
+    )
 
 
 def test_emptied_lists_and_softened_words_are_found(folder: Path, tmp_path: Path) -> None:
-    statement, path = json.loads((folder / "run" / "statement.json").read_text()), tmp_path / "s.json"
+    statement, path = (
+        json.loads((folder / "run" / "statement.json").read_text()),
+        tmp_path / "s.json",
+    )
 
     def softened(made: dict[str, Any]) -> None:
         made["in_words"] = ["No attack can succeed: epsilon 0.01."]
@@ -144,29 +173,46 @@ def test_emptied_lists_and_softened_words_are_found(folder: Path, tmp_path: Path
         assert bad(path), change
 
 
-def test_sentences_of_another_version_are_said_not_to_be_compared_and_its_figures_are_checked(folder: Path, tmp_path: Path) -> None:
-    statement, path = json.loads((folder / "run" / "statement.json").read_text()), tmp_path / "s.json"
+def test_sentences_of_another_version_are_said_not_to_be_compared_and_its_figures_are_checked(
+    folder: Path, tmp_path: Path
+) -> None:
+    statement, path = (
+        json.loads((folder / "run" / "statement.json").read_text()),
+        tmp_path / "s.json",
+    )
     statement["phrases"] = "of another version"
     statement["scope"]["trust_model"] = "Written otherwise."
     path.write_text(json.dumps(statement))
     checks = {check.name: check for check in verify_statement(path)}
-    assert checks["sentences"].status == "not checked" and "NOT compared" in checks["sentences"].detail and not bad(path)
+    assert (
+        checks["sentences"].status == "not checked"
+        and "NOT compared" in checks["sentences"].detail
+        and not bad(path)
+    )
     for change in ({"epsilon_rdp": 0.01}, {"n_times_delta": 0.1}):
         path.write_text(json.dumps({**statement, "guarantee": statement["guarantee"] | change}))
         assert bad(path) == ["figures"]
-    path.write_text(json.dumps({**statement, "headline": statement["headline"].replace("epsilon ", "epsilon 0.")}))
+    path.write_text(
+        json.dumps(
+            {**statement, "headline": statement["headline"].replace("epsilon ", "epsilon 0.")}
+        )
+    )
     assert bad(path) == ["figures"]
 
 
 def test_a_truncated_plan_with_plain_poissons_epsilon_is_found(tmp_path: Path) -> None:
     """0.447 was stated where truncated draws cost 4.03, and passed."""
-    plain = replace(POISSON, dataset_size=10_000, expected_batch_size=100.0, steps=50, noise_multiplier=1.0)
+    plain = replace(
+        POISSON, dataset_size=10_000, expected_batch_size=100.0, steps=50, noise_multiplier=1.0
+    )
     cut = replace(plain, sampling="truncated_poisson", max_batch_size=100)
     assert draft_plan(cut).epsilon > 5 * make_plan(plain).epsilon  # type: ignore[operator]
     with pytest.raises(PrivacyError):
         make_plan(cut)
     make_store(tmp_path / "store")
-    statement = make_statement(make_run(tmp_path / "run", tmp_path / "store", privacy=plain, charged=50))
+    statement = make_statement(
+        make_run(tmp_path / "run", tmp_path / "store", privacy=plain, charged=50)
+    )
     plan = statement["history"]["lineage"][-1]["guarantee"]["plan"]
     plan |= {"sampling": "truncated_poisson", "max_batch_size": 100}
     statement["mechanism"]["max_batch_size"] = 100
@@ -174,11 +220,15 @@ def test_a_truncated_plan_with_plain_poissons_epsilon_is_found(tmp_path: Path) -
     assert {"figures", "epsilon", "epsilon of this run"} <= set(bad(tmp_path / "s.json"))
     wide = replace(plain, sampling="truncated_poisson", max_batch_size=180)
     make_store(tmp_path / "wide" / "store")
-    true = make_run(tmp_path / "wide" / "run", tmp_path / "wide" / "store", privacy=wide, charged=50)
+    true = make_run(
+        tmp_path / "wide" / "run", tmp_path / "wide" / "store", privacy=wide, charged=50
+    )
     assert bad(write_statement(true), true, tmp_path / "wide" / "store") == []
 
 
-def test_no_figure_of_a_private_selection_passes_unless_its_bound_is_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_figure_of_a_private_selection_passes_unless_its_bound_is_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     privacy = replace(PRIVACY, steps=4, noise_multiplier=12.0)
     plan = make_plan(privacy, ask_selection(privacy, mean_runs=5.0, shape=1.0))
     made = make_statement_of_plan(tmp_path, plan)
@@ -198,7 +248,9 @@ def test_no_figure_of_a_private_selection_passes_unless_its_bound_is_recomputed(
 
     monkeypatch.setattr(again, "compose", refuse)
     monkeypatch.setattr(recompute_module, "by_first_accountant", refuse)
-    assert {"epsilon", "figures"} <= {check.name for check in verify_statement(made) if check.status == "unverified"}
+    assert {"epsilon", "figures"} <= {
+        check.name for check in verify_statement(made) if check.status == "unverified"
+    }
     with pytest.raises(SystemExit) as stop:
         main(["verify", str(made)])
     assert stop.value.code == 1
@@ -207,7 +259,14 @@ def test_no_figure_of_a_private_selection_passes_unless_its_bound_is_recomputed(
 def make_statement_of_plan(root: Path, plan: Any) -> Path:
     """A statement whose plan is ``plan``, by the facts of another run's."""
     make_store(root / "store")
-    statement = make_statement(make_run(root / "run", root / "store", privacy=replace(PRIVACY, steps=1, noise_multiplier=12.0), charged=1))
+    statement = make_statement(
+        make_run(
+            root / "run",
+            root / "store",
+            privacy=replace(PRIVACY, steps=1, noise_multiplier=12.0),
+            charged=1,
+        )
+    )
     statement = json.loads(json.dumps(statement))
     facts = replace(again._facts(statement), plan=plan, steps=1)
     others = copy.deepcopy(facts.other_runs)
@@ -220,8 +279,12 @@ def make_statement_of_plan(root: Path, plan: Any) -> Path:
 # A later review: figures lowered while run and store are at hand
 
 
-def with_steps(statement: dict[str, Any], steps: int, restarts: int, line: str, in_weights: int | None = None) -> dict[str, Any]:
-    """The statement that these facts make, by the product's own words and figures; other runs are said to be unknown."""
+def with_steps(
+    statement: dict[str, Any], steps: int, restarts: int, line: str, in_weights: int | None = None
+) -> dict[str, Any]:
+    """The statement that these facts make, by the product's own words and figures; other runs are
+    said to be unknown.
+    """
     facts = again._facts(statement)
     updates = facts.updates if in_weights is None else in_weights
     hidden = {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
@@ -245,7 +308,9 @@ def lines_of(ledger: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 8 planned steps, saved after 4; then 2 restarts and 2 steps, as another run on its store."""
+    """A run of 8 planned steps, saved after 4; then 2 restarts and 2 steps, as another run on its
+    store.
+    """
     root = tmp_path_factory.mktemp("resumed")
     make_store(root / "store")
     privacy = replace(PRIVACY, steps=8)
@@ -261,7 +326,9 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_step_is_stated_of_a_run_that_was_charged(resumed: Path, tmp_path: Path) -> None:
-    """Epsilon 0.00 passed with run and store: an early line of the ledger, and other runs unknown."""
+    """Epsilon 0.00 passed with run and store: an early line of the ledger, and other runs
+    unknown.
+    """
     run, store, path = resumed / "run", resumed / "store", tmp_path / "s.json"
     true = json.loads((run / "statement.json").read_text())
     first = lines_of(run / "ledger.jsonl")[1]
@@ -282,7 +349,9 @@ def test_no_step_is_stated_of_a_run_that_was_charged(resumed: Path, tmp_path: Pa
     manifest |= {"ledger_steps": 0, "updates": 0, "ledger_digest": first}
     manifest["tensors"] = {"model.safetensors": hashlib.sha256(blob).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (forged / "ledger.jsonl").write_bytes(b"".join((run / "ledger.jsonl").read_bytes().splitlines(keepends=True)[:2]))
+    (forged / "ledger.jsonl").write_bytes(
+        b"".join((run / "ledger.jsonl").read_bytes().splitlines(keepends=True)[:2])
+    )
     made = with_steps(true, 0, 0, first, 0)
     made["hashes"]["weights"] = manifest["tensors"]
     path.write_text(json.dumps(made))
@@ -290,7 +359,9 @@ def test_no_step_is_stated_of_a_run_that_was_charged(resumed: Path, tmp_path: Pa
     assert "store, last line" in bad(path, forged, store)
 
 
-@pytest.mark.parametrize(("steps", "restarts", "line"), [(3, 0, -2), (4, 0, -1), (5, 0, 7), (6, 1, -1), (5, 1, -1)])
+@pytest.mark.parametrize(
+    ("steps", "restarts", "line"), [(3, 0, -2), (4, 0, -1), (5, 0, 7), (6, 1, -1), (5, 1, -1)]
+)
 def test_steps_and_restarts_are_those_of_the_named_line_and_it_is_not_before_the_weights(
     resumed: Path, tmp_path: Path, steps: int, restarts: int, line: int
 ) -> None:
@@ -298,7 +369,13 @@ def test_steps_and_restarts_are_those_of_the_named_line_and_it_is_not_before_the
     true = json.loads((run / "statement.json").read_text())
     assert (true["mechanism"]["steps_executed"], true["history"]["restarts"]) == (6, 2)
     lines = lines_of(next(resumed.glob(f"LEDGERS/*/{true['run_id']}.jsonl")))
-    made = with_steps(true, steps, restarts, lines[line] if steps > 4 else lines_of(run / "ledger.jsonl")[line], min(steps, 4))
+    made = with_steps(
+        true,
+        steps,
+        restarts,
+        lines[line] if steps > 4 else lines_of(run / "ledger.jsonl")[line],
+        min(steps, 4),
+    )
     path.write_text(json.dumps(made))
     passes = (steps, restarts) == (4, 0)
     assert ("store, last line" in bad(path, run, store)) is not passes
@@ -306,7 +383,9 @@ def test_steps_and_restarts_are_those_of_the_named_line_and_it_is_not_before_the
         assert (bad(path, run) == []) is passes
 
 
-def test_other_runs_are_not_unknown_to_a_store_that_was_charged_by_them(resumed: Path, tmp_path: Path) -> None:
+def test_other_runs_are_not_unknown_to_a_store_that_was_charged_by_them(
+    resumed: Path, tmp_path: Path
+) -> None:
     """The exit status was 0, also for a run that the statement left out."""
     run, store, path = resumed / "run", resumed / "store", tmp_path / "s.json"
     true = json.loads((run / "statement.json").read_text())
@@ -324,30 +403,60 @@ def test_a_stop_declared_of_a_run_that_went_on_is_not_confirmed(tmp_path: Path) 
     run = make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=4)
     path = write_statement(run, stop="independent")
     assert bad(path, run, tmp_path / "store") == []
-    with Ledger.open(tmp_path / "store", "5eedc0ffee123456", make_plan(privacy), resume=True) as ledger:
+    with Ledger.open(
+        tmp_path / "store", "5eedc0ffee123456", make_plan(privacy), resume=True
+    ) as ledger:
         ledger.append()
     assert bad(path, run) == [] and bad(path, run, tmp_path / "store") == ["store, last line"]
 
 
 def test_a_parent_does_not_lose_its_steps(tmp_path: Path) -> None:
-    """A lineage in which the private parent had executed no step was accepted with the store at hand: it cost nothing."""
+    """A lineage in which the private parent had executed no step was accepted with the store at
+    hand: it cost nothing.
+    """
     store_id = make_store(tmp_path / "store")
     plan = make_plan(replace(PRIVACY, steps=4))
     with Ledger.open(tmp_path / "store", "parent", plan, resume=False) as ledger:
         for _ in range(4):
             ledger.append()
-    guarantee = {"epsilon": 0.0, "epsilon_rdp": 0.0, "delta": plan.delta, "steps": 0, "plan": plan.to_dict()}
-    parent = {"store_id": store_id, "visibility": "private", "licence": None, "run_id": "parent", "guarantee": guarantee}
-    run = make_run(tmp_path / "run", tmp_path / "store", privacy=replace(PRIVACY, steps=2), charged=2, parents=(parent,))
+    guarantee = {
+        "epsilon": 0.0,
+        "epsilon_rdp": 0.0,
+        "delta": plan.delta,
+        "steps": 0,
+        "plan": plan.to_dict(),
+    }
+    parent = {
+        "store_id": store_id,
+        "visibility": "private",
+        "licence": None,
+        "run_id": "parent",
+        "guarantee": guarantee,
+    }
+    run = make_run(
+        tmp_path / "run",
+        tmp_path / "store",
+        privacy=replace(PRIVACY, steps=2),
+        charged=2,
+        parents=(parent,),
+    )
     with pytest.raises(PrivacyError, match="contradicts the store's ledger"):
         make_statement(run)
 
 
 @pytest.mark.slow
 def test_a_true_statement_at_tiny_rates_passes(tmp_path: Path) -> None:
-    """0.02126 was stated and is right; the second accountant said 0.0333, and the statement failed."""
+    """0.02126 was stated and is right; the second accountant said 0.0333, and the statement
+    failed.
+    """
     privacy = replace(
-        POISSON, dataset_size=10**9, expected_batch_size=1000.0, steps=3000, noise_multiplier=0.7, delta=1e-13, max_grad_norm=1.0
+        POISSON,
+        dataset_size=10**9,
+        expected_batch_size=1000.0,
+        steps=3000,
+        noise_multiplier=0.7,
+        delta=1e-13,
+        max_grad_norm=1.0,
     )
     make_store(tmp_path / "store")
     run = make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=1)
@@ -357,9 +466,13 @@ def test_a_true_statement_at_tiny_rates_passes(tmp_path: Path) -> None:
     assert "0.0213 stated, 0.0212 by the second accountant" in epsilon.detail
 
 
-def test_a_true_statement_of_an_older_version_passes_without_a_comparison_of_its_sentences(tmp_path: Path) -> None:
+def test_a_true_statement_of_an_older_version_passes_without_a_comparison_of_its_sentences(
+    tmp_path: Path,
+) -> None:
     make_store(tmp_path / "store")
-    run = make_run(tmp_path / "run", tmp_path / "store", privacy=replace(PRIVACY, steps=4), charged=4)
+    run = make_run(
+        tmp_path / "run", tmp_path / "store", privacy=replace(PRIVACY, steps=4), charged=4
+    )
     statement = json.loads(write_statement(run).read_text())
     this = statement["guarantee"]["this_run"]
     this["epsilon_of_all_planned_steps"] = this["epsilon"]

@@ -1,4 +1,6 @@
-"""An error names its cause and the remedy: what is at a path where something else was expected, permissions, a run that is not there."""
+"""An error names its cause and the remedy: what is at a path where something else was expected,
+permissions, a run that is not there.
+"""
 
 import os
 import shlex
@@ -54,7 +56,9 @@ STORE_COMMANDS = [
 
 
 @pytest.mark.parametrize("command", STORE_COMMANDS)
-def test_a_folder_of_images_in_place_of_a_store_gets_the_command_that_imports_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_images_in_place_of_a_store_gets_the_command_that_imports_it(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     _store()
     said = _error(command.format("images").split(), capsys)
     assert "No such file" not in said and "images: a folder without store.json" in said
@@ -67,7 +71,11 @@ def test_what_is_in_place_of_a_store_is_named(capsys: pytest.CaptureFixture[str]
     store = _store()
     write_folder(Path("runs"), {"a/config.json": b"{}"})
     write_tar(Path("some.tar"), {"0.png": png(0), "0.cls": b"1"})
-    for place, words in [("runs/a", "a run; expected a store"), (".", "Give one: store"), ("some.tar", "import some.tar some-store")]:
+    for place, words in [
+        ("runs/a", "a run; expected a store"),
+        (".", "Give one: store"),
+        ("some.tar", "import some.tar some-store"),
+    ]:
         assert words in _error(["data", "inspect", place], capsys)
         with pytest.raises(DataError, match=words):
             open_store(place)
@@ -75,19 +83,33 @@ def test_what_is_in_place_of_a_store_is_named(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    "command", ["train vip.micro", "adapt", "adapt --epsilon 2 --data store", "train vip.micro --optim.learning-rate 1"]
+    "command",
+    [
+        "train vip.micro",
+        "adapt",
+        "adapt --epsilon 2 --data store",
+        "train vip.micro --optim.learning-rate 1",
+    ],
 )
-def test_resuming_a_run_that_is_not_there_names_those_that_are(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_a_run_that_is_not_there_names_those_that_are(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = [*command.split(), "--resume", "--name", "nosuch"]
     said = _error(argv, capsys)
     assert "runs/nosuch holds no run" in said and "There is no run in runs" in said
-    write_folder(Path("runs"), {"first/config.json": b"{}", "secret/confidential/config.json": b"{}", "other/x": b""})
+    write_folder(
+        Path("runs"),
+        {"first/config.json": b"{}", "secret/confidential/config.json": b"{}", "other/x": b""},
+    )
     said = _error(argv, capsys)
     assert "runs/nosuch holds no run" in said and "The runs in runs are first, secret:" in said
 
 
 def test_verify_of_a_run_gets_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    write_folder(Path("runs"), {"a/config.json": b"{}", "b/config.json": b"{}", "b/statement.json": b"{}", "c/x": b""})
+    write_folder(
+        Path("runs"),
+        {"a/config.json": b"{}", "b/config.json": b"{}", "b/statement.json": b"{}", "c/x": b""},
+    )
     assert _error(["verify", "runs/a"], capsys).endswith("Write it first: dpvision report runs/a")
     said = _error(["verify", "runs/b"], capsys)
     assert said.endswith("Use dpvision verify runs/b/statement.json --run runs/b")
@@ -97,7 +119,9 @@ def test_verify_of_a_run_gets_the_command(capsys: pytest.CaptureFixture[str]) ->
     assert "without statement.json" in _error(["verify", "runs/c"], capsys)
 
 
-def test_a_missing_warm_start_is_named_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_warm_start_is_named_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the tokenizer is asked for, and before anything slow is imported or read."""
     _store()
 
@@ -109,7 +133,9 @@ def test_a_missing_warm_start_is_named_at_once(capsys: pytest.CaptureFixture[str
     for more in ([], ["--dry-run"]):
         said = _error(["train", "dpcap.micro", "--data", "store", *more], capsys)
         assert "dpvision train synthetic.dpcap_micro" in said and "--init-from None" in said
-    assert "dpvision train synthetic.vip_micro" in _error(["train", "vip.micro", "--data", "store"], capsys)
+    assert "dpvision train synthetic.vip_micro" in _error(
+        ["train", "vip.micro", "--data", "store"], capsys
+    )
 
 
 SOURCES = {
@@ -117,13 +143,28 @@ SOURCES = {
     "persons": lambda: write_folder(
         Path("source"),
         {f"{i}.png": png(i) for i in range(200)}
-        | {"metadata.csv": ("file_name,label,person\n" + "".join(f"{i}.png,{'cat' if i else ''},{i}\n" for i in range(200))).encode()},
+        | {
+            "metadata.csv": (
+                "file_name,label,person\n"
+                + "".join(f"{i}.png,{'cat' if i else ''},{i}\n" for i in range(200))
+            ).encode()
+        },
     ),
     "tar": lambda: write_tar(
-        Path("source.tar"), {f"{i}.{end}": data for i in range(200) for end, data in (("png", png(i)), ("cls", b"cat"))}
+        Path("source.tar"),
+        {
+            f"{i}.{end}": data
+            for i in range(200)
+            for end, data in (("png", png(i)), ("cls", b"cat"))
+        },
     ),
     "lists": lambda: write_tar(
-        Path("source.tar"), {f"{i}.{end}": data for i in range(200) for end, data in (("png", png(i)), ("json", js(label=["cat"])))}
+        Path("source.tar"),
+        {
+            f"{i}.{end}": data
+            for i in range(200)
+            for end, data in (("png", png(i)), ("json", js(label=["cat"])))
+        },
     ),
 }
 
@@ -134,23 +175,43 @@ def test_missing_classes_are_found_before_the_images_are_decoded(
 ) -> None:
     source, decoded = SOURCES[kind](), list[int]()
     monkeypatch.setattr("dpvision.data.importer._check", lambda *args: decoded.append(1))
-    said = _error(["data", "import", str(source), "store", *(["--unit-from", "person"] if kind == "persons" else [])], capsys)
+    said = _error(
+        [
+            "data",
+            "import",
+            str(source),
+            "store",
+            *(["--unit-from", "person"] if kind == "persons" else []),
+        ],
+        capsys,
+    )
     assert "class names ('cat'" in said and "--classes FILE" in said and not decoded
     assert ("'dog'" in said) == (kind == "folders"), "other names follow, for the list"
     assert not Path("store").exists()
 
 
 def test_a_name_of_an_image_that_does_not_count_needs_no_list(tmp_path: Path) -> None:
-    files = {f"{i}.png": png(i) for i in range(3)} | {"broken/1.png": png(1)[:60], "broken/notes.txt": b"none"}
+    files = {f"{i}.png": png(i) for i in range(3)} | {
+        "broken/1.png": png(1)[:60],
+        "broken/notes.txt": b"none",
+    }
     store = import_source(write_folder(tmp_path / "source", files), tmp_path / "store")
     assert store.num_records == 3 and not store.has_labels
     files = {f"{i}.png": png(i) for i in range(3)}
     table = b"file_name,label,person\n0.png,1,a\n1.png,0,b\n2.png,junk,\n"
     source = write_folder(tmp_path / "persons", files | {"metadata.csv": table})
-    assert import_source(source, tmp_path / "kept", unit_from="person", unmatched="drop").labels.tolist() == [1, 0]
+    assert import_source(
+        source, tmp_path / "kept", unit_from="person", unmatched="drop"
+    ).labels.tolist() == [1, 0]
     with pytest.raises(DataError, match="junk"):
         import_source(source, tmp_path / "all", unit_from="person", unmatched="own-person")
-    kept = import_source(source, tmp_path / "both", unit_from="person", unmatched="own-person", classes=ClassRule(None, "unlabelled"))
+    kept = import_source(
+        source,
+        tmp_path / "both",
+        unit_from="person",
+        unmatched="own-person",
+        classes=ClassRule(None, "unlabelled"),
+    )
     assert kept.labels.tolist() == [1, 0, -1]
 
 
@@ -160,7 +221,11 @@ def somebody(tmp_path: Path) -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
-    opened = [folder for folder in (tmp_path, *tmp_path.parents) if not folder.stat().st_mode & stat.S_IXOTH]
+    opened = [
+        folder
+        for folder in (tmp_path, *tmp_path.parents)
+        if not folder.stat().st_mode & stat.S_IXOTH
+    ]
     before = {folder: stat.S_IMODE(folder.stat().st_mode) for folder in opened}
     for folder in opened:
         folder.chmod(0o755)
@@ -178,15 +243,37 @@ def somebody(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def files(tmp_path: Path, at: Path) -> Path:
-    """A private store, images and a closed folder; made before ``somebody``, who may not be able to import what is not imported yet."""
-    for name in ("cli.data", "cli.evaluate", "cli.report", "cli.train", "cli.verify", "data.importer", "data.inspect", "eval.probes.suite"):
+    """A private store, images and a closed folder; made before ``somebody``, who may not be able to
+    import what is not imported yet.
+    """
+    for name in (
+        "cli.data",
+        "cli.evaluate",
+        "cli.report",
+        "cli.train",
+        "cli.verify",
+        "data.importer",
+        "data.inspect",
+        "eval.probes.suite",
+    ):
         import_module(f"dpvision.{name}")
-    for name in ("report.gallery", "report.operator_page", "report.page", "report.verify", "train.start"):
+    for name in (
+        "report.gallery",
+        "report.operator_page",
+        "report.page",
+        "report.verify",
+        "train.start",
+    ):
         import_module(f"dpvision.{name}")
     write_folder(tmp_path / "images", {f"{i}.png": png(i) for i in range(6)})
     import_source("images", "store")
     write_folder(
-        tmp_path / "closed", {"images/1.png": png(1), "run/config.json": b"{}", "run/run.json": js(format="dpvision-run-1", run_id="r")}
+        tmp_path / "closed",
+        {
+            "images/1.png": png(1),
+            "run/config.json": b"{}",
+            "run/run.json": js(format="dpvision-run-1", run_id="r"),
+        },
     )
     return tmp_path
 
@@ -195,20 +282,51 @@ def files(tmp_path: Path, at: Path) -> Path:
     ("command", "closed", "mode", "words"),
     [
         ("data import images new/store", ".", 0o555, ["data: ", "may not use it", "ls -ld"]),
-        ("data import closed/images new", "closed", 0o600, ["permission: ", "closed: Permission denied", "may be entered"]),
+        (
+            "data import closed/images new",
+            "closed",
+            0o600,
+            ["permission: ", "closed: Permission denied", "may be entered"],
+        ),
         ("data import closed new", "closed", 0o000, ["permission: ", "may be entered"]),
-        ("data import closed new", "closed", 0o100, ["closed: Permission denied; expected a readable folder"]),
-        ("data inspect store", "store", 0o600, ["store: store: Permission denied", "may not use it", "/store)"]),
+        (
+            "data import closed new",
+            "closed",
+            0o100,
+            ["closed: Permission denied; expected a readable folder"],
+        ),
+        (
+            "data inspect store",
+            "store",
+            0o600,
+            ["store: store: Permission denied", "may not use it", "/store)"],
+        ),
         ("data inspect store", "store/index.npy", 0o000, ["index.npy", "may not use it"]),
-        ("data inspect store", "store/store.json", 0o000, ["store.json: Permission denied", "may not use it"]),
+        (
+            "data inspect store",
+            "store/store.json",
+            0o000,
+            ["store.json: Permission denied", "may not use it"],
+        ),
         ("evaluate patches --train store", "store", 0o600, ["store: store: Permission denied"]),
         ("verify closed/run", "closed/run", 0o600, ["permission: ", "may be entered"]),
         ("report closed/run", "closed/run/config.json", 0o000, ["may not use it"]),
-        ("train vip.micro --resume --name run --runs closed", "closed/run/config.json", 0o000, ["may not use it"]),
+        (
+            "train vip.micro --resume --name run --runs closed",
+            "closed/run/config.json",
+            0o000,
+            ["may not use it"],
+        ),
     ],
 )
 def test_permissions_are_named_as_the_cause(
-    command: str, closed: str, mode: int, words: list[str], files: Path, somebody: None, capsys: pytest.CaptureFixture[str]
+    command: str,
+    closed: str,
+    mode: int,
+    words: list[str],
+    files: Path,
+    somebody: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = stat.S_IMODE(Path(closed).stat().st_mode)
     Path(closed).chmod(mode)
@@ -217,7 +335,13 @@ def test_permissions_are_named_as_the_cause(
     finally:
         Path(closed).chmod(before)
     assert all(part in said for part in words), said
-    for wrong in ("Import the source again", "Restore", "free space", "Free space", "Make one with"):
+    for wrong in (
+        "Import the source again",
+        "Restore",
+        "free space",
+        "Free space",
+        "Make one with",
+    ):
         assert wrong not in said, said
 
 
@@ -230,16 +354,24 @@ def test_any_denied_write_is_an_error_with_its_place(
 
     monkeypatch.setattr("dpvision.cli.ledger.run", denied)
     said = _error(["ledger", "store"], capsys)
-    assert f"{tmp_path / 'new'}: Operation not permitted; expected one that may be written to" in said
+    assert (
+        f"{tmp_path / 'new'}: Operation not permitted; expected one that may be written to" in said
+    )
 
 
 @pytest.mark.parametrize("command", ["adapt", "tune"])
-def test_a_misspelled_option_without_a_recipe_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_option_without_a_recipe_is_named(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It was taken for a recipe called '[]'."""
     with pytest.raises(SystemExit) as left:
         main([command, "--epsilom", "1"])
     printed = "".join(capsys.readouterr())
-    assert left.value.code == 2 and "recipe '[]'" not in printed and ("--epsilom" in printed or "usage: dpvision tune RECIPE" in printed)
+    assert (
+        left.value.code == 2
+        and "recipe '[]'" not in printed
+        and ("--epsilom" in printed or "usage: dpvision tune RECIPE" in printed)
+    )
 
 
 def test_a_score_below_chance_says_what_it_may_mean() -> None:

@@ -1,4 +1,6 @@
-"""The demo goes the whole way, says only what its intervals carry, and keeps what depends on a user's images under confidential/."""
+"""The demo goes the whole way, says only what its intervals carry, and keeps what depends on a
+user's images under confidential/.
+"""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +30,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("demo.start", {"dataset_size": 40, "expected_batch_size": 20, "steps": 2}),
     ):
         config = RECIPES[name]()
-        made = replace(config, privacy=replace(config.privacy, **privacy), optim=replace(config.optim, warmup_steps=1))
+        made = replace(
+            config,
+            privacy=replace(config.privacy, **privacy),
+            optim=replace(config.optim, warmup_steps=1),
+        )
         monkeypatch.setitem(RECIPES, name, lambda made=made: made)
     yield
 
@@ -38,31 +44,54 @@ def _score(value: float, low: float, high: float) -> Score:
 
 
 @pytest.mark.parametrize(
-    ("before", "words"), [((0.2, 0.1, 0.29), "ahead of"), ((0.2, 0.1, 0.31), "not to be told from"), ((0.6, 0.51, 0.7), "behind")]
+    ("before", "words"),
+    [
+        ((0.2, 0.1, 0.29), "ahead of"),
+        ((0.2, 0.1, 0.31), "not to be told from"),
+        ((0.6, 0.51, 0.7), "behind"),
+    ],
 )
-def test_the_verdict_is_that_of_the_intervals(before: tuple[float, float, float], words: str) -> None:
+def test_the_verdict_is_that_of_the_intervals(
+    before: tuple[float, float, float], words: str
+) -> None:
     assert words in demo_steps._compared(_score(0.4, 0.3, 0.5), _score(*before))
 
 
 @pytest.mark.slow
-def test_scenes_go_all_the_way(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["demo", "--stores", str(tmp_path / "stores"), "--runs", str(tmp_path / "runs"), "--json"]
+def test_scenes_go_all_the_way(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [
+        "demo",
+        "--stores",
+        str(tmp_path / "stores"),
+        "--runs",
+        str(tmp_path / "runs"),
+        "--json",
+    ]
     assert main(argv) == 0
     result = json.loads(capsys.readouterr().out)
     for part, epsilon in (("classifier", 2.0), ("captioner", 4.0)):
         run = Path(result[part]["run"])
-        assert result[part]["epsilon"] <= epsilon and "What it learned" in (run / "report.html").read_text()
+        assert (
+            result[part]["epsilon"] <= epsilon
+            and "What it learned" in (run / "report.html").read_text()
+        )
         assert all(score["visibility"] == "public" for score in result[part]["scores"])
     public = open_store(tmp_path / "stores/demo-public")
     assert {public.label_names[k] for k in public.labels.tolist()} <= set(demo_steps.PUBLIC_COLOURS)
     unnamed = open_store(tmp_path / "stores/demo-test-new-colours")
-    assert not {unnamed.label_names[k] for k in unnamed.labels.tolist()} & set(demo_steps.PUBLIC_COLOURS)
+    assert not {unnamed.label_names[k] for k in unnamed.labels.tolist()} & set(
+        demo_steps.PUBLIC_COLOURS
+    )
     assert main(argv) == 0  # the stores are used again, and both runs are charged to them
     assert json.loads(capsys.readouterr().out)["classifier"]["run"].endswith("demo-classifier-2")
 
 
 def _on_own_images(folder: Path, num: int) -> list[str]:
-    """Write ``num`` scenes, those of two shapes into folders by shape, and the list of classes; return the command."""
+    """Write ``num`` scenes, those of two shapes into folders by shape, and the list of classes;
+    return the command.
+    """
     for i in range(num):
         scene = make_scene(i, 32)
         if (name := SHAPES.get(scene.main.shape)) is not None:
@@ -73,11 +102,15 @@ def _on_own_images(folder: Path, num: int) -> list[str]:
     return [*argv, "--stores", str(folder / "stores"), "--runs", str(folder / "runs")]
 
 
-def test_images_without_declared_classes_are_refused_before_the_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_without_declared_classes_are_refused_before_the_import(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = _on_own_images(tmp_path, 40)
     at = argv.index("--classes")
     assert main(argv[:at] + argv[at + 2 :]) == 2
-    assert "--data without --classes" in capsys.readouterr().err and not (tmp_path / "stores").exists()
+    assert (
+        "--data without --classes" in capsys.readouterr().err and not (tmp_path / "stores").exists()
+    )
 
 
 def test_epsilon_and_the_repeated_charge_are_printed_before_the_charge(
@@ -91,7 +124,10 @@ def test_epsilon_and_the_repeated_charge_are_printed_before_the_charge(
     said = capsys.readouterr().out
     assert "epsilon 2 at delta" in said and "Each repetition of this command is charged" in said
     assert main(["ledger", str(tmp_path / "stores/demo-mine"), "--json"]) == 0
-    assert [run["spent"]["steps"] for run in json.loads(capsys.readouterr().out)["runs"]] in ([], [0])
+    assert [run["spent"]["steps"] for run in json.loads(capsys.readouterr().out)["runs"]] in (
+        [],
+        [0],
+    )
 
 
 @pytest.mark.slow
@@ -102,7 +138,9 @@ def test_a_users_scores_and_images_stay_confidential_and_only_the_classifier_is_
     assert "own head" not in capsys.readouterr().out  # this output is no terminal
     run = tmp_path / "runs/demo-classifier"
     assert not (run / "scores.json").exists() and (run / "confidential/scores.json").exists()
-    for_operator, public = ((run / name).read_text() for name in ("confidential/operator.html", "report.html"))
+    for_operator, public = (
+        (run / name).read_text() for name in ("confidential/operator.html", "report.html")
+    )
     for shown in ("predicted as", 'src="data:image'):
         assert shown in for_operator and shown not in public
     assert main(["ledger", str(tmp_path / "stores/demo-mine"), "--json"]) == 0

@@ -1,4 +1,6 @@
-"""The doctor tells the way of every parameter without memory for the weights, and measures what it says it measures."""
+"""The doctor tells the way of every parameter without memory for the weights, and measures what it
+says it measures.
+"""
 
 import json
 import os
@@ -72,7 +74,8 @@ class Centred(nn.Module):
 odd, recurrent, centred = Odd, Recurrent, Centred
 
 def small():
-    parts = nn.Conv2d(3, 8, 4, 4), nn.GroupNorm(2, 8), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    parts = nn.Conv2d(3, 8, 4, 4), nn.GroupNorm(2, 8), nn.GELU(), nn.AdaptiveAvgPool2d(1), \
+        nn.Flatten(), nn.Linear(8, 5)
     return nn.Sequential(*parts)
 
 def normed():
@@ -80,7 +83,8 @@ def normed():
 
 def own_loss():
     batch = Batch(torch.arange(4), torch.ones(4, dtype=torch.bool), torch.randn(4, 2, 3, 8, 8))
-    return nn.Linear(8, 2), lambda model, batch, key: model(batch.image_BVCHW).square().flatten(1).mean(1), batch
+    return nn.Linear(8, 2), \
+        lambda model, batch, key: model(batch.image_BVCHW).square().flatten(1).mean(1), batch
 
 def mean_loss():
     model, _, batch = own_loss()
@@ -130,9 +134,17 @@ def test_counts_are_the_real_models(name: str, capsys: pytest.CaptureFixture[str
     else:
         real = timm.create_model(name, pretrained=False)
     assert result["num_parameters"] == _size(real)
-    assert sum(way["num_parameters"] for way in result["ways"].values()) == _size(real) == sum(result["parts"].values())
-    assert sum(way["num_tensors"] for way in result["ways"].values()) == len(list(real.parameters()))
-    assert result["per_record_gradient_bytes"] == 4 * _size(real) and result["state_bytes"] == 20 * _size(real)
+    assert (
+        sum(way["num_parameters"] for way in result["ways"].values())
+        == _size(real)
+        == sum(result["parts"].values())
+    )
+    assert sum(way["num_tensors"] for way in result["ways"].values()) == len(
+        list(real.parameters())
+    )
+    assert result["per_record_gradient_bytes"] == 4 * _size(real) and result[
+        "state_bytes"
+    ] == 20 * _size(real)
     assert not result["slow"] and not result["refused"] and not result["unused"]
     linear = sum(m.weight.numel() for m in real.modules() if isinstance(m, torch.nn.Linear))
     assert result["ways"]["linear"]["num_parameters"] == linear
@@ -153,21 +165,36 @@ def test_the_largest_recipe_needs_no_memory_for_its_weights() -> None:
             sys.exit(main(["doctor", "vip.large", "--json"]))
         sys.exit("the limit does not bite")
     """)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr
     assert '"num_parameters": 316629760' in done.stdout
 
 
-def test_slow_tied_frozen_and_unused_parameters_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_tied_frozen_and_unused_parameters_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     result = _json(capsys, "doctor_models:odd", "--image-size", "8")
-    assert set(result["slow"]) == {"act.weight", "hidden"} and "prelu" in result["slow"]["act.weight"]
+    assert (
+        set(result["slow"]) == {"act.weight", "hidden"} and "prelu" in result["slow"]["act.weight"]
+    )
     assert result["ways"]["slow"] == {"num_tensors": 2, "num_parameters": 32}
     assert result["tied"] == {"first.weight": ["second.weight"]}
-    assert result["frozen"]["names"] == ["fixed.weight", "fixed.bias"] and result["frozen"]["num_parameters"] == 12
+    assert (
+        result["frozen"]["names"] == ["fixed.weight", "fixed.bias"]
+        and result["frozen"]["num_parameters"] == 12
+    )
     assert result["unused"] == ["forgotten"]
     assert main(["doctor", "doctor_models:odd", "--image-size", "8"]) == 0
     out, err = capsys.readouterr()
-    for words in ("act.weight", "used by prelu", "first.weight = second.weight", "forgotten", "fixed.weight"):
+    for words in (
+        "act.weight",
+        "used by prelu",
+        "first.weight = second.weight",
+        "forgotten",
+        "fixed.weight",
+    ):
         assert words in out
     assert "no rule" not in err, "said once, in the table"
 
@@ -182,7 +209,9 @@ def test_slow_tied_frozen_and_unused_parameters_are_named(capsys: pytest.Capture
         ("test_resnet", "conv1.1", "GroupNorm or LayerNorm"),
     ],
 )
-def test_a_refused_model_is_told_with_the_remedy(name: str, layer: str | None, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_model_is_told_with_the_remedy(
+    name: str, layer: str | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     size = [] if name == "test_resnet" else ["--image-size", "16"]
     (refusal,) = _json(capsys, name, *size)["refused"]
     assert words in refusal["message"]
@@ -197,7 +226,9 @@ def test_every_batch_norm_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     (refusal,) = _json(capsys, "resnet18")["refused"]
     real = timm.create_model("resnet18", pretrained=False)
     # timm's own subclass of BatchNorm2d would make a second kind.
-    assert refusal["layers"] == [name for name, m in real.named_modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert refusal["layers"] == [
+        name for name, m in real.named_modules() if isinstance(m, torch.nn.BatchNorm2d)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -217,30 +248,54 @@ def test_every_batch_norm_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["vip.micro", "--physical-batch-size", "0"], "physical_batch_size"),
     ],
 )
-def test_wrong_input_gets_one_clear_error(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_gets_one_clear_error(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, err = _refused(capsys, *argv)
     assert words in err and not out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["doctor_models:small", "doctor_models:odd", "doctor_models:own_loss"])
+@pytest.mark.parametrize(
+    "name", ["doctor_models:small", "doctor_models:odd", "doctor_models:own_loss"]
+)
 def test_measured_figures_fit_together(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    result = _json(capsys, name, "--measure", "--device", "cpu", "--image-size", "16", "--max-minutes", "0.05")
+    result = _json(
+        capsys, name, "--measure", "--device", "cpu", "--image-size", "16", "--max-minutes", "0.05"
+    )
     measured = result["measured"]
     assert measured["device"] == "cpu" and measured["precision"] == "float32"
     oracle, largest, step = measured["oracle"], measured["largest_physical_batch"], measured["step"]
-    assert 0 <= oracle["difference"] <= 1e-5 and 0 <= oracle["norm_difference"] <= 1e-5 and oracle["float64"] == "passed"
+    assert (
+        0 <= oracle["difference"] <= 1e-5
+        and 0 <= oracle["norm_difference"] <= 1e-5
+        and oracle["float64"] == "passed"
+    )
     images = 4 * (2 * 3 * 8 * 8 if name.endswith("own_loss") else 3 * 16 * 16)
     assert largest["how"] == "estimated" and largest["record_bytes"] >= images
     assert largest["records"] * largest["record_bytes"] <= largest["available_bytes"]
     assert 1 <= step["physical_batch_size"] <= 64 and step["rounds"] >= 3
     for key in ("private_s", "non_private_s", "price"):
         assert 0 < step[key]["low"] <= step[key]["median"] <= step[key]["high"]
-    assert step["records_per_s"] == pytest.approx(step["physical_batch_size"] / step["private_s"]["median"])
+    assert step["records_per_s"] == pytest.approx(
+        step["physical_batch_size"] / step["private_s"]["median"]
+    )
 
 
-def test_a_given_batch_is_timed_and_none_is_searched_for(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["doctor", "doctor_models:small", "--measure", "--device", "cpu", "--image-size", "16", "--max-minutes", "0.05"]
+def test_a_given_batch_is_timed_and_none_is_searched_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = [
+        "doctor",
+        "doctor_models:small",
+        "--measure",
+        "--device",
+        "cpu",
+        "--image-size",
+        "16",
+        "--max-minutes",
+        "0.05",
+    ]
     assert main([*argv, "--physical-batch-size", "5", "--precision", "bfloat16"]) == 0
     out, err = capsys.readouterr()
     assert "5 records in" in out and "overhead" in out and "bfloat16" in out and "fits" not in out
@@ -252,7 +307,9 @@ def test_records_that_mix_are_refused_when_measured(capsys: pytest.CaptureFixtur
     assert "mixes records" in err and "mixes records" in json.loads(out)["measured"]["failed"]
 
 
-def test_a_wrong_one_pass_sum_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_one_pass_sum_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def off(*args: object, method: str = "one_pass", **kwargs: object) -> ClippedSum:
         made = clipped_sum(*args, method=method, **kwargs)  # type: ignore[arg-type]
         if method == "one_pass":
@@ -260,7 +317,9 @@ def test_a_wrong_one_pass_sum_is_found(monkeypatch: pytest.MonkeyPatch, capsys: 
         return made
 
     monkeypatch.setattr(doctor_measure, "clipped_sum", off)
-    out, err = _refused(capsys, "doctor_models:small", "--measure", "--device", "cpu", "--image-size", "16")
+    out, err = _refused(
+        capsys, "doctor_models:small", "--measure", "--device", "cpu", "--image-size", "16"
+    )
     assert "differs from the oracle" in err and "measured" not in out
 
 

@@ -22,7 +22,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 @pytest.mark.parametrize("name", ["pixels", "hog", "patches", "random:", "timm:test_resnet"])
-def test_embed_opens_every_encoder_with_its_default_pooling(name: str, store: Store, tmp_path: Path) -> None:
+def test_embed_opens_every_encoder_with_its_default_pooling(
+    name: str, store: Store, tmp_path: Path
+) -> None:
     if name == "random:":
         name += str(untrained_run(tmp_path / "run", "public", None))
     out = tmp_path / "features.npz"
@@ -33,10 +35,16 @@ def test_embed_opens_every_encoder_with_its_default_pooling(name: str, store: St
     np.testing.assert_allclose(np.load(out)["features"][3], expected, atol=1e-5)
 
 
-def test_a_wrong_pooling_or_encoder_is_one_clear_error(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_pooling_or_encoder_is_one_clear_error(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "features.npz"
     for encoder, more, said in (
-        ("hog", ["--pooling", "2x2"], "pooling='2x2'; expected one of ['hog'] with hog. Use one of them, or omit it."),
+        (
+            "hog",
+            ["--pooling", "2x2"],
+            "pooling='2x2'; expected one of ['hog'] with hog. Use one of them, or omit it.",
+        ),
         ("hogs", [], "'hogs'; expected a run folder, random:RUN"),
     ):
         assert main(["embed", encoder, str(store.path), str(out), *more]) == 2

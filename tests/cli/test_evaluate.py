@@ -1,4 +1,6 @@
-"""``dpvision evaluate``: many encoders, protocols and places for scores, on a run that was never trained."""
+"""``dpvision evaluate``: many encoders, protocols and places for scores, on a run that was never
+trained.
+"""
 
 import json
 from pathlib import Path
@@ -26,18 +28,33 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def _run(root: Path, seed: int = 5) -> Path:
     config = RunConfig(
         recipe="vip.micro",
-        privacy=PrivacyConfig(dataset_size=60, expected_batch_size=20, steps=4, noise_multiplier=2.0),
+        privacy=PrivacyConfig(
+            dataset_size=60, expected_batch_size=20, steps=4, noise_multiplier=2.0
+        ),
         model=MAEConfig(
             encoder=ViTConfig(image_size=8, patch_size=2, depth=1, width=16, num_heads=2),
-            decoder_depth=1, decoder_width=16, decoder_num_heads=2,
+            decoder_depth=1,
+            decoder_width=16,
+            decoder_num_heads=2,
         ),
-    )  # fmt: skip
+    )
     (root / "confidential").mkdir(parents=True)
     manifest = {
-        "run_id": "r", "ledger_steps": 4, "updates": 4, "config": to_dict(config), "plan": {}, "ledger_digest": "d",
-        "lineage": [{"store_id": "s", "visibility": "private", "run_id": "r", "guarantee": {"epsilon": 8.0}}],
-    }  # fmt: skip
-    save_checkpoint(root / "checkpoints" / "step-00000004", manifest, state_tensors(make_model(config.model, seed)))
+        "run_id": "r",
+        "ledger_steps": 4,
+        "updates": 4,
+        "config": to_dict(config),
+        "plan": {},
+        "ledger_digest": "d",
+        "lineage": [
+            {"store_id": "s", "visibility": "private", "run_id": "r", "guarantee": {"epsilon": 8.0}}
+        ],
+    }
+    save_checkpoint(
+        root / "checkpoints" / "step-00000004",
+        manifest,
+        state_tensors(make_model(config.model, seed)),
+    )
     write_json(root / "config.json", to_dict(config))
     return root
 
@@ -53,14 +70,31 @@ def test_each_runs_scores_go_to_the_run_and_all_to_one_file(
     stores: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b, out = _run(tmp_path / "a"), _run(tmp_path / "b", seed=6), tmp_path / "scores.json"
-    asked = [str(a), str(b), "--train", stores["train"], "--test", stores["test"], "--protocols", "knn,ridge", "--out", str(out)]
+    asked = [
+        str(a),
+        str(b),
+        "--train",
+        stores["train"],
+        "--test",
+        stores["test"],
+        "--protocols",
+        "knn,ridge",
+        "--out",
+        str(out),
+    ]
     scores = _json(capsys, asked)["scores"]
     names = {s["name"] for s in scores}
     assert names == {str(a), str(b), "random weights", "raw pixels"}
     assert len(scores) == 2 * (2 * 2 + 2 + 1), "both runs' poolings, and each control once"
     for run in (a, b):
-        assert {e["name"] for e in read_scores(run / "scores.json")} == {"encoder", "random weights", "raw pixels"}
-    assert len(read_scores(out)) == len(scores) and all(e["test_data"] == "test" for e in read_scores(out))
+        assert {e["name"] for e in read_scores(run / "scores.json")} == {
+            "encoder",
+            "random weights",
+            "raw pixels",
+        }
+    assert len(read_scores(out)) == len(scores) and all(
+        e["test_data"] == "test" for e in read_scores(out)
+    )
     _json(capsys, asked)
     assert len(read_scores(out)) == len(scores)
 
@@ -68,50 +102,98 @@ def test_each_runs_scores_go_to_the_run_and_all_to_one_file(
 def test_private_scores_need_a_confidential_place_and_say_so(
     stores: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, asked = _run(tmp_path / "a"), ["--train", stores["private"], "--protocols", "knn", "--against", "none", "--workers", "1"]
+    run, asked = (
+        _run(tmp_path / "a"),
+        ["--train", stores["private"], "--protocols", "knn", "--against", "none", "--workers", "1"],
+    )
     assert main(["evaluate", str(run), *asked, "--out", str(tmp_path / "scores.json")]) == 2
     assert "expected a folder called confidential in its path" in capsys.readouterr().err
     out = tmp_path / "confidential" / "scores.json"
     out.parent.mkdir()
     assert main(["evaluate", str(run), *asked, "--out", str(out)]) == 0
     assert "not printed where others may read" in capsys.readouterr().out
-    assert {e["visibility"] for e in read_scores(out)} == {"private"} and not (run / "scores.json").exists()
+    assert {e["visibility"] for e in read_scores(out)} == {"private"} and not (
+        run / "scores.json"
+    ).exists()
 
 
-def test_no_cache_leaves_nothing_in_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_cache_leaves_nothing_in_the_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = write_scenes(tmp_path / "s", 160, 16).path
-    asked = [str(_run(tmp_path / "a")), "--train", str(store), "--protocols", "knn", "--against", "none"]
+    asked = [
+        str(_run(tmp_path / "a")),
+        "--train",
+        str(store),
+        "--protocols",
+        "knn",
+        "--against",
+        "none",
+    ]
     first = _json(capsys, [*asked, "--no-cache"])
     assert not (store / "confidential" / "features").exists()
-    assert _json(capsys, asked)["scores"] == first["scores"] and (store / "confidential" / "features").exists()
+    assert (
+        _json(capsys, asked)["scores"] == first["scores"]
+        and (store / "confidential" / "features").exists()
+    )
 
 
 @pytest.mark.slow
-def test_few_shot_and_lars_settings_reach_the_protocol(stores: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_shot_and_lars_settings_reach_the_protocol(
+    stores: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(_run(tmp_path / "a"))
-    text = f"{run} --train {stores['train']} --test {stores['test']} --protocols few_shot_probe,linear_lars,fine_tune --against none"
-    text += " --shots 2 3 --few-shot-probe.draws 2 --lars.epochs 2 --lars.warmup-epochs 1 --lars.blrs 0.5 --lars.no-augment"
-    text += " --fine-tune.epochs 1 --fine-tune.warmup-epochs 0 --fine-tune.draws 2 --metric mean_per_class"
+    text = (
+        f"{run} --train {stores['train']} --test {stores['test']} --protocols "
+        "few_shot_probe,linear_lars,fine_tune --against none"
+    )
+    text += (
+        " --shots 2 3 --few-shot-probe.draws 2 --lars.epochs 2 --lars.warmup-epochs 1 "
+        "--lars.blrs 0.5 --lars.no-augment"
+    )
+    text += (
+        " --fine-tune.epochs 1 --fine-tune.warmup-epochs 0 --fine-tune.draws 2 --metric "
+        "mean_per_class"
+    )
     protocols = [s["protocol"] for s in _json(capsys, text.split())["scores"]]
-    assert any(p.startswith("3-shot linear probe (mean per class), 2 draws, 2x2") for p in protocols)
-    assert any(p.startswith("LARS probe (mean per class), 2 epochs, batch 160, blr 0.5, no augmentation") for p in protocols)
-    assert any(p.startswith("2-shot fine-tuning (mean per class), AdamW") and "1 epochs" in p for p in protocols)
+    assert any(
+        p.startswith("3-shot linear probe (mean per class), 2 draws, 2x2") for p in protocols
+    )
+    assert any(
+        p.startswith("LARS probe (mean per class), 2 epochs, batch 160, blr 0.5, no augmentation")
+        for p in protocols
+    )
+    assert any(
+        p.startswith("2-shot fine-tuning (mean per class), AdamW") and "1 epochs" in p
+        for p in protocols
+    )
     assert main(["evaluate", *text.split(), "--workers", "1"]) == 0
     assert "Student's over the draws" in capsys.readouterr().out
 
 
-def test_wrong_input_gets_one_clear_error(stores: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_gets_one_clear_error(
+    stores: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, train = str(_run(tmp_path / "a")), ["--train", stores["train"]]
     (tmp_path / "bad.json").write_text("[{")
     for argv, words in [
         (train, "no encoder; expected one or more"),
         ([str(tmp_path / "nowhere"), *train], "nowhere"),
         ([run, "hgo", *train], "encoder: 'hgo'; expected a run folder"),
-        ([run, *train, "--protocols", "knn,k-nn"], "protocols='knn,k-nn'; expected some of knn, linear"),
+        (
+            [run, *train, "--protocols", "knn,k-nn"],
+            "protocols='knn,k-nn'; expected some of knn, linear",
+        ),
         ([run, *train, "--protocols", ""], "expected some of knn"),
         ([run, *train, "--against", "hog"], "against='hog'; expected random, pixels, both or none"),
-        ([run, *train, "--metric", "top5"], "metric='top5'; expected one of accuracy, mean_per_class"),
-        ([run, *train, "--protocols", "few_shot_probe", "--shots", "500"], "expected 500 training images of each class"),
+        (
+            [run, *train, "--metric", "top5"],
+            "metric='top5'; expected one of accuracy, mean_per_class",
+        ),
+        (
+            [run, *train, "--protocols", "few_shot_probe", "--shots", "500"],
+            "expected 500 training images of each class",
+        ),
         ([run, *train, "--protocols", "fine_tune", "--shots", "0"], "shots=(0,)"),
         ([run, *train, "--protocols", "own_head"], "own_head: no test store"),
         ([run, *train, "--test", stores["train"]], "shares records"),
@@ -121,7 +203,10 @@ def test_wrong_input_gets_one_clear_error(stores: dict[str, str], tmp_path: Path
         ([run, *train, "--lars.epochs", "3"], "warmup_epochs=10; expected 0 to epochs - 1"),
         ([run, "--train", str(tmp_path)], "store"),
         ([run, *train, "--batch-size", "0"], "batch_size=0; expected at least 1"),
-        ([run, "--test", stores["test"], "--batch-size", "-1"], "batch_size=-1; expected at least 1"),
+        (
+            [run, "--test", stores["test"], "--batch-size", "-1"],
+            "batch_size=-1; expected at least 1",
+        ),
         ([run, *train, "--workers", "0"], "workers=0; expected at least 1"),
     ]:
         try:

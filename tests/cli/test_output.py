@@ -1,4 +1,6 @@
-"""Epsilons on the command line: never less than what was executed, never more than a unit of the fourth digit above."""
+"""Epsilons on the command line: never less than what was executed, never more than a unit of the
+fourth digit above.
+"""
 
 import numpy as np
 import pytest
@@ -20,7 +22,15 @@ def test_four_digits_are_rounded_to_the_safe_side() -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "text"), [(8.0, "8"), (7.999820838, "8"), (1.00045, "1.001"), (0.0, "0"), (np.inf, "infinity"), (None, "unknown")]
+    ("x", "text"),
+    [
+        (8.0, "8"),
+        (7.999820838, "8"),
+        (1.00045, "1.001"),
+        (0.0, "0"),
+        (np.inf, "infinity"),
+        (None, "unknown"),
+    ],
 )
 def test_round_numbers_stay_as_they_are(x: float | None, text: str) -> None:
     assert up(x) == text
@@ -29,10 +39,22 @@ def test_round_numbers_stay_as_they_are(x: float | None, text: str) -> None:
 def test_a_guarantee_in_words_is_no_smaller_than_the_executed_epsilon() -> None:
     """Rounded to the nearest, 1.00045 was printed as 1."""
     plan = make_plan(
-        PrivacyConfig(dataset_size=1000, expected_batch_size=1000, sampling="full_batch", steps=1, noise_multiplier=3.729103, delta=1e-5)
+        PrivacyConfig(
+            dataset_size=1000,
+            expected_batch_size=1000,
+            sampling="full_batch",
+            steps=1,
+            noise_multiplier=3.729103,
+            delta=1e-5,
+        )
     )
     assert plan.epsilon is not None and 1.0004 < plan.epsilon < 1.0005
     assert "epsilon 1.001 " in guarantee_words(plan, plan.epsilon, None, plan.delta)
-    account = StoreAccount("s", (), (), 1e-5, plan.epsilon, plan.epsilon, None, Cap(2.0, 1e-5), 0.99955, False, 0)
+    account = StoreAccount(
+        "s", (), (), 1e-5, plan.epsilon, plan.epsilon, None, Cap(2.0, 1e-5), 0.99955, False, 0
+    )
     said = _text(account, {})
-    assert "total: epsilon 1.001 at delta 1e-5; 1.001 by a Renyi filter" in said and "left: 0.9995" in said
+    assert (
+        "total: epsilon 1.001 at delta 1e-5; 1.001 by a Renyi filter" in said
+        and "left: 0.9995" in said
+    )

@@ -1,4 +1,6 @@
-"""The range of 16-bit images that an import declares travels with the store and its runs: files are read for prediction as in training."""
+"""The range of 16-bit images that an import declares travels with the store and its runs: files are
+read for prediction as in training.
+"""
 
 import json
 from pathlib import Path
@@ -45,17 +47,27 @@ def _read_as_stored(preprocess) -> None:
     for row in range(NUM):
         record = store.record(row)
         expected, file = preprocess(record.image), Path("scans", record.key)
-        assert np.array_equal(preprocess(file), expected) and np.array_equal(preprocess(file.read_bytes()), expected)
-        assert not np.array_equal(preprocess(file, window=(0, 65535)), expected), "declared here, it rules"
+        assert np.array_equal(preprocess(file), expected) and np.array_equal(
+            preprocess(file.read_bytes()), expected
+        )
+        assert not np.array_equal(preprocess(file, window=(0, 65535)), expected), (
+            "declared here, it rules"
+        )
 
 
 def test_a_head_reads_files_by_the_range_of_its_store() -> None:
-    _run(f"adapt --data store --encoder pixels --num-classes 2 --dataset-size {NUM} --epsilon 1 --name a --quiet")
+    _run(
+        f"adapt --data store --encoder pixels --num-classes 2 --dataset-size {NUM} --epsilon 1 "
+        "--name a --quiet"
+    )
     assert read_manifest(find_checkpoint("runs/a"))["window"] == [0, MOST]
     _read_as_stored(dpvision.load_classifier("runs/a").preprocess)
 
 
-SIZES = "--model.encoder.depth 1 --model.encoder.width 32 --model.encoder.num-heads 2 --privacy.steps 2 --hardware.physical-batch-size 8"
+SIZES = (
+    "--model.encoder.depth 1 --model.encoder.width 32 --model.encoder.num-heads 2 "
+    "--privacy.steps 2 --hardware.physical-batch-size 8"
+)
 DECODER = "--model.decoder-depth 1 --model.decoder-width 16 --model.decoder-num-heads 2"
 
 
@@ -69,7 +81,9 @@ def test_an_encoder_and_its_features_read_files_by_the_range_of_its_store() -> N
     stored, files = (np.load(f"confidential/{name}.npz") for name in ("store", "files"))
     store = open_store("store")
     row_of = {store.record(row).key: row for row in range(NUM)}
-    assert np.allclose(files["features"], stored["features"][[row_of[key] for key in files["key"]]], atol=1e-6)
+    assert np.allclose(
+        files["features"], stored["features"][[row_of[key] for key in files["key"]]], atol=1e-6
+    )
     import_source("scans", "dark")
     assert main(["embed", "runs/a", "dark", "confidential/dark.npz"]) == 2
 
@@ -82,9 +96,14 @@ def test_a_captioner_reads_files_by_the_range_of_its_store() -> None:
     of_files = caption_files(captioner, find_images(["scans"], window=captioner.window).samples)
     of_store = caption_files(captioner, find_images(["store"], window=captioner.window).samples)
     said = {Path(one.name).name: one.captions for one in of_files}
-    assert said == {Path(one.name).name: one.captions for one in of_store} and len(said) == store.num_records
+    assert (
+        said == {Path(one.name).name: one.captions for one in of_store}
+        and len(said) == store.num_records
+    )
     import_source("scans", "dark")
-    with pytest.raises(DataError, match=r"dark has images of 16 bits without a declared range.*--window 0 4095"):
+    with pytest.raises(
+        DataError, match=r"dark has images of 16 bits without a declared range.*--window 0 4095"
+    ):
         find_images(["dark"], window=captioner.window)
 
 
@@ -93,12 +112,17 @@ def test_parts_of_a_store_keep_its_range() -> None:
         assert part.window == (0, MOST) and not part.undeclared_range
 
 
-def test_a_store_whose_range_was_not_declared_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_whose_range_was_not_declared_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     import_source("scans", "dark")
     write_folder(Path("plain"), {f"{i % 2}/{i}.png": png(i) for i in range(NUM)})
     import_source("plain", "eight")
     import_source("scans", "other", window=(0, 4000))
-    adapt = f"adapt --data {{}} --encoder pixels --num-classes 2 --dataset-size {NUM} --epsilon 1 --dry-run --test {{}}"
+    adapt = (
+        f"adapt --data {{}} --encoder pixels --num-classes 2 --dataset-size {NUM} --epsilon 1 "
+        "--dry-run --test {}"
+    )
     for trained, test, words in [
         ("store", "dark", "dark has images of 16 bits without a declared range"),
         ("dark", "store", "store was imported with the range 0 to 4095"),
@@ -107,6 +131,9 @@ def test_a_store_whose_range_was_not_declared_is_refused_by_name(capsys: pytest.
         ("eight", "dark", None),
         ("store", "other", None),
     ]:
-        for command in (adapt.format(trained, test), f"evaluate pixels --train {trained} --test {test} --protocols ridge --against none"):
+        for command in (
+            adapt.format(trained, test),
+            f"evaluate pixels --train {trained} --test {test} --protocols ridge --against none",
+        ):
             assert main(command.split()) == (0 if words is None else 2), command
             assert words is None or words in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Help and errors that need no data come before torch is imported: in seconds on a busy machine, below one on an idle one."""
+"""Help and errors that need no data come before torch is imported: in seconds on a busy machine,
+below one on an idle one.
+"""
 
 import json
 import subprocess
@@ -9,7 +11,17 @@ import pytest
 
 from dpvision.cli import COMMANDS
 
-SLOW = ("torch", "torchvision", "timm", "scipy", "sklearn", "dp_accounting", "matplotlib", "pyarrow", "optuna")
+SLOW = (
+    "torch",
+    "torchvision",
+    "timm",
+    "scipy",
+    "sklearn",
+    "dp_accounting",
+    "matplotlib",
+    "pyarrow",
+    "optuna",
+)
 RUN = f"""
 import contextlib, io, json, sys
 from dpvision.cli import main
@@ -23,12 +35,20 @@ for argv in json.loads(sys.argv[1]):
     print(json.dumps([code, [name for name in {SLOW!r} if name in sys.modules], said.getvalue()]))
 """
 Started = tuple[int, list[str], str]
-"""Exit status, which slow libraries were imported (by this command or one before it), and what was printed."""
+"""Exit status, which slow libraries were imported (by this command or one before it), and what was
+printed.
+"""
 
 
 def _started(commands: list[list[str]], folder: Path, run: str = RUN) -> list[Started]:
     """Run commands one after the other in one new process."""
-    done = subprocess.run([sys.executable, "-c", run, json.dumps(commands)], capture_output=True, text=True, timeout=900, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, "-c", run, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
@@ -60,21 +80,61 @@ ERRORS = [
     (["train", "vip.micor"], "Did you mean"),
     (["train", "vip.micro", "--optim.learning-rat", "1"], "learning-rat"),
     (["train", "demo", "--data", "none"], "dpvision data import SOURCE STORE"),
-    (["train", "demo", "--data", "none", "--optim.learning-rate", "-1"], "learning_rate=-1.0; expected a positive number"),
+    (
+        ["train", "demo", "--data", "none", "--optim.learning-rate", "-1"],
+        "learning_rate=-1.0; expected a positive number",
+    ),
     (["train", "demo", "--data", "none", "--name", "taken"], "holds a run already"),
-    (["adapt", "--data", "none", "--num-classes", "3", "--dataset-size", "100"], "dpvision data import SOURCE STORE"),
-    (["adapt", "--data", "none", "--num-classes", "3", "--dataset-size", "100", "--name", "taken"], "holds a run already"),
+    (
+        ["adapt", "--data", "none", "--num-classes", "3", "--dataset-size", "100"],
+        "dpvision data import SOURCE STORE",
+    ),
+    (
+        [
+            "adapt",
+            "--data",
+            "none",
+            "--num-classes",
+            "3",
+            "--dataset-size",
+            "100",
+            "--name",
+            "taken",
+        ],
+        "holds a run already",
+    ),
     (["adapt", "--head", "two_steps"], "two_steps"),
     (["tune", "vip.micor"], "Did you mean"),
     (["tune", "vip.micro", "--data", "none"], "no --how"),
-    (["tune", "vip.micro", "--how", "public", "--data", "none", "--space", "optim.learning_rat=1,2"], "expected one of"),
-    (["tune", "vip.micro", "--how", "public", "--data", "none", "--space", "seed=1,2"], "changes the guarantee"),
-    (["tune", "vip.micro", "--how", "public", "--data", "none", "--space", "optim.eps=1,2"], "dpvision data import SOURCE STORE"),
+    (
+        [
+            "tune",
+            "vip.micro",
+            "--how",
+            "public",
+            "--data",
+            "none",
+            "--space",
+            "optim.learning_rat=1,2",
+        ],
+        "expected one of",
+    ),
+    (
+        ["tune", "vip.micro", "--how", "public", "--data", "none", "--space", "seed=1,2"],
+        "changes the guarantee",
+    ),
+    (
+        ["tune", "vip.micro", "--how", "public", "--data", "none", "--space", "optim.eps=1,2"],
+        "dpvision data import SOURCE STORE",
+    ),
     (["data", "import", "none", "store"], "no such file or folder"),
     (["data", "inspect", "none"], "dpvision data import SOURCE STORE"),
     (["data", "split", "none", "a", "b"], "dpvision data import SOURCE STORE"),
     (["data", "tokenizer", "new.json"], "expected --text, --store or --scenes"),
-    (["data", "overlap", "none", "none", "--threshold", "3", "--encoder", "hog"], "expected -1 <= cosine < 1"),
+    (
+        ["data", "overlap", "none", "none", "--threshold", "3", "--encoder", "hog"],
+        "expected -1 <= cosine < 1",
+    ),
     (["data", "overlap", "none", "none"], "dpvision data import SOURCE STORE"),
     (["synth"], "no output"),
     (["evaluate"], "no encoder"),
@@ -121,7 +181,9 @@ def test_an_error_that_needs_no_data_comes_first(index: int, errors: list[Starte
 
 @pytest.mark.parametrize("recipe", ["vip.base", "dpcap.base"])
 def test_a_plan_imports_no_slow_part(recipe: str, tmp_path: Path) -> None:
-    """One epsilon in two seconds: dp-accounting alone took more than one to import, most of it SciPy's statistics and optimizers."""
+    """One epsilon in two seconds: dp-accounting alone took more than one to import, most of it
+    SciPy's statistics and optimizers.
+    """
     code = RUN.replace(repr(SLOW), repr((*SLOW, "scipy.stats", "scipy.optimize", "scipy.signal")))
     ((status, slow, said),) = _started([["plan", recipe, "--json"]], tmp_path, code)
     assert status == 0 and slow == ["scipy"], said

@@ -1,4 +1,6 @@
-"""``dpvision verify``: a true statement passes, every altered figure is found, and what cannot be checked is said."""
+"""``dpvision verify``: a true statement passes, every altered figure is found, and what cannot be
+checked is said.
+"""
 
 import json
 import math
@@ -54,40 +56,74 @@ def edited(folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], obje
     return path
 
 
-def test_a_true_statement_passes_every_check(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_true_statement_passes_every_check(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, run, store = (str(finished / name) for name in ("run/statement.json", "run", "store"))
     assert main(["verify", path, "--run", run, "--store", store]) == 0
     printed = capsys.readouterr().out
     assert "\nfailed" not in printed and printed.endswith("\n\nNothing failed.\n")
     assert main(["verify", path, "--run", run, "--store", store, "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)
-    assert checks["failed"] == 0 and {c["name"] for c in checks["checks"]} >= {"schema", "epsilon", "weights", "ledger", "lineage", "store"}
+    assert checks["failed"] == 0 and {c["name"] for c in checks["checks"]} >= {
+        "schema",
+        "epsilon",
+        "weights",
+        "ledger",
+        "lineage",
+        "store",
+    }
 
 
-def test_without_run_and_store_it_checks_the_figures_and_says_what_it_could_not(finished: Path) -> None:
+def test_without_run_and_store_it_checks_the_figures_and_says_what_it_could_not(
+    finished: Path,
+) -> None:
     checks = by_name(verify_statement(finished / "run" / "statement.json"))
-    assert checks["schema"] == checks["epsilon"] == checks["figures"] == checks["privacy profile"] == "ok"
+    assert (
+        checks["schema"]
+        == checks["epsilon"]
+        == checks["figures"]
+        == checks["privacy profile"]
+        == "ok"
+    )
     unknown = [name for name, status in checks.items() if status == "not checked"]
     assert unknown == ["run, weights, config, code, ledger, lineage, scores", "store, other runs"]
 
 
 def leaves(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     if not isinstance(value, dict | list):
         yield where, value
     for key, inner in items:
         yield from leaves(inner, (*where, key))
 
 
-def test_no_leaf_of_the_statement_can_be_altered_unnoticed(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_leaf_of_the_statement_can_be_altered_unnoticed(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     statement = json.loads((finished / "run" / "statement.json").read_text())
     evidence = verify_module.read_evidence(finished / "run", finished / "store")
-    again, account = verify_module.statement_of(evidence, "not_covered"), store_account(finished / "store")
+    again, account = (
+        verify_module.statement_of(evidence, "not_covered"),
+        store_account(finished / "store"),
+    )
     for module, name, made in (
-        (verify_module, "statement_of", again), (verify_module, "read_evidence", evidence), (other_runs_module, "store_account", account),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, lambda *args, made=made: made)  # speed: they are the same each time
-    monkeypatch.setattr(verify_module, "check_epsilons", lambda statement: [])  # tested below, without the help of the other accountant
+        (verify_module, "statement_of", again),
+        (verify_module, "read_evidence", evidence),
+        (other_runs_module, "store_account", account),
+    ):
+        monkeypatch.setattr(
+            module, name, lambda *args, made=made: made
+        )  # speed: they are the same each time
+    monkeypatch.setattr(
+        verify_module, "check_epsilons", lambda statement: []
+    )  # tested below, without the help of the other accountant
     for number, (where, value) in enumerate(leaves(statement)):
         if where[:2] in (("guarantee", "privacy_profile"), ("settings", "model")) and number % 10:
             continue  # one in ten of the many
@@ -95,7 +131,13 @@ def test_no_leaf_of_the_statement_can_be_altered_unnoticed(finished: Path, tmp_p
         inner = altered
         for key in where[:-1]:
             inner = inner[key]
-        inner[where[-1]] = not value if isinstance(value, bool) else value * 0.9 + 1 if isinstance(value, int | float) else f"{value}x"
+        inner[where[-1]] = (
+            not value
+            if isinstance(value, bool)
+            else value * 0.9 + 1
+            if isinstance(value, int | float)
+            else f"{value}x"
+        )
         path = tmp_path / "altered.json"
         path.write_text(json.dumps(altered))
         checks = verify_statement(path, finished / "run", finished / "store")
@@ -110,7 +152,9 @@ def test_no_leaf_of_the_statement_can_be_altered_unnoticed(finished: Path, tmp_p
         (("guarantee", "epsilon_unamplified"), "without amplification"),
     ],
 )
-def test_an_epsilon_made_smaller_is_found_without_any_file(finished: Path, tmp_path: Path, where: tuple[str, ...], check: str) -> None:
+def test_an_epsilon_made_smaller_is_found_without_any_file(
+    finished: Path, tmp_path: Path, where: tuple[str, ...], check: str
+) -> None:
     def smaller(statement: dict[str, Any]) -> None:
         inner = statement
         for key in where[:-1]:
@@ -120,41 +164,66 @@ def test_an_epsilon_made_smaller_is_found_without_any_file(finished: Path, tmp_p
     assert by_name(verify_statement(edited(finished, tmp_path, smaller)))[check] == "failed"
 
 
-def test_noise_steps_and_delta_made_to_fit_a_smaller_epsilon_are_found_with_the_run(finished: Path, tmp_path: Path) -> None:
+def test_noise_steps_and_delta_made_to_fit_a_smaller_epsilon_are_found_with_the_run(
+    finished: Path, tmp_path: Path
+) -> None:
     plan = make_plan(replace(POISSON, noise_multiplier=9.0))
 
     def consistent(statement: dict[str, Any]) -> None:
         """A statement that agrees with itself in everything, for ten times the noise."""
         store = tmp_path / "other" / "store"
         make_store(store)
-        run = make_run(tmp_path / "other" / "run", store, privacy=replace(POISSON, noise_multiplier=9.0), charged=12)
+        run = make_run(
+            tmp_path / "other" / "run",
+            store,
+            privacy=replace(POISSON, noise_multiplier=9.0),
+            charged=12,
+        )
         made = write_statement(run).read_text()
-        theirs, ours = (s["history"]["lineage"][-1]["store_id"] for s in (json.loads(made), statement))
+        theirs, ours = (
+            s["history"]["lineage"][-1]["store_id"] for s in (json.loads(made), statement)
+        )
         made = json.loads(made.replace(theirs, ours).replace(theirs[:12], ours[:12]))
         statement |= made | {"hashes": statement["hashes"]}
 
     path = edited(finished, tmp_path, consistent)
     assert plan.epsilon is not None
-    assert "failed" not in by_name(verify_statement(path)).values()  # nothing in it contradicts itself
+    assert (
+        "failed" not in by_name(verify_statement(path)).values()
+    )  # nothing in it contradicts itself
     found = by_name(verify_statement(path, finished / "run"))
     assert found["ledger"] == "failed" and found["lineage"] == "ok"
     assert by_name(verify_statement(path, None, finished / "store"))["store"] == "failed"
 
 
-def test_a_statement_of_one_run_with_the_files_of_another_fails(finished: Path, tmp_path: Path) -> None:
+def test_a_statement_of_one_run_with_the_files_of_another_fails(
+    finished: Path, tmp_path: Path
+) -> None:
     make_store(tmp_path / "store")
-    other = make_run(tmp_path / "run", tmp_path / "store", privacy=SMALL, charged=4, run_id="0ther5eed0ther5eed"[:16])
-    found = by_name(verify_statement(finished / "run" / "statement.json", other, tmp_path / "store"))
+    other = make_run(
+        tmp_path / "run",
+        tmp_path / "store",
+        privacy=SMALL,
+        charged=4,
+        run_id="0ther5eed0ther5eed"[:16],
+    )
+    found = by_name(
+        verify_statement(finished / "run" / "statement.json", other, tmp_path / "store")
+    )
     for name in ("run", "weights", "checkpoint", "ledger", "store"):
         assert found[name] == "failed", name
     # The other run's files under this run's name.
     mixed = tmp_path / "mixed"
     shutil.copytree(finished / "run", mixed)
     shutil.copy(other / "ledger.jsonl", mixed / "ledger.jsonl")
-    assert by_name(verify_statement(finished / "run" / "statement.json", mixed))["ledger"] == "failed"
+    assert (
+        by_name(verify_statement(finished / "run" / "statement.json", mixed))["ledger"] == "failed"
+    )
 
 
-def test_altered_weights_a_broken_chain_and_a_missing_run_fail(finished: Path, tmp_path: Path) -> None:
+def test_altered_weights_a_broken_chain_and_a_missing_run_fail(
+    finished: Path, tmp_path: Path
+) -> None:
     statement = finished / "run" / "statement.json"
     run = tmp_path / "run"
     shutil.copytree(finished / "run", run)
@@ -171,7 +240,9 @@ def test_altered_weights_a_broken_chain_and_a_missing_run_fail(finished: Path, t
     assert by_name(verify_statement(statement, run))["run"] == "failed"
 
 
-def test_steps_charged_after_the_statement_are_said_and_steps_before_it_are_missed(finished: Path, tmp_path: Path) -> None:
+def test_steps_charged_after_the_statement_are_said_and_steps_before_it_are_missed(
+    finished: Path, tmp_path: Path
+) -> None:
     make_store(tmp_path / "store")
     run = make_run(tmp_path / "run", tmp_path / "store", privacy=replace(SMALL, steps=8), charged=4)
     path = write_statement(run)
@@ -179,10 +250,15 @@ def test_steps_charged_after_the_statement_are_said_and_steps_before_it_are_miss
     kept = (tmp_path / "LEDGERS", tmp_path / "store")
     for folder in kept:
         shutil.copytree(folder, tmp_path / "kept" / folder.name)
-    with Ledger.open(tmp_path / "store", run_id, make_plan(replace(SMALL, steps=8)), resume=True) as ledger:
+    with Ledger.open(
+        tmp_path / "store", run_id, make_plan(replace(SMALL, steps=8)), resume=True
+    ) as ledger:
         ledger.append()
     checks = {check.name: check for check in verify_statement(path, run, tmp_path / "store")}
-    assert checks["store, last line"].status == "ok" and "charged since: 1" in checks["store, last line"].detail
+    assert (
+        checks["store, last line"].status == "ok"
+        and "charged since: 1" in checks["store, last line"].detail
+    )
     later = write_statement(run)
     for folder in kept:
         shutil.rmtree(folder)
@@ -206,8 +282,14 @@ def test_another_run_on_the_store_is_said(finished: Path, tmp_path: Path) -> Non
     path = write_statement(run)
     another_run(tmp_path / "store")
     checks = {check.name: check for check in verify_statement(path, run, tmp_path / "store")}
-    assert checks["other runs"].status == "unverified" and "made since, or left out" in checks["other runs"].detail
-    assert "failed" not in {check.status for check in checks.values()} and checks["written again"].status == "ok"
+    assert (
+        checks["other runs"].status == "unverified"
+        and "made since, or left out" in checks["other runs"].detail
+    )
+    assert (
+        "failed" not in {check.status for check in checks.values()}
+        and checks["written again"].status == "ok"
+    )
 
 
 OTHER_RUNS_ALTERED: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -216,13 +298,23 @@ OTHER_RUNS_ALTERED: dict[str, Callable[[dict[str, Any]], object]] = {
     "filter": lambda others: others.update(epsilon_filter=0.5 * others["epsilon_total"]),
     "no filter": lambda others: others.update(epsilon_filter=None),
     "delta": lambda others: others.update(delta=2 * others["delta"]),
-    "epsilon of a run": lambda others: others["runs"][0].update(epsilon=0.9 * others["runs"][0]["epsilon"]),
-    "steps of a run": lambda others: others["runs"][0].update(steps=others["runs"][0]["steps"] + 1000),
-    "steps of this run": lambda others: [run.update(steps=run["steps"] - 1) for run in others["runs"] if run["run_id"] != "another"],
-    "guarantee of a run": lambda others: others["runs"][0].update(guarantee="none", epsilon=None, delta=None),
+    "epsilon of a run": lambda others: others["runs"][0].update(
+        epsilon=0.9 * others["runs"][0]["epsilon"]
+    ),
+    "steps of a run": lambda others: others["runs"][0].update(
+        steps=others["runs"][0]["steps"] + 1000
+    ),
+    "steps of this run": lambda others: [
+        run.update(steps=run["steps"] - 1) for run in others["runs"] if run["run_id"] != "another"
+    ],
+    "guarantee of a run": lambda others: others["runs"][0].update(
+        guarantee="none", epsilon=None, delta=None
+    ),
     "a run named twice": lambda others: others["runs"].append(others["runs"][0]),
     "an unknown run": lambda others: others["runs"][0].update(run_id="unknown"),
-    "text": lambda others: others.update(text=others["text"].replace("1 other run", "No other run")),
+    "text": lambda others: others.update(
+        text=others["text"].replace("1 other run", "No other run")
+    ),
     "totals left out": lambda others: others.pop("epsilon_total"),
     "person": lambda others: others.update(unit_epsilon_total=0.1),
 }
@@ -230,9 +322,15 @@ OTHER_RUNS_ALTERED: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("altered", OTHER_RUNS_ALTERED)
 @pytest.mark.parametrize("later", [False, True])
-def test_altered_figures_of_other_runs_are_found_also_after_a_later_run(two_runs: Path, tmp_path: Path, later: bool, altered: str) -> None:
+def test_altered_figures_of_other_runs_are_found_also_after_a_later_run(
+    two_runs: Path, tmp_path: Path, later: bool, altered: str
+) -> None:
     folder = two_runs / ("later" if later else "now")
-    path = edited(folder, tmp_path, lambda statement: OTHER_RUNS_ALTERED[altered](statement["history"]["other_runs"]))
+    path = edited(
+        folder,
+        tmp_path,
+        lambda statement: OTHER_RUNS_ALTERED[altered](statement["history"]["other_runs"]),
+    )
     assert "other runs" in failed_checks(path, folder / "run", folder / "store")
 
 
@@ -252,7 +350,14 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("folder", ["now", "later"])
 def test_a_true_statement_about_two_runs_passes(two_runs: Path, folder: str) -> None:
-    assert failed_checks(two_runs / folder / "run" / "statement.json", two_runs / folder / "run", two_runs / folder / "store") == []
+    assert (
+        failed_checks(
+            two_runs / folder / "run" / "statement.json",
+            two_runs / folder / "run",
+            two_runs / folder / "store",
+        )
+        == []
+    )
 
 
 def test_a_cap_set_later_and_a_store_given_later_are_no_failure(tmp_path: Path) -> None:
@@ -264,17 +369,30 @@ def test_a_cap_set_later_and_a_store_given_later_are_no_failure(tmp_path: Path) 
     (tmp_path / "away").rename(store)
     assert json.loads(path.read_text())["history"]["other_runs"]["known"] is False
     checks = by_name(verify_statement(path, run, store))
-    assert "failed" not in checks.values() and checks["written again"] == "ok" and checks["other runs"] == "not checked"
+    assert (
+        "failed" not in checks.values()
+        and checks["written again"] == "ok"
+        and checks["other runs"] == "not checked"
+    )
     path = write_statement(run)
     set_cap(store, 20.0, 1e-5)
     checks = by_name(verify_statement(path, run, store))
-    assert "failed" not in checks.values() and checks["written again"] == "ok" and checks["other runs"] == "not checked"
+    assert (
+        "failed" not in checks.values()
+        and checks["written again"] == "ok"
+        and checks["other runs"] == "not checked"
+    )
 
 
-def test_a_score_added_later_is_no_failure_and_an_altered_one_is(finished: Path, tmp_path: Path) -> None:
+def test_a_score_added_later_is_no_failure_and_an_altered_one_is(
+    finished: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished / "run", run)
-    write_json(run / "scores.json", [*runs.PUBLIC_SCORES, runs.score_entry("encoder", 0.6, "ridge probe, mean")])
+    write_json(
+        run / "scores.json",
+        [*runs.PUBLIC_SCORES, runs.score_entry("encoder", 0.6, "ridge probe, mean")],
+    )
     assert failed_checks(run / "statement.json", run, finished / "store") == []
 
     def better(statement: dict[str, Any]) -> None:
@@ -283,7 +401,9 @@ def test_a_score_added_later_is_no_failure_and_an_altered_one_is(finished: Path,
     assert failed_checks(edited(finished, tmp_path, better), run, finished / "store") == ["scores"]
 
 
-def test_a_run_without_a_guarantee_on_a_public_store_has_no_epsilon_to_check(tmp_path: Path) -> None:
+def test_a_run_without_a_guarantee_on_a_public_store_has_no_epsilon_to_check(
+    tmp_path: Path,
+) -> None:
     make_store(tmp_path / "store", "public")
     bare = replace(SMALL, guarantee="none", noise_multiplier=None, max_grad_norm=None)
     path = write_statement(make_run(tmp_path / "run", tmp_path / "store", privacy=bare, charged=2))
@@ -291,7 +411,9 @@ def test_a_run_without_a_guarantee_on_a_public_store_has_no_epsilon_to_check(tmp
     assert "failed" not in checks.values() and checks["epsilon"] == "not checked"
 
 
-def test_the_epsilon_of_a_person_of_several_records_is_recomputed(finished: Path, tmp_path: Path) -> None:
+def test_the_epsilon_of_a_person_of_several_records_is_recomputed(
+    finished: Path, tmp_path: Path
+) -> None:
     event = mechanism.unit_event("poisson", 0.1, 0.9, runs.STEPS, 3)
     exact = accountant.epsilon(event, 1e-5, 1e-3)
     for factor, status in ((1.0, "ok"), (0.97, "failed")):
@@ -301,7 +423,10 @@ def test_the_epsilon_of_a_person_of_several_records_is_recomputed(finished: Path
             statement["guarantee"]["composition"]["methods"]["unit_epsilon"] = "one run"
             statement["history"]["lineage"][-1]["guarantee"]["plan"]["max_records_per_unit"] = 3
 
-        assert by_name(verify_statement(edited(finished, tmp_path, person)))["epsilon of a person"] == status
+        assert (
+            by_name(verify_statement(edited(finished, tmp_path, person)))["epsilon of a person"]
+            == status
+        )
 
 
 def altered_headline(statement: dict[str, Any], old: str, new: str) -> None:
@@ -311,9 +436,15 @@ def altered_headline(statement: dict[str, Any], old: str, new: str) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("delta 1e-5", "delta 1e-20"), ("each single image", "each person, with all their images"), ("for each", "now for each")],
+    [
+        ("delta 1e-5", "delta 1e-20"),
+        ("each single image", "each person, with all their images"),
+        ("for each", "now for each"),
+    ],
 )
-def test_a_headline_of_another_delta_or_unit_is_found_without_any_file(finished: Path, tmp_path: Path, old: str, new: str) -> None:
+def test_a_headline_of_another_delta_or_unit_is_found_without_any_file(
+    finished: Path, tmp_path: Path, old: str, new: str
+) -> None:
     path = edited(finished, tmp_path, lambda statement: altered_headline(statement, old, new))
     assert failed_checks(path) == ["figures"]
 
@@ -332,7 +463,10 @@ def own(statement: dict[str, Any]) -> dict[str, Any]:
 
 
 BAD_PLANS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "noise 0": lambda s: (own(s)["plan"].update(noise_multiplier=0), s["mechanism"].update(noise_multiplier=0, noise_std=0)),
+    "noise 0": lambda s: (
+        own(s)["plan"].update(noise_multiplier=0),
+        s["mechanism"].update(noise_multiplier=0, noise_std=0),
+    ),
     "noise in words": lambda s: own(s)["plan"].update(noise_multiplier="a"),
     "rate 2": lambda s: own(s)["plan"].update(sample_rate=2.0),
     "another rate": lambda s: own(s)["plan"].update(expected_batch_size=100_000.0, sample_rate=2.0),
@@ -340,7 +474,10 @@ BAD_PLANS: dict[str, Callable[[dict[str, Any]], object]] = {
     "delta 0": lambda s: own(s)["plan"].update(delta=0.0),
     "no guarantee": lambda s: own(s)["plan"].update(guarantee="none", epsilon=None),
     "steps -1": lambda s: s["mechanism"].update(steps_executed=-1),
-    "too many steps": lambda s: (s["mechanism"].update(steps_executed=1000), own(s).update(steps=1000)),
+    "too many steps": lambda s: (
+        s["mechanism"].update(steps_executed=1000),
+        own(s).update(steps=1000),
+    ),
     "no plan": lambda s: own(s).update(plan={}),
     "no guarantee of the run": lambda s: s["history"]["lineage"][-1].update(guarantee=None),
     "epsilon beyond floats": lambda s: s["guarantee"].update(epsilon=1e308),
@@ -349,12 +486,16 @@ BAD_PLANS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("altered", BAD_PLANS)
-def test_what_is_no_plan_fails_the_figures_and_raises_nothing(finished: Path, tmp_path: Path, altered: str) -> None:
+def test_what_is_no_plan_fails_the_figures_and_raises_nothing(
+    finished: Path, tmp_path: Path, altered: str
+) -> None:
     assert "figures" in failed_checks(edited(finished, tmp_path, BAD_PLANS[altered]))
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_a_statement_with_a_number_that_is_not_finite_is_not_read(finished: Path, tmp_path: Path, number: float) -> None:
+def test_a_statement_with_a_number_that_is_not_finite_is_not_read(
+    finished: Path, tmp_path: Path, number: float
+) -> None:
     changes: list[Callable[[dict[str, Any]], object]] = [
         lambda s: own(s)["plan"].update(noise_multiplier=number),
         lambda s: s["guarantee"].update(delta=number),
@@ -369,7 +510,9 @@ def test_a_statement_with_a_number_that_is_not_finite_is_not_read(finished: Path
 def test_every_field_of_a_plan_that_is_missing_is_found(finished: Path, tmp_path: Path) -> None:
     for field in own(json.loads((finished / "run" / "statement.json").read_text()))["plan"]:
         if field != "clipping":  # plans of older versions lack it
-            assert "figures" in failed_checks(edited(finished, tmp_path, lambda s, field=field: own(s)["plan"].pop(field))), field
+            assert "figures" in failed_checks(
+                edited(finished, tmp_path, lambda s, field=field: own(s)["plan"].pop(field))
+            ), field
 
 
 def test_exit_status_is_1_for_a_failed_check_and_2_for_bad_input(
@@ -381,7 +524,11 @@ def test_exit_status_is_1_for_a_failed_check_and_2_for_bad_input(
     assert stop.value.code == 1
     assert "checks FAILED: do not rely on this statement." in capsys.readouterr().out
     (tmp_path / "no.json").write_text("{")
-    for arguments in ([str(tmp_path / "no.json")], [str(tmp_path / "missing.json")], [str(path), "--run", str(tmp_path / "none")]):
+    for arguments in (
+        [str(tmp_path / "no.json")],
+        [str(tmp_path / "missing.json")],
+        [str(path), "--run", str(tmp_path / "none")],
+    ):
         assert main(["verify", *arguments]) == 2
         assert "error: verify:" in capsys.readouterr().err
     (tmp_path / "no.json").write_text('{"format": "dpvision-statement-1"}')
@@ -390,24 +537,46 @@ def test_exit_status_is_1_for_a_failed_check_and_2_for_bad_input(
     assert "does not fit its schema" in capsys.readouterr().out
 
 
-def lineage_of(plan_of: Any, steps: int, store_id: str, visibility: str = "private") -> dict[str, Any]:
+def lineage_of(
+    plan_of: Any, steps: int, store_id: str, visibility: str = "private"
+) -> dict[str, Any]:
     plan = make_plan(plan_of)
     spent = plan.spent(steps)
-    guarantee = {"epsilon": spent.epsilon, "epsilon_rdp": spent.epsilon_rdp, "delta": plan.delta, "steps": steps, "plan": plan.to_dict()}
-    return {"store_id": store_id, "visibility": visibility, "licence": None, "run_id": "parent", "guarantee": guarantee}
+    guarantee = {
+        "epsilon": spent.epsilon,
+        "epsilon_rdp": spent.epsilon_rdp,
+        "delta": plan.delta,
+        "steps": steps,
+        "plan": plan.to_dict(),
+    }
+    return {
+        "store_id": store_id,
+        "visibility": visibility,
+        "licence": None,
+        "run_id": "parent",
+        "guarantee": guarantee,
+    }
 
 
 @pytest.mark.parametrize("tuning", ["none", "not_covered"])
 def test_parents_are_composed_and_one_left_out_is_found(tmp_path: Path, tuning: str) -> None:
     store_id = make_store(tmp_path / "store")
-    parents = (lineage_of(replace(SMALL, steps=9), 9, store_id), lineage_of(replace(SMALL, noise_multiplier=5.0), 4, "another5706e"))
-    with Ledger.open(tmp_path / "store", "parent", make_plan(replace(SMALL, steps=9)), resume=False, lineage=[]) as ledger:
+    parents = (
+        lineage_of(replace(SMALL, steps=9), 9, store_id),
+        lineage_of(replace(SMALL, noise_multiplier=5.0), 4, "another5706e"),
+    )
+    with Ledger.open(
+        tmp_path / "store", "parent", make_plan(replace(SMALL, steps=9)), resume=False, lineage=[]
+    ) as ledger:
         for _ in range(9):
             ledger.append()
     run = make_run(tmp_path / "run", tmp_path / "store", privacy=SMALL, charged=4, parents=parents)
     path = write_statement(run, tuning=tuning)
     checks = by_name(verify_statement(path, run, tmp_path / "store"))
-    assert "failed" not in checks.values() and checks["epsilon"] == checks["epsilon on store another5"] == "ok"
+    assert (
+        "failed" not in checks.values()
+        and checks["epsilon"] == checks["epsilon on store another5"] == "ok"
+    )
 
     for change in (
         lambda statement: statement.update(other_stores=[]),

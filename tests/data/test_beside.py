@@ -1,4 +1,6 @@
-"""What lies beside the data is not data: it is left out with a count, read right, or refused with a command that reads it."""
+"""What lies beside the data is not data: it is left out with a count, read right, or refused with a
+command that reads it.
+"""
 
 import io
 import json
@@ -30,15 +32,20 @@ def refused(source, **options) -> list[str]:
         import_source(source, store, public=True, **options)
     assert not store.exists()
     places = []
-    for n, command in enumerate(re.findall(r"dpvision data import [^;]*? STORE\d*", str(error.value))):
+    for n, command in enumerate(
+        re.findall(r"dpvision data import [^;]*? STORE\d*", str(error.value))
+    ):
         words = shlex.split(command)
         if words[3] != "DIR":
-            assert main([*words[1:-1], str(source.parent / f"by_command_{len(places)}_{n}"), "--public"]) in (0, None), command
+            assert main(
+                [*words[1:-1], str(source.parent / f"by_command_{len(places)}_{n}"), "--public"]
+            ) in (0, None), command
             places.append(words[3])
     return places
 
 
-# --- hidden files and thumbnails -----------------------------------------------------------------------------------------------------
+# --- hidden files and thumbnails
+# --------------------------------------------------------------------------------------------------
 
 HIDDEN = [
     "alice/@eaDir/1.png/THUMB.png",
@@ -51,29 +58,49 @@ HIDDEN = [
 
 def test_hidden_folders_make_neither_persons_nor_classes_nor_records(tmp_path):
     """B04, B12."""
-    source = write_folder(tmp_path / "src", {"alice/1.png": png(1), "bob/1.png": png(2)} | {n: png(3 + i) for i, n in enumerate(HIDDEN)})
+    source = write_folder(
+        tmp_path / "src",
+        {"alice/1.png": png(1), "bob/1.png": png(2)}
+        | {n: png(3 + i) for i, n in enumerate(HIDDEN)},
+    )
     store = import_source(source, tmp_path / "s", public=True)
     assert store.label_names == ["alice", "bob"] and store.num_records == 2
     assert store.import_summary()["left_out"] == {"hidden or thumbnail": len(HIDDEN)}
-    listed = [json.loads(line)["key"] for line in (store.path / "confidential" / "left_out.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line)["key"]
+        for line in (store.path / "confidential" / "left_out.jsonl").read_text().splitlines()
+    ]
     assert sorted(listed) == sorted(HIDDEN)
-    people = import_source(source, tmp_path / "p", unit_from="parent", classes=ClassRule(None, "unlabelled"))
+    people = import_source(
+        source, tmp_path / "p", unit_from="parent", classes=ClassRule(None, "unlabelled")
+    )
     assert len(set(people.index["unit"].tolist())) == 2
 
 
 def test_hidden_members_of_a_tar_are_left_out(tmp_path):
     tar = write_tar(
-        tmp_path / "x.tar", {"1.png": png(1), "1.cls": b"0", "._1.png": b"\0\5\x16\7", "__MACOSX/._1.png": b"x", ".c/2.png": png(2)}
+        tmp_path / "x.tar",
+        {
+            "1.png": png(1),
+            "1.cls": b"0",
+            "._1.png": b"\0\5\x16\7",
+            "__MACOSX/._1.png": b"x",
+            ".c/2.png": png(2),
+        },
     )
     store = import_source(tar, tmp_path / "s", public=True)
-    assert store.num_records == 1 and store.import_summary()["left_out"] == {"hidden or thumbnail": 3}
+    assert store.num_records == 1 and store.import_summary()["left_out"] == {
+        "hidden or thumbnail": 3
+    }
 
 
 def test_packed_files_in_hidden_folders_are_passed_over(tmp_path):
     table = pa.table({"image": [png(1), png(2)], "label": [0, 1]})
     (tmp_path / "src" / ".cache").mkdir(parents=True)
     pq.write_table(table, tmp_path / "src" / "a.parquet")
-    pq.write_table(pa.table({"image": [png(3)], "label": [1]}), tmp_path / "src" / ".cache" / "b.parquet")
+    pq.write_table(
+        pa.table({"image": [png(3)], "label": [1]}), tmp_path / "src" / ".cache" / "b.parquet"
+    )
     assert import_source(tmp_path / "src", tmp_path / "s", public=True).num_records == 2
 
 
@@ -82,7 +109,8 @@ def test_a_source_below_a_hidden_folder_is_read(tmp_path):
     assert import_source(source, tmp_path / "s", public=True).label_names == ["cat", "dog"]
 
 
-# --- splits --------------------------------------------------------------------------------------------------------------------------
+# --- splits
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,20 +129,33 @@ def test_folders_that_are_splits_are_refused(tmp_path, files, commands):
 
 
 def test_one_class_may_have_the_name_of_a_split(tmp_path):
-    source = write_folder(tmp_path / "src", {f"{name}/1.png": png(i) for i, name in enumerate(("bus", "car", "train"))})
+    source = write_folder(
+        tmp_path / "src",
+        {f"{name}/1.png": png(i) for i, name in enumerate(("bus", "car", "train"))},
+    )
     assert import_source(source, tmp_path / "s", public=True).label_names == ["bus", "car", "train"]
 
 
 def test_a_table_at_the_source_may_name_files_of_splits(tmp_path):
-    files = {"train/1.png": png(1), "test/2.png": png(2), "metadata.csv": b"file_name,text\ntrain/1.png,a cat\ntest/2.png,a dog\n"}
+    files = {
+        "train/1.png": png(1),
+        "test/2.png": png(2),
+        "metadata.csv": b"file_name,text\ntrain/1.png,a cat\ntest/2.png,a dog\n",
+    }
     store = import_source(write_folder(tmp_path / "src", files), tmp_path / "s", public=True)
-    assert [store.captions(i) for i in range(2)] == [("a dog",), ("a cat",)] and store.label_names is None
+    assert [store.captions(i) for i in range(2)] == [
+        ("a dog",),
+        ("a cat",),
+    ] and store.label_names is None
 
 
 @pytest.mark.parametrize(
     ("names", "commands"),
     [
-        (["train-00000-of-00001", "test-00000-of-00001"], ["test-00000-of-00001.parquet", "train-00000-of-00001.parquet"]),
+        (
+            ["train-00000-of-00001", "test-00000-of-00001"],
+            ["test-00000-of-00001.parquet", "train-00000-of-00001.parquet"],
+        ),
         (["train-0", "train-1", "validation-0"], ["train-*.parquet", "validation-0.parquet"]),
         (["a_train", "b_train", "a_test"], ["*train*.parquet", "a_test.parquet"]),
         (["train/0", "train/1", "test/0", "test/1"], ["test", "train"]),
@@ -134,7 +175,10 @@ def test_tars_of_several_splits_are_refused(tmp_path):
     for i, name in enumerate(("train-0", "train-1", "val-0")):
         (tmp_path / "src").mkdir(exist_ok=True)
         write_tar(tmp_path / "src" / f"{name}.tar", {f"{i}.png": png(i), f"{i}.cls": b"0"})
-    assert refused(tmp_path / "src") == [str(tmp_path / "src" / "train-*.tar"), str(tmp_path / "src" / "val-0.tar")]
+    assert refused(tmp_path / "src") == [
+        str(tmp_path / "src" / "train-*.tar"),
+        str(tmp_path / "src" / "val-0.tar"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -152,21 +196,37 @@ def test_embed_and_caption_refuse_splits_and_masks_as_the_import_does(tmp_path, 
     with pytest.raises(DataError) as refusal:
         open_source(source, for_import=False)
     said = str(refusal.value)
-    parts = re.split(r"Give one of them: |Give the images: ", said)[1].removesuffix(".").partition("; for")[0].split(", ")
-    assert parts == [shlex.quote(str(source / part)) for part in expected] and "data import" not in said
-    for run in (lambda: write_embeddings("hog", source, tmp_path / "confidential" / "x.npz"), lambda: find_images([source])):
+    parts = (
+        re.split(r"Give one of them: |Give the images: ", said)[1]
+        .removesuffix(".")
+        .partition("; for")[0]
+        .split(", ")
+    )
+    assert (
+        parts == [shlex.quote(str(source / part)) for part in expected]
+        and "data import" not in said
+    )
+    for run in (
+        lambda: write_embeddings("hog", source, tmp_path / "confidential" / "x.npz"),
+        lambda: find_images([source]),
+    ):
         with pytest.raises(DataError, match="Give "):
             run()
 
 
-# --- tables --------------------------------------------------------------------------------------------------------------------------
+# --- tables
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("table", ["metadata.csv", "metadata.jsonl"])
 @pytest.mark.parametrize("folder", ["train", "cats"])
 def test_a_table_below_the_source_is_refused_by_name(tmp_path, folder, table):
     """B16. The command in the refusal reads it."""
-    row = b"file_name,text\n1.png,a cat\n" if table.endswith("csv") else js(file_name="1.png", text="a cat")
+    row = (
+        b"file_name,text\n1.png,a cat\n"
+        if table.endswith("csv")
+        else js(file_name="1.png", text="a cat")
+    )
     source = write_folder(tmp_path / "src", {f"{folder}/1.png": png(1), f"{folder}/{table}": row})
     with pytest.raises(DataError, match=f"{folder}/{table}: a table below the source"):
         import_source(source, tmp_path / "s", public=True)
@@ -175,30 +235,48 @@ def test_a_table_below_the_source_is_refused_by_name(tmp_path, folder, table):
     assert store.captions(0) == ("a cat",)
 
 
-# --- masks ---------------------------------------------------------------------------------------------------------------------------
+# --- masks
+# --------------------------------------------------------------------------------------------------
 
 
 def test_masks_beside_images_are_left_out_by_name(tmp_path):
     files = {
-        "benign/b (1).png": png(1), "benign/b (1)_mask.png": png(2), "benign/b (1)_mask_1.png": png(3), "normal/n.jpg": png(4),
-        "normal/n-seg.png": png(5), "normal/face_mask.png": png(6),
-    }  # fmt: skip
+        "benign/b (1).png": png(1),
+        "benign/b (1)_mask.png": png(2),
+        "benign/b (1)_mask_1.png": png(3),
+        "normal/n.jpg": png(4),
+        "normal/n-seg.png": png(5),
+        "normal/face_mask.png": png(6),
+    }
     store = import_source(write_folder(tmp_path / "src", files), tmp_path / "s", public=True)
-    assert store.num_records == 3 and store.import_summary()["left_out"] == {"mask of another image": 3}
-    tar = write_tar(tmp_path / "x.tar", {"a.png": png(1), "a_mask.png": png(2), "b_mask.png": png(3)})
+    assert store.num_records == 3 and store.import_summary()["left_out"] == {
+        "mask of another image": 3
+    }
+    tar = write_tar(
+        tmp_path / "x.tar", {"a.png": png(1), "a_mask.png": png(2), "b_mask.png": png(3)}
+    )
     store = import_source(tar, tmp_path / "t", public=True)
-    assert store.num_records == 2 and store.import_summary()["left_out"] == {"mask of another image": 1}
+    assert store.num_records == 2 and store.import_summary()["left_out"] == {
+        "mask of another image": 1
+    }
 
 
-@pytest.mark.parametrize("names", [("images", "masks"), ("JPEGImages", "SegmentationClass"), ("part/img", "part/labels")])
+@pytest.mark.parametrize(
+    "names", [("images", "masks"), ("JPEGImages", "SegmentationClass"), ("part/img", "part/labels")]
+)
 def test_a_folder_of_masks_beside_images_is_no_class(tmp_path, names):
-    source = write_folder(tmp_path / "src", {f"{name}/1.png": png(i) for i, name in enumerate(names)})
+    source = write_folder(
+        tmp_path / "src", {f"{name}/1.png": png(i) for i, name in enumerate(names)}
+    )
     assert refused(source) == [str(source / names[0])]
-    with pytest.raises(DataError, match=r"dpvision evaluate segmentation ENCODER --train .* --train-masks"):
+    with pytest.raises(
+        DataError, match=r"dpvision evaluate segmentation ENCODER --train .* --train-masks"
+    ):
         import_source(source, tmp_path / "s", public=True)
 
 
-# --- tars ----------------------------------------------------------------------------------------------------------------------------
+# --- tars
+# --------------------------------------------------------------------------------------------------
 
 
 def test_links_in_a_tar_are_read_or_listed(tmp_path):
@@ -222,7 +300,11 @@ def test_links_in_a_tar_are_read_or_listed(tmp_path):
             info.type, info.linkname = kind, target
             tar.addfile(info)
     store = import_source(path, tmp_path / "s", public=True)
-    assert store.num_records == 1 and set(store.captions(0)) == {"one", "two", "three"}  # one image under three names
+    assert store.num_records == 1 and set(store.captions(0)) == {
+        "one",
+        "two",
+        "three",
+    }  # one image under three names
     assert store.import_summary()["left_out"] == {"link without its file": 1}
 
 
@@ -233,14 +315,18 @@ def test_a_label_that_is_a_broken_link_is_not_lost_quietly(tmp_path):
         info.type, info.linkname = tarfile.SYMTYPE, "none.cls"
         tar.addfile(info)
     store = import_source(path, tmp_path / "s", public=True)
-    assert store.num_records == 1 and store.import_summary()["left_out"] == {"link without its file": 1}
+    assert store.num_records == 1 and store.import_summary()["left_out"] == {
+        "link without its file": 1
+    }
 
 
 CLASSES = {"cat/1.png": png(1), "cat/2.png": png(2), "dog/1.png": png(3)}
 
 
 def test_a_plain_tar_of_class_folders_is_refused_or_read_by_its_parent(tmp_path):
-    tar = write_tar(tmp_path / "x.tar", {f"./photos/{name}": data for name, data in CLASSES.items()})
+    tar = write_tar(
+        tmp_path / "x.tar", {f"./photos/{name}": data for name, data in CLASSES.items()}
+    )
     with pytest.raises(DataError, match=r"--label-from parent.*tar -xf"):
         import_source(tar, tmp_path / "s", public=True)
     store = import_source(tar, tmp_path / "s", public=True, label_from="parent")
@@ -249,15 +335,26 @@ def test_a_plain_tar_of_class_folders_is_refused_or_read_by_its_parent(tmp_path)
     assert len(set(people.index["unit"].tolist())) == 2
     (tmp_path / "d").mkdir()
     for name in ("cat", "dog"):  # a tar for each class
-        write_tar(tmp_path / "d" / f"{name}.tar", {n: data for n, data in CLASSES.items() if n.startswith(name)})
+        write_tar(
+            tmp_path / "d" / f"{name}.tar",
+            {n: data for n, data in CLASSES.items() if n.startswith(name)},
+        )
     with pytest.raises(DataError, match="--label-from parent"):
         import_source(tmp_path / "d", tmp_path / "e", public=True)
 
 
 def test_a_tar_with_labels_may_have_folders_but_not_splits(tmp_path):
-    labelled = {name: data for i, (n, d) in enumerate(CLASSES.items()) for name, data in ((n, d), (n.replace("png", "cls"), b"%d" % i))}
-    assert import_source(write_tar(tmp_path / "x.tar", labelled), tmp_path / "s", public=True).labels.tolist() == [0, 1, 2]
-    splits = {name.replace("cat", "train").replace("dog", "test"): data for name, data in labelled.items()}
+    labelled = {
+        name: data
+        for i, (n, d) in enumerate(CLASSES.items())
+        for name, data in ((n, d), (n.replace("png", "cls"), b"%d" % i))
+    }
+    assert import_source(
+        write_tar(tmp_path / "x.tar", labelled), tmp_path / "s", public=True
+    ).labels.tolist() == [0, 1, 2]
+    splits = {
+        name.replace("cat", "train").replace("dog", "test"): data for name, data in labelled.items()
+    }
     with pytest.raises(DataError, match="folders of several splits, test, train"):
         import_source(write_tar(tmp_path / "y.tar", splits), tmp_path / "t", public=True)
 
@@ -269,7 +366,8 @@ def test_tars_in_subfolders_are_read(tmp_path):
     assert import_source(tmp_path / "src", tmp_path / "s", public=True).num_records == 2
 
 
-# --- columns -------------------------------------------------------------------------------------------------------------------------
+# --- columns
+# --------------------------------------------------------------------------------------------------
 
 
 def parquet(path, metadata=None, **columns):
@@ -278,7 +376,11 @@ def parquet(path, metadata=None, **columns):
 
 
 def features(**kinds) -> dict[str, str]:
-    return {"huggingface": json.dumps({"info": {"features": {name: {"_type": kind} for name, kind in kinds.items()}}})}
+    return {
+        "huggingface": json.dumps(
+            {"info": {"features": {name: {"_type": kind} for name, kind in kinds.items()}}}
+        )
+    }
 
 
 def pixels(store, row: int) -> list[int]:
@@ -290,11 +392,17 @@ def pixels(store, row: int) -> list[int]:
     [
         ({"hash": [b"0123", b"4567"], "photo": [png(1), png(2)]}, None, "photo"),
         ({"mask": [png(3), png(4)], "image": [png(1), png(2)]}, None, "image"),
-        ({"thumb": [png(3), png(4)], "photo": [png(1), png(2)]}, features(photo="Image", thumb="Value"), "photo"),
+        (
+            {"thumb": [png(3), png(4)], "photo": [png(1), png(2)]},
+            features(photo="Image", thumb="Value"),
+            "photo",
+        ),
     ],
 )
 def test_the_column_of_images_is_the_one_that_holds_them(tmp_path, columns, metadata, right):
-    store = import_source(parquet(tmp_path / "x.parquet", metadata, **columns), tmp_path / "s", public=True)
+    store = import_source(
+        parquet(tmp_path / "x.parquet", metadata, **columns), tmp_path / "s", public=True
+    )
     assert [store.read(i) for i in range(2)] == columns[right]
     others = [name for name in columns if name not in (right, "hash")]
     assert store.import_summary().get("image_columns_not_read", 0) == len(others)
@@ -302,5 +410,8 @@ def test_the_column_of_images_is_the_one_that_holds_them(tmp_path, columns, meta
 
 def test_two_columns_of_images_without_a_rule_are_refused(tmp_path):
     source = parquet(tmp_path / "x.parquet", front=[png(1)], side=[png(2)])
-    with pytest.raises(DataError, match=r"columns front, side hold bytes, 2 of them images.*Rename the right one to image"):
+    with pytest.raises(
+        DataError,
+        match=r"columns front, side hold bytes, 2 of them images.*Rename the right one to image",
+    ):
         import_source(source, tmp_path / "s", public=True)

@@ -30,10 +30,14 @@ def save_heif(image: Image.Image, **options) -> bytes:
 def test_messy_photographs_decode_or_are_refused_as_their_manifest_says():
     for entry in json.loads((MESSY / "manifest.json").read_text()):
         data = (MESSY / entry["file"]).read_bytes()
-        if entry["file"].endswith(".heif"):  # Pillow alone, which made the manifest, does not read it
+        if entry["file"].endswith(
+            ".heif"
+        ):  # Pillow alone, which made the manifest, does not read it
             assert decode(data).shape[2] == 3
             continue
-        grey_below = entry["file"] == "exif__corrupted.jpg"  # Pillow, which made the manifest, fills what is missing with grey
+        grey_below = (
+            entry["file"] == "exif__corrupted.jpg"
+        )  # Pillow, which made the manifest, fills what is missing with grey
         if entry["decodes"] != "yes" or entry["width"] * entry["height"] > MAX_PIXELS or grey_below:
             with pytest.raises(BadImage):
                 decode(data)
@@ -66,18 +70,31 @@ def test_broken_exif_leaves_the_image_upright():
     assert np.array_equal(decode(broken), decode(data))
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "LAB"])
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "LAB"]
+)
 def test_every_mode_of_a_white_image_is_white(mode):
     """Whatever the mode, white is white: no inversion, no mapping that darkens."""
     if mode == "I;16":
         image = Image.fromarray(np.full((9, 7), 65535, np.uint16))
     elif mode == "LAB":
-        image = Image.frombytes("LAB", (7, 9), bytes([255, 0, 0]) * 63)  # a and b are signed in files
+        image = Image.frombytes(
+            "LAB", (7, 9), bytes([255, 0, 0]) * 63
+        )  # a and b are signed in files
     elif mode == "PA":
         image = Image.new("LA", (7, 9), (255, 255)).convert("PA")
     else:
         image = Image.new("RGB", (7, 9), "white").convert(mode)
-    kind = {"PA": "PNG", "P": "GIF", "1": "PNG", "L": "PNG", "LA": "PNG", "RGB": "WEBP", "RGBA": "WEBP", "I;16": "PNG"}.get(mode, "TIFF")
+    kind = {
+        "PA": "PNG",
+        "P": "GIF",
+        "1": "PNG",
+        "L": "PNG",
+        "LA": "PNG",
+        "RGB": "WEBP",
+        "RGBA": "WEBP",
+        "I;16": "PNG",
+    }.get(mode, "TIFF")
     options = {"lossless": True} if kind == "WEBP" else {}
     data = save(image.convert("LA") if mode == "PA" else image, kind, **options)
     assert decode(data).min() >= 254  # the sRGB white of LAB is off by one in littlecms
@@ -88,7 +105,9 @@ def test_16_bits_map_to_their_high_byte_and_give_back_8_bit_images():
     for kind in ("PNG", "TIFF"):
         data = save(Image.fromarray(eight * 257), kind)
         assert np.array_equal(decode(data)[..., 0], eight)
-    assert decode(save(Image.fromarray(np.array([[255, 256, 65535]], np.uint16)), "PNG"))[0, :, 0].tolist() == [0, 1, 255]
+    assert decode(save(Image.fromarray(np.array([[255, 256, 65535]], np.uint16)), "PNG"))[
+        0, :, 0
+    ].tolist() == [0, 1, 255]
 
 
 def test_32_bit_integers_are_clipped_to_16():
@@ -106,7 +125,10 @@ def test_transparency_is_composed_over_white():
     palette = Image.new("P", (2, 1), 0)
     palette.putpalette([0, 0, 0, 10, 20, 30])
     palette.putpixel((1, 0), 1)
-    assert decode(save(palette, "PNG", transparency=0))[0].tolist() == [[255, 255, 255], [10, 20, 30]]
+    assert decode(save(palette, "PNG", transparency=0))[0].tolist() == [
+        [255, 255, 255],
+        [10, 20, 30],
+    ]
 
 
 def test_the_first_frame_of_an_animation_is_taken():
@@ -140,12 +162,16 @@ def test_bad_images_are_refused_with_their_reason(data, reason):
 
 @pytest.mark.parametrize("turn", [1, 6])
 def test_a_heif_image_has_the_pixels_of_its_png_upright(turn):
-    pixels = np.kron(np.array([[0, 80], [160, 240]], np.uint8), np.ones((16, 24), np.uint8))[..., None].repeat(3, 2)
+    pixels = np.kron(np.array([[0, 80], [160, 240]], np.uint8), np.ones((16, 24), np.uint8))[
+        ..., None
+    ].repeat(3, 2)
     exif = Image.Exif()
     exif[0x0112] = turn
     made = decode(save_heif(Image.fromarray(pixels), exif=exif.tobytes()))
     expected = decode(save(Image.fromarray(pixels), "PNG", exif=exif.tobytes()))
-    assert made.shape == expected.shape and np.abs(made.astype(int) - expected.astype(int)).max() <= 2  # YCbCr rounds
+    assert (
+        made.shape == expected.shape and np.abs(made.astype(int) - expected.astype(int)).max() <= 2
+    )  # YCbCr rounds
 
 
 def test_heif_without_pillow_heif_says_what_to_install(monkeypatch):
@@ -159,7 +185,9 @@ def test_an_image_at_the_limit_of_elongation_is_taken():
     assert decode(encode(np.zeros((2, 200, 3), np.uint8))).shape == (2, 200, 3)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "AVIF", "JPEG2000"])
+@pytest.mark.parametrize(
+    "kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "AVIF", "JPEG2000"]
+)
 def test_extension_names_the_format(kind):
     expected = {"JPEG": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(kind, kind.lower())
     assert extension(encode(noise(4), kind)) == expected

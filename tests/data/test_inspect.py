@@ -28,6 +28,10 @@ def test_the_contact_sheet_shows_the_images_in_tiles(store):
     sheet = contact_sheet(store, 40, tile_px=32, columns=8)
     assert sheet.size == (8 * 32, 5 * (32 + 14))
     assert sheet.mode == "RGB"
-    tiles = [sheet.crop((x * 32, y * 46, x * 32 + 32, y * 46 + 32)).tobytes() for y in range(5) for x in range(8)]
+    tiles = [
+        sheet.crop((x * 32, y * 46, x * 32 + 32, y * 46 + 32)).tobytes()
+        for y in range(5)
+        for x in range(8)
+    ]
     assert len(set(tiles)) == 40
     assert contact_sheet(store, 3, tile_px=32).size == (96, 46)

@@ -30,9 +30,13 @@ DATA = DataConfig(views=2)
 KEY = StepKey(seed=3, step=17)
 
 
-def tensors(store: Store, rows, key=KEY, data=DATA, *, size=16, batch=8, workers=2) -> dict[int, torch.Tensor]:
+def tensors(
+    store: Store, rows, key=KEY, data=DATA, *, size=16, batch=8, workers=2
+) -> dict[int, torch.Tensor]:
     made = {}
-    for part in physical_batches(store, np.asarray(rows), key, data, size, physical_batch_size=batch, workers=workers):
+    for part in physical_batches(
+        store, np.asarray(rows), key, data, size, physical_batch_size=batch, workers=workers
+    ):
         assert part.image_BVCHW.dtype == torch.float32
         assert part.image_BVCHW.shape[1:] == (data.views, 3, size, size)
         made.update(zip(part.record_id_B.tolist(), part.image_BVCHW, strict=True))
@@ -42,11 +46,18 @@ def tensors(store: Store, rows, key=KEY, data=DATA, *, size=16, batch=8, workers
 @pytest.mark.parametrize("batch", [1, 7, 64, 1000])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_records_tensor_is_bitwise_the_same_whatever_goes_with_it(store, batch, workers):
-    """Neighbours, order, workers and physical batch size change no bit: the record alone, in its own batch, is the reference."""
+    """Neighbours, order, workers and physical batch size change no bit: the record alone, in its
+    own batch, is the reference.
+    """
     alone = {}
     for row in range(store.num_records):
         alone |= tensors(store, [row], batch=1, workers=1)
-    for rows in (np.arange(40), np.arange(40)[::-1], np.random.default_rng(0).permutation(40), np.arange(0, 40, 3)):
+    for rows in (
+        np.arange(40),
+        np.arange(40)[::-1],
+        np.random.default_rng(0).permutation(40),
+        np.arange(0, 40, 3),
+    ):
         together = tensors(store, rows, batch=batch, workers=workers)
         assert list(together) == store.index["id"][rows].tolist()
         assert all(torch.equal(x, alone[record]) for record, x in together.items())
@@ -79,19 +90,40 @@ def test_a_training_image_is_the_keyed_crop_and_flip_of_its_pixels(store, view):
         image = pil_to_tensor(Image.open(io.BytesIO(record.image)).convert("RGB"))
         uniform = KEY.uniform(torch.tensor(record.id), f"crop.{view}", CROP_NUMBERS).tolist()
         left, top, right, bottom = crop_box(*image.shape[1:], uniform, data.crop_scale)
-        expected = resized_crop(image, top, left, bottom - top, right - left, [16, 16], InterpolationMode.BICUBIC, antialias=True)
+        expected = resized_crop(
+            image,
+            top,
+            left,
+            bottom - top,
+            right - left,
+            [16, 16],
+            InterpolationMode.BICUBIC,
+            antialias=True,
+        )
         if KEY.uniform(torch.tensor(record.id), f"flip.{view}", 1).item() < 0.5:
             expected = expected.flip(-1)
-        assert torch.equal(tensors(store, [row], data=data)[record.id][view].round(), expected.float())
+        assert torch.equal(
+            tensors(store, [row], data=data)[record.id][view].round(), expected.float()
+        )
 
 
 def test_half_of_the_images_are_flipped_and_none_when_told_not_to(tmp_path):
     ramp = np.repeat(np.arange(0, 240, 10, dtype=np.uint8)[None, :, None], 24, 0).repeat(3, 2)
-    samples = [Sample(str(i), encode(np.where(np.arange(24)[:, None, None] == 0, i % 250, ramp).astype(np.uint8)), {}) for i in range(240)]
+    samples = [
+        Sample(
+            str(i),
+            encode(np.where(np.arange(24)[:, None, None] == 0, i % 250, ramp).astype(np.uint8)),
+            {},
+        )
+        for i in range(240)
+    ]
     store = import_samples(samples, tmp_path / "s")
 
     def flipped(data):
-        return sum(x[0, 0, 8, 0] > x[0, 0, 8, -1] for x in tensors(store, np.arange(store.num_records), data=data, batch=64).values())
+        return sum(
+            x[0, 0, 8, 0] > x[0, 0, 8, -1]
+            for x in tensors(store, np.arange(store.num_records), data=data, batch=64).values()
+        )
 
     count, n = flipped(DataConfig()), store.num_records
     assert abs(count - n / 2) < 4 * np.sqrt(n) / 2
@@ -100,20 +132,36 @@ def test_half_of_the_images_are_flipped_and_none_when_told_not_to(tmp_path):
 
 @pytest.mark.slow
 def test_views_are_distributed_as_torchvisions(tmp_path):
-    """Crop and flip as they are seen in the pixels, over 600 steps: two-sample Kolmogorov-Smirnov distances (5e-4 quantile).
+    """Crop and flip as they are seen in the pixels, over 600 steps: two-sample Kolmogorov-Smirnov
+    distances (5e-4 quantile).
 
-    Red grows to the right and green downwards, so means tell the place of a view, differences its size, and the sign of red's the flip.
+    Red grows to the right and green downwards, so means tell the place of a view, differences its
+    size, and the sign of red's the flip.
     """
     y, x = np.mgrid[:160, :200].astype(np.uint8)
-    store = import_samples([Sample("ramps", encode(np.stack([x, y, x], axis=-1)), {})], tmp_path / "s")
+    store = import_samples(
+        [Sample("ramps", encode(np.stack([x, y, x], axis=-1)), {})], tmp_path / "s"
+    )
     data = DataConfig(mean=(0, 0, 0), std=(1 / 255,) * 3)
     image = pil_to_tensor(Image.open(io.BytesIO(store.read(0))))
     torch.manual_seed(0)
-    theirs = Compose([RandomResizedCrop(32, (0.2, 1.0), interpolation=InterpolationMode.BICUBIC, antialias=True), RandomHorizontalFlip()])
+    theirs = Compose(
+        [
+            RandomResizedCrop(
+                32, (0.2, 1.0), interpolation=InterpolationMode.BICUBIC, antialias=True
+            ),
+            RandomHorizontalFlip(),
+        ]
+    )
 
     def seen(x_CHW):
         red, green = x_CHW[0].float(), x_CHW[1].float()
-        return [red.mean(), green.mean(), (red[:, -3] - red[:, 2]).mean(), (green[-3] - green[2]).mean()]
+        return [
+            red.mean(),
+            green.mean(),
+            (red[:, -3] - red[:, 2]).mean(),
+            (green[-3] - green[2]).mean(),
+        ]
 
     num = 600
     steps = [tensors(store, [0], StepKey(0, step), data, size=32, workers=1) for step in range(num)]
@@ -121,25 +169,39 @@ def test_views_are_distributed_as_torchvisions(tmp_path):
     theirs_N4 = np.array([seen(theirs(image)) for _ in range(num)])
     for ours_N, theirs_N in zip(ours_N4.T, theirs_N4.T, strict=True):
         grid = np.concatenate([ours_N, theirs_N])
-        distance = np.abs(np.searchsorted(np.sort(ours_N), grid, "right") - np.searchsorted(np.sort(theirs_N), grid, "right")).max() / num
+        distance = (
+            np.abs(
+                np.searchsorted(np.sort(ours_N), grid, "right")
+                - np.searchsorted(np.sort(theirs_N), grid, "right")
+            ).max()
+            / num
+        )
         assert distance < 2.06 * np.sqrt(2 / num)
 
 
 def test_a_record_that_does_not_decode_is_zero_and_nothing_else_moves(store):
     before = tensors(store, np.arange(12))
     spoil(store, 4)
-    (batch,) = physical_batches(store, np.arange(12), KEY, DATA, 16, physical_batch_size=12, workers=2)
+    (batch,) = physical_batches(
+        store, np.arange(12), KEY, DATA, 16, physical_batch_size=12, workers=2
+    )
     assert batch.valid_B.tolist() == [row != 4 for row in range(12)]
     assert batch.record_id_B.tolist() == store.index["id"][:12].tolist()
     assert not batch.image_BVCHW[4].any()
     for row in (0, 3, 5, 11):
         assert torch.equal(batch.image_BVCHW[row], before[int(batch.record_id_B[row])])
-    seen = [int(r) for _, row_B, _ in image_batches(store, np.arange(12), 16, DATA, batch_size=5, workers=2) for r in row_B]
+    seen = [
+        int(r)
+        for _, row_B, _ in image_batches(store, np.arange(12), 16, DATA, batch_size=5, workers=2)
+        for r in row_B
+    ]
     assert seen == [row for row in range(12) if row != 4]
 
 
 def test_bytes_for_a_device_are_the_same_images(store):
-    """uint8 batches, normalised afterwards, are the normalised batches, bit for bit; images that do not decode are zeros in both."""
+    """uint8 batches, normalised afterwards, are the normalised batches, bit for bit; images that do
+    not decode are zeros in both.
+    """
     spoil(store, 4)
     how = {"physical_batch_size": 5, "workers": 2}
     floats = list(physical_batches(store, np.arange(12), KEY, DATA, 16, **how))
@@ -156,19 +218,28 @@ def test_batches_cover_the_rows_once_with_labels(store):
     assert [len(b.valid_B) for b in batches] == [8, 8, 4]
     assert torch.cat([b.label_B for b in batches]).tolist() == [row % 4 for row in rows]
     assert all(b.valid_B.all() for b in batches)
-    assert list(physical_batches(store, rows[:0], KEY, DATA, 16, physical_batch_size=8, workers=2)) == []
+    assert (
+        list(physical_batches(store, rows[:0], KEY, DATA, 16, physical_batch_size=8, workers=2))
+        == []
+    )
 
 
 def test_a_store_without_labels_gives_none(tmp_path):
     store = import_samples([Sample("a", encode(noise(1)), {})], tmp_path / "s")
-    (batch,) = physical_batches(store, np.arange(1), KEY, DATA, 16, physical_batch_size=8, workers=1)
+    (batch,) = physical_batches(
+        store, np.arange(1), KEY, DATA, 16, physical_batch_size=8, workers=1
+    )
     assert batch.label_B is None
 
 
 def test_rows_outside_the_store_are_refused(store):
     for rows in ([40], [-1]):
         with pytest.raises(DataError, match="expected 0 to 39"):
-            list(physical_batches(store, np.array(rows), KEY, DATA, 16, physical_batch_size=8, workers=1))
+            list(
+                physical_batches(
+                    store, np.array(rows), KEY, DATA, 16, physical_batch_size=8, workers=1
+                )
+            )
 
 
 def test_evaluation_images_are_the_preprocessed_files(store):
@@ -184,7 +255,9 @@ def test_evaluation_images_are_the_preprocessed_files(store):
 
 def test_threads_end_and_errors_come_out_when_the_reader_leaves_early(store):
     before = threading.active_count()
-    batches = physical_batches(store, np.arange(40), KEY, DATA, 16, physical_batch_size=2, workers=3)
+    batches = physical_batches(
+        store, np.arange(40), KEY, DATA, 16, physical_batch_size=2, workers=3
+    )
     next(batches)
     batches.close()
     assert threading.active_count() == before
@@ -206,14 +279,17 @@ def test_ordered_map_keeps_order_bounds_what_is_ahead_and_passes_errors():
         list(ordered_map(lambda i: 1 // (i - 3), range(9), workers=2, ahead=2))
 
 
-# --- captions --------------------------------------------------------------------------------------------------------------------
+# --- captions
+# --------------------------------------------------------------------------------------------------
 
 READER = CaptionReader(train_tokenizer(["one two"], MIN_VOCAB_SIZE), 12)
 
 
 def captioned(tmp_path, *captions: list[str], name: str = "captioned") -> Store:
     """Record i has captions[i]."""
-    samples = [Sample(f"k{i}", encode(noise(i, 8, 8)), {"captions": own}) for i, own in enumerate(captions)]
+    samples = [
+        Sample(f"k{i}", encode(noise(i, 8, 8)), {"captions": own}) for i, own in enumerate(captions)
+    ]
     return import_samples(samples, tmp_path / name)
 
 
@@ -221,9 +297,24 @@ def spoken(store: Store, rows, key=KEY, views=2, *, batch=8, workers=2) -> dict[
     """Captions by record id, one for each view."""
     made = {}
     data = DataConfig(views=views)
-    for part in physical_batches(store, np.asarray(rows), key, data, 8, physical_batch_size=batch, workers=workers, captions=READER):
-        assert part.token_BVL.dtype == torch.int64 and part.token_BVL.shape == (len(part.valid_B), views, 12)
-        for record, token_VL in zip(part.record_id_B.tolist(), part.token_BVL.tolist(), strict=True):
+    for part in physical_batches(
+        store,
+        np.asarray(rows),
+        key,
+        data,
+        8,
+        physical_batch_size=batch,
+        workers=workers,
+        captions=READER,
+    ):
+        assert part.token_BVL.dtype == torch.int64 and part.token_BVL.shape == (
+            len(part.valid_B),
+            views,
+            12,
+        )
+        for record, token_VL in zip(
+            part.record_id_B.tolist(), part.token_BVL.tolist(), strict=True
+        ):
             made[record] = [READER.tokenizer.decode(token_L) for token_L in token_VL]
     return made
 
@@ -231,13 +322,20 @@ def spoken(store: Store, rows, key=KEY, views=2, *, batch=8, workers=2) -> dict[
 @pytest.mark.parametrize("batch", [1, 7, 1000])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_records_captions_are_the_same_whatever_goes_with_it(tmp_path, batch, workers):
-    """Neighbours with none, one or many captions, order, workers and batch move none of a record's."""
+    """Neighbours with none, one or many captions, order, workers and batch move none of a
+    record's.
+    """
     store = captioned(tmp_path, *[[f"{i} of {j}" for j in range(i * 7 % 6)] for i in range(30)])
     alone = {}
     for row in range(30):
         alone |= spoken(store, [row], views=3, batch=1, workers=1)
     assert len({tuple(own) for own in alone.values()}) > 20
-    for rows in (np.arange(30), np.arange(30)[::-1], np.random.default_rng(0).permutation(30), np.arange(0, 30, 3)):
+    for rows in (
+        np.arange(30),
+        np.arange(30)[::-1],
+        np.random.default_rng(0).permutation(30),
+        np.arange(0, 30, 3),
+    ):
         together = spoken(store, rows, views=3, batch=batch, workers=workers)
         assert together == {record: alone[record] for record in together}
 
@@ -252,16 +350,22 @@ def test_a_records_captions_are_drawn_by_its_id_not_its_place(tmp_path):
 
 def test_tokens_change_no_bit_of_the_images(store):
     before = tensors(store, np.arange(40))
-    for part in physical_batches(store, np.arange(40), KEY, DATA, 16, physical_batch_size=9, workers=2, captions=READER):
+    for part in physical_batches(
+        store, np.arange(40), KEY, DATA, 16, physical_batch_size=9, workers=2, captions=READER
+    ):
         assert part.valid_B.all() and part.label_B is not None
         for record, x in zip(part.record_id_B.tolist(), part.image_BVCHW, strict=True):
             assert torch.equal(x, before[record])
-    (plain, *_) = physical_batches(store, np.arange(40), KEY, DATA, 16, physical_batch_size=9, workers=2)
+    (plain, *_) = physical_batches(
+        store, np.arange(40), KEY, DATA, 16, physical_batch_size=9, workers=2
+    )
     assert plain.token_BVL is None
 
 
 def test_each_caption_of_a_record_is_drawn_equally_often(tmp_path):
-    """Chi-square over steps: 16.3 and more has a chance below one in a thousand at 3 degrees of freedom or fewer."""
+    """Chi-square over steps: 16.3 and more has a chance below one in a thousand at 3 degrees of
+    freedom or fewer.
+    """
     store = captioned(tmp_path, ["only"], ["a", "b"], ["a", "b", "c", "d"])
     num = 3000
     counts: list[dict[str, int]] = [{}, {}, {}]
@@ -296,13 +400,19 @@ def test_a_record_without_a_caption_has_weight_zero_and_nothing_else_moves(tmp_p
     whole = spoken(captioned(tmp_path, *captions, name="whole"), np.arange(12))
     captions[4] = []
     store = captioned(tmp_path, *captions)
-    (batch,) = physical_batches(store, np.arange(12), KEY, DATA, 8, physical_batch_size=12, workers=2, captions=READER)
+    (batch,) = physical_batches(
+        store, np.arange(12), KEY, DATA, 8, physical_batch_size=12, workers=2, captions=READER
+    )
     assert batch.valid_B.tolist() == [row != 4 for row in range(12)]
     assert not batch.image_BVCHW[4].any()
-    assert batch.token_BVL[4].tolist() == [[BOS_ID, EOS_ID] + [PAD_ID] * 10] * 2  # a target, so that no mean is over none
+    assert (
+        batch.token_BVL[4].tolist() == [[BOS_ID, EOS_ID] + [PAD_ID] * 10] * 2
+    )  # a target, so that no mean is over none
     expected = [["", ""] if row == 4 else own for row, own in enumerate(whole.values())]
     assert list(spoken(store, np.arange(12)).values()) == expected
-    with pytest.raises(DataError, match=r"1 of 12 records have no caption; expected one each\. Import"):
+    with pytest.raises(
+        DataError, match=r"1 of 12 records have no caption; expected one each\. Import"
+    ):
         check_captions(store, np.arange(12))
     check_captions(store, np.array([0, 1, 5]))
     check_captions(store, np.arange(0))
@@ -314,7 +424,9 @@ def test_a_damaged_line_takes_out_its_own_record_only(tmp_path):
     with (store.path / "records.jsonl").open("r+b") as file:
         file.seek(int(entry["caption_offset"]))
         file.write(b"\xff" * int(entry["caption_size"]))
-    (batch,) = physical_batches(store, np.arange(3), KEY, DATA, 8, physical_batch_size=12, workers=2, captions=READER)
+    (batch,) = physical_batches(
+        store, np.arange(3), KEY, DATA, 8, physical_batch_size=12, workers=2, captions=READER
+    )
     assert batch.valid_B.tolist() == [True, False, True]
     with pytest.raises(DataError, match="1 of 3"):
         check_captions(store, np.arange(3))
@@ -322,7 +434,9 @@ def test_a_damaged_line_takes_out_its_own_record_only(tmp_path):
 
 def test_a_long_caption_is_cut_before_its_end_mark(tmp_path):
     store = captioned(tmp_path, ["one two three four five six"])
-    (batch,) = physical_batches(store, np.arange(1), KEY, DATA, 8, physical_batch_size=1, workers=1, captions=READER)
+    (batch,) = physical_batches(
+        store, np.arange(1), KEY, DATA, 8, physical_batch_size=1, workers=1, captions=READER
+    )
     assert batch.token_BVL[0, 0, [0, -1]].tolist() == [BOS_ID, EOS_ID]
     assert spoken(store, [0])[int(store.index["id"][0])] == ["one two th"] * 2
 
@@ -331,7 +445,9 @@ def test_stores_without_any_caption_are_refused(tmp_path):
     textures = write_texture_store(tmp_path / "t", 5)
     with pytest.raises(DataError, match="5 of 5 records have no caption"):
         check_captions(textures, np.arange(5))
-    (batch,) = physical_batches(textures, np.arange(5), KEY, DATA, 16, physical_batch_size=5, workers=1, captions=READER)
+    (batch,) = physical_batches(
+        textures, np.arange(5), KEY, DATA, 16, physical_batch_size=5, workers=1, captions=READER
+    )
     assert not batch.valid_B.any()
 
 
@@ -340,4 +456,8 @@ def test_having_captions_is_told_without_parsing_as_parsing_tells_it(tmp_path):
     store = captioned(tmp_path, *odd)
     rows = np.random.default_rng(0).permutation(len(odd))
     assert store.has_captions(rows).tolist() == [bool(store.captions(row)) for row in rows.tolist()]
-    assert store.captions_many(rows) == [store.captions(row) for row in rows.tolist()] == [tuple(odd[row]) for row in rows]
+    assert (
+        store.captions_many(rows)
+        == [store.captions(row) for row in rows.tolist()]
+        == [tuple(odd[row]) for row in rows]
+    )

@@ -1,4 +1,6 @@
-"""Sources as people have them: what would lose, mislabel or divide images silently is read right, counted or refused."""
+"""Sources as people have them: what would lose, mislabel or divide images silently is read right,
+counted or refused.
+"""
 
 import json
 import os
@@ -22,12 +24,17 @@ from dpvision.errors import ConfigError, DataError, PrivacyError
 from .image_files import js, png, write_folder, write_tar
 from .test_importer import by_key, parquet, structs
 
-# --- persons ---------------------------------------------------------------------------------------------------------------------
+# --- persons
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "same",
-    [(7, 7.0, "7", " 7 "), ("Zoë", "Zoe\u0308"), (None, "", "  ", float("nan"), "nan", "NaN", "null", "None", "<NA>", -1, -1.0, "-1")],
+    [
+        (7, 7.0, "7", " 7 "),
+        ("Zoë", "Zoe\u0308"),
+        (None, "", "  ", float("nan"), "nan", "NaN", "null", "None", "<NA>", -1, -1.0, "-1"),
+    ],
 )
 def test_one_person_has_one_name(same):
     assert len({person_name(value, "patient", "1.png") for value in same}) == 1
@@ -46,12 +53,20 @@ def test_what_names_no_single_person_is_refused(value):
 
 def test_a_person_is_one_unit_over_parquet_files_of_two_types(tmp_path):
     parquet(tmp_path / "src" / "0.parquet", {"image": structs(png(0), png(1)), "patient": [7, 8]})
-    parquet(tmp_path / "src" / "1.parquet", {"image": structs(png(2), png(3), png(4)), "patient": [7.0, 8.0, None]})
-    store = import_source(tmp_path / "src", tmp_path / "s", unit_from="patient", unmatched="own-person")
-    assert len(set(store.index["unit"].tolist()) - {-1}) == 2 and len(store.eligible_rows(1, 0)) == 3
+    parquet(
+        tmp_path / "src" / "1.parquet",
+        {"image": structs(png(2), png(3), png(4)), "patient": [7.0, 8.0, None]},
+    )
+    store = import_source(
+        tmp_path / "src", tmp_path / "s", unit_from="patient", unmatched="own-person"
+    )
+    assert (
+        len(set(store.index["unit"].tolist()) - {-1}) == 2 and len(store.eligible_rows(1, 0)) == 3
+    )
 
 
-# --- parquet ---------------------------------------------------------------------------------------------------------------------
+# --- parquet
+# --------------------------------------------------------------------------------------------------
 
 
 def test_parquet_files_with_unlike_columns_or_classes_are_refused(tmp_path):
@@ -62,7 +77,12 @@ def test_parquet_files_with_unlike_columns_or_classes_are_refused(tmp_path):
     for name, second, features, words in (
         ("missing", {"image": structs(png(2))}, None, "expected those of"),
         ("more", {**first, "caption": ["a", "b"]}, classes("cat", "dog"), "expected those of"),
-        ("order", {"image": structs(png(2)), "label": [0]}, classes("dog", "cat"), "class names unlike"),
+        (
+            "order",
+            {"image": structs(png(2)), "label": [0]},
+            classes("dog", "cat"),
+            "class names unlike",
+        ),
         ("unnamed", {"image": structs(png(2)), "label": [0]}, None, "class names unlike"),
     ):
         parquet(tmp_path / name / "0.parquet", first, classes("cat", "dog"))
@@ -70,21 +90,42 @@ def test_parquet_files_with_unlike_columns_or_classes_are_refused(tmp_path):
         with pytest.raises(DataError, match=words):
             import_source(tmp_path / name, tmp_path / "s", public=True)
     parquet(tmp_path / "same" / "0.parquet", first, classes("cat", "dog"))
-    parquet(tmp_path / "same" / "1.parquet", {"image": structs(png(2)), "label": [1], "else": [3]}, classes("cat", "dog"))
-    assert import_source(tmp_path / "same", tmp_path / "s", public=True).labels.tolist() == [0, 1, 1]
+    parquet(
+        tmp_path / "same" / "1.parquet",
+        {"image": structs(png(2)), "label": [1], "else": [3]},
+        classes("cat", "dog"),
+    )
+    assert import_source(tmp_path / "same", tmp_path / "s", public=True).labels.tolist() == [
+        0,
+        1,
+        1,
+    ]
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------------------
+# --- tables
+# --------------------------------------------------------------------------------------------------
 
 
 def test_several_rows_of_an_image_join_their_captions(tmp_path):
-    table = "file_name,caption,label,patient,rater\n0.png,a red car,x,p1,5\n./0.png,a fast car,x,p1,6\n1.png,a tree,y,p2,5\n"
-    source = write_folder(tmp_path / "src", {"0.png": png(0), "1.png": png(1), "metadata.csv": table.encode()})
+    table = (
+        "file_name,caption,label,patient,rater\n"
+        "0.png,a red car,x,p1,5\n"
+        "./0.png,a fast car,x,p1,6\n"
+        "1.png,a tree,y,p2,5\n"
+    )
+    source = write_folder(
+        tmp_path / "src", {"0.png": png(0), "1.png": png(1), "metadata.csv": table.encode()}
+    )
     store = import_source(source, tmp_path / "s", public=True, unit_from="patient")
-    assert by_key(store)["0.png"].captions == ("a red car", "a fast car") and store.import_summary()["table_rows_without_file"] == 0
+    assert (
+        by_key(store)["0.png"].captions == ("a red car", "a fast car")
+        and store.import_summary()["table_rows_without_file"] == 0
+    )
 
 
-@pytest.mark.parametrize(("column", "options"), [("label", {}), ("patient", {"unit_from": "patient"})])
+@pytest.mark.parametrize(
+    ("column", "options"), [("label", {}), ("patient", {"unit_from": "patient"})]
+)
 def test_rows_of_an_image_that_disagree_are_refused(tmp_path, column, options):
     rows = {"label": ("x,p1", "y,p1"), "patient": ("x,p1", "x,p2")}[column]
     table = "file_name,label,patient\n" + "".join(f"0.png,{row}\n" for row in rows)
@@ -95,25 +136,42 @@ def test_rows_of_an_image_that_disagree_are_refused(tmp_path, column, options):
 
 def test_rows_that_match_no_file_are_counted_and_a_table_that_matches_none_is_refused(tmp_path):
     table = "file_name,label\n0.png,x\n2.png,x\n"
-    source = write_folder(tmp_path / "src", {"0.png": png(0), "1.png": png(1), "metadata.csv": table.encode()})
-    assert import_source(source, tmp_path / "s", public=True).import_summary()["table_rows_without_file"] == 1
+    source = write_folder(
+        tmp_path / "src", {"0.png": png(0), "1.png": png(1), "metadata.csv": table.encode()}
+    )
+    assert (
+        import_source(source, tmp_path / "s", public=True).import_summary()[
+            "table_rows_without_file"
+        ]
+        == 1
+    )
     (source / "metadata.csv").write_text("file_name,label\nsrc/0.png,x\n")
-    with pytest.raises(DataError, match=r"no file_name of its table is a file there, for example 'src/0\.png'"):
+    with pytest.raises(
+        DataError, match=r"no file_name of its table is a file there, for example 'src/0\.png'"
+    ):
         import_source(source, tmp_path / "t", public=True)
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ("0.png,Knee, left,p1\n1.png,Knee,p1\n", "line 2: cells=4; expected 3"),  # an unquoted comma: the person would be " left"
+        (
+            "0.png,Knee, left,p1\n1.png,Knee,p1\n",
+            "line 2: cells=4; expected 3",
+        ),  # an unquoted comma: the person would be " left"
         ("0.png,Knee,p1\n\n1.png,Knee\n", "line 4: cells=2; expected 3"),
-        ('0.png,"Knee,p1\n1.png,Knee,p1\n', "line 2: unexpected end of data"),  # the open quote would swallow the second row
+        (
+            '0.png,"Knee,p1\n1.png,Knee,p1\n',
+            "line 2: unexpected end of data",
+        ),  # the open quote would swallow the second row
         ('0.png,Knee,p1\n1.png,"Knee" left,p1\n', "line 3: ',' expected after '\"'"),
     ],
 )
 def test_rows_that_would_shift_or_swallow_the_persons_are_refused(tmp_path, rows, words):
     table = "file_name,caption,patient\n" + rows
-    source = write_folder(tmp_path / "src", {"0.png": png(0), "1.png": png(1), "metadata.csv": table.encode()})
+    source = write_folder(
+        tmp_path / "src", {"0.png": png(0), "1.png": png(1), "metadata.csv": table.encode()}
+    )
     with pytest.raises(DataError, match=f"metadata.csv, {re.escape(words)}"):
         import_source(source, tmp_path / "s", unit_from="patient")
 
@@ -122,22 +180,38 @@ def test_two_columns_of_persons_are_refused_and_unnamed_columns_are_not(tmp_path
     files = {"0.png": png(0), "1.png": png(1)}
     table = b"file_name,patient, patient\n0.png,p1,q1\n1.png,p1,q2\n"
     with pytest.raises(DataError, match="two columns 'patient'; expected one"):
-        import_source(write_folder(tmp_path / "two", files | {"metadata.csv": table}), tmp_path / "s", unit_from="patient")
+        import_source(
+            write_folder(tmp_path / "two", files | {"metadata.csv": table}),
+            tmp_path / "s",
+            unit_from="patient",
+        )
     table = b',,file_name, patient\r\n0,x,0.png,p1\r\n1,"two\r\nlines, a ""quote""",1.png,p1\r\n'
-    store = import_source(write_folder(tmp_path / "unnamed", files | {"metadata.csv": table}), tmp_path / "t", unit_from="patient")
+    store = import_source(
+        write_folder(tmp_path / "unnamed", files | {"metadata.csv": table}),
+        tmp_path / "t",
+        unit_from="patient",
+    )
     assert store.record(0).unit == store.record(1).unit is not None
 
 
-# --- tars ------------------------------------------------------------------------------------------------------------------------
+# --- tars
+# --------------------------------------------------------------------------------------------------
 
 
 def pairs_of(numbers):
-    return {name: data for i in numbers for name, data in ((f"{i}.png", png(i)), (f"{i}.json", js(caption=f"image {i}")))}
+    return {
+        name: data
+        for i in numbers
+        for name, data in ((f"{i}.png", png(i)), (f"{i}.json", js(caption=f"image {i}")))
+    }
 
 
 def test_tars_that_go_on_after_their_end_are_refused(tmp_path):
     whole = write_tar(tmp_path / "whole.tar", pairs_of(range(8)))
-    data, other = whole.read_bytes(), write_tar(tmp_path / "other.tar", pairs_of(range(8, 12))).read_bytes()
+    data, other = (
+        whole.read_bytes(),
+        write_tar(tmp_path / "other.tar", pairs_of(range(8, 12))).read_bytes(),
+    )
     for name, damaged in (
         ("appended", data + other),
         ("broken off", data[: len(data) // 2] + bytes(len(data) - len(data) // 2 + (2 << 20))),
@@ -152,9 +226,14 @@ def test_tars_that_go_on_after_their_end_are_refused(tmp_path):
 
 
 def test_two_images_of_a_name_in_a_tar(tmp_path):
-    tar = write_tar(tmp_path / "t.tar", {"1.jpg": png(1), "1.png": png(2), "1.cls": b"0", "2.png": png(3), "2.cls": b"1"})
+    tar = write_tar(
+        tmp_path / "t.tar",
+        {"1.jpg": png(1), "1.png": png(2), "1.cls": b"0", "2.png": png(3), "2.cls": b"1"},
+    )
     store = import_source(tar, tmp_path / "s", public=True)
-    assert store.labels.tolist() == [0, 1] and store.import_summary()["left_out"] == {"second image of a name": 1}
+    assert store.labels.tolist() == [0, 1] and store.import_summary()["left_out"] == {
+        "second image of a name": 1
+    }
     double = tmp_path / "double.tar"
     with double.open("wb") as file:
         writer = TarWriter(file)
@@ -165,7 +244,8 @@ def test_two_images_of_a_name_in_a_tar(tmp_path):
         import_source(double, tmp_path / "u", public=True)
 
 
-# --- folders ---------------------------------------------------------------------------------------------------------------------
+# --- folders
+# --------------------------------------------------------------------------------------------------
 
 
 def test_links_to_folders_are_followed_and_cycles_refused(tmp_path):
@@ -173,7 +253,11 @@ def test_links_to_folders_are_followed_and_cycles_refused(tmp_path):
     source = write_folder(tmp_path / "src", {"cat/0.png": png(0)})
     (source / "dog").symlink_to(tmp_path / "elsewhere")
     store = import_source(source, tmp_path / "s", public=True)
-    assert {k: r.labels for k, r in by_key(store).items()} == {"cat/0.png": (0,), "dog/1.png": (1,), "dog/2.png": (1,)}
+    assert {k: r.labels for k, r in by_key(store).items()} == {
+        "cat/0.png": (0,),
+        "dog/1.png": (1,),
+        "dog/2.png": (1,),
+    }
     (source / "cat" / "again").symlink_to(source)
     with pytest.raises(DataError, match="leads back"):
         import_source(source, tmp_path / "t", public=True)
@@ -189,7 +273,12 @@ def test_a_tar_or_parquet_file_among_images_does_not_replace_them(tmp_path, pack
         parquet(source / packed, {"image": structs(png(5))})
     with pytest.raises(DataError, match="beside the image"):
         import_source(source, tmp_path / "s", public=True)
-    assert import_source(f"{(source / packed).parent}/*{(source / packed).suffix}", tmp_path / "s", public=True).num_records == 1
+    assert (
+        import_source(
+            f"{(source / packed).parent}/*{(source / packed).suffix}", tmp_path / "s", public=True
+        ).num_records
+        == 1
+    )
 
 
 def test_a_pattern_passes_over_folders(tmp_path):
@@ -204,8 +293,17 @@ def test_what_cannot_be_an_image_is_known_from_its_head(tmp_path):
         if name in Image.SAVE:
             path = tmp_path / f"x.{name}"
             Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path, name)
-            assert may_be_image(path.read_bytes()[:HEAD_BYTES]) and decode(path.read_bytes()).shape == (16, 16, 3)
-    others = [b"", b"P", b"\0" * 40, b"\0\0\0\x18ftypmp42" + bytes(30), b"\0\0\0\x14ftypqt  " + bytes(30), b"%PDF-1.7" + bytes(30)]
+            assert may_be_image(path.read_bytes()[:HEAD_BYTES]) and decode(
+                path.read_bytes()
+            ).shape == (16, 16, 3)
+    others = [
+        b"",
+        b"P",
+        b"\0" * 40,
+        b"\0\0\0\x18ftypmp42" + bytes(30),
+        b"\0\0\0\x14ftypqt  " + bytes(30),
+        b"%PDF-1.7" + bytes(30),
+    ]
     others += [b"plain text, long enough", *(rng.bytes(40) for _ in range(200))]
     for data in others:
         if not may_be_image(data[:HEAD_BYTES]):
@@ -219,8 +317,13 @@ def test_a_video_is_not_read_whole(tmp_path, monkeypatch):
     with (source / "film.mov").open("wb") as film:
         film.write(b"\0\0\0\x14ftypqt  ")
         os.truncate(film.fileno(), 400 << 20)
-    monkeypatch.setattr("dpvision.data.importer.decode", lambda data: decode(data) if len(data) < 1 << 20 else pytest.fail("read"))
-    assert import_source(source, tmp_path / "s", public=True).import_summary()["left_out"] == {"not an image": 1}
+    monkeypatch.setattr(
+        "dpvision.data.importer.decode",
+        lambda data: decode(data) if len(data) < 1 << 20 else pytest.fail("read"),
+    )
+    assert import_source(source, tmp_path / "s", public=True).import_summary()["left_out"] == {
+        "not an image": 1
+    }
 
 
 def test_chunks_are_bounded_in_bytes(tmp_path, monkeypatch):
@@ -249,16 +352,27 @@ def test_captions_beside_images_of_phones_and_browsers_are_found(tmp_path, exten
 @pytest.mark.parametrize("workers", [0, -1])
 def test_no_workers_is_an_error(tmp_path, workers):
     with pytest.raises(ConfigError, match=f"workers={workers}"):
-        import_source(write_folder(tmp_path / "src", {"1.png": png(1)}), tmp_path / "s", workers=workers)
+        import_source(
+            write_folder(tmp_path / "src", {"1.png": png(1)}), tmp_path / "s", workers=workers
+        )
 
 
-# --- cleared stores --------------------------------------------------------------------------------------------------------------
+# --- cleared stores
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_remains_of_a_cleared_store_is_as_private_as_its_twins(tmp_path, capsys):
-    captioned = {name: data for i in range(40) for name, data in ((f"{i}.png", png(i)), (f"{i}.txt", b"a word"))}
-    public = import_source(write_folder(tmp_path / "a", captioned), tmp_path / "public", public=True)
-    private = import_source(write_folder(tmp_path / "b", {f"{i}.png": png(i) for i in range(3)}), tmp_path / "mine")
+    captioned = {
+        name: data
+        for i in range(40)
+        for name, data in ((f"{i}.png", png(i)), (f"{i}.txt", b"a word"))
+    }
+    public = import_source(
+        write_folder(tmp_path / "a", captioned), tmp_path / "public", public=True
+    )
+    private = import_source(
+        write_folder(tmp_path / "b", {f"{i}.png": png(i) for i in range(3)}), tmp_path / "mine"
+    )
     cleared = write_without(public, tmp_path / "cleared", np.arange(13), private, ["bytes"])
     assert next(store_captions(public)) == "a word"
     with pytest.raises(PrivacyError, match="cleared store"):

@@ -1,4 +1,6 @@
-"""Several labels a record: what an import makes of lists, what a store gives back, what its halves keep, what is refused."""
+"""Several labels a record: what an import makes of lists, what a store gives back, what its halves
+keep, what is refused.
+"""
 
 import json
 from pathlib import Path
@@ -34,7 +36,9 @@ NUM, CLASSES = 40, 7
 def drawn_sets() -> list[list[int] | None]:
     """Random lists of classes in any order; every fifth is empty, every seventh is missing."""
     rng = np.random.default_rng(0)
-    sets: list[list[int] | None] = [rng.permutation(CLASSES)[: rng.integers(1, 4)].tolist() for _ in range(NUM)]
+    sets: list[list[int] | None] = [
+        rng.permutation(CLASSES)[: rng.integers(1, 4)].tolist() for _ in range(NUM)
+    ]
     sets[::5] = [[] for _ in sets[::5]]
     sets[::7] = [None for _ in sets[::7]]
     return sets
@@ -43,7 +47,12 @@ def drawn_sets() -> list[list[int] | None]:
 def several_store(path: Path, sets: list[list[int] | None] | None = None, **options: Any) -> Store:
     sets = drawn_sets() if sets is None else sets
     return import_samples(
-        (Sample(f"k{i}", png(i, 8, 8), {} if classes is None else {"label": classes}) for i, classes in enumerate(sets)), path, **options
+        (
+            Sample(f"k{i}", png(i, 8, 8), {} if classes is None else {"label": classes})
+            for i, classes in enumerate(sets)
+        ),
+        path,
+        **options,
     )
 
 
@@ -57,7 +66,9 @@ def named(store: Store) -> dict[str, set[str] | None]:
     found: dict[str, set[str] | None] = {}
     for row in range(store.num_records):
         record = store.record(row)
-        names = {store.label_names[label] if store.label_names else str(label) for label in record.labels}
+        names = {
+            store.label_names[label] if store.label_names else str(label) for label in record.labels
+        }
         assert len(names) == len(record.labels)
         found[record.key] = names if store.labelled[row] else None
     return found
@@ -65,27 +76,38 @@ def named(store: Store) -> dict[str, set[str] | None]:
 
 def test_lists_of_every_kind_of_source_become_the_same_store(tmp_path: Path) -> None:
     truth = {"1": {"a", "c"}, "2": {"b"}, "3": set(), "4": None, "5": {"a", "b", "c"}}
-    lists = {key: None if names is None else sorted(names, reverse=True) for key, names in truth.items()}
+    lists = {
+        key: None if names is None else sorted(names, reverse=True) for key, names in truth.items()
+    }
     images = {key: png(int(key)) for key in truth}
     members = {f"{k}.png": images[k] for k in truth} | {
-        f"{k}.json": js(who="x", **({"label": v} if v is not None else {})) for k, v in lists.items()
+        f"{k}.json": js(who="x", **({"label": v} if v is not None else {}))
+        for k, v in lists.items()
     }
     numbers = [None if v is None else ["abc".index(name) for name in v] for v in lists.values()]
     structs = [{"bytes": images[k], "path": k} for k in truth]
     table = pa.table({"image": structs, "finding": list(lists.values())})
     (tmp_path / "q").mkdir()
     pq.write_table(table, tmp_path / "q" / "names.parquet")
-    features = [{"feature": {"names": list("abc")}}, [{"names": list("abc")}]]  # as Hugging Face's Sequence, and as its older lists
+    features = [
+        {"feature": {"names": list("abc")}},
+        [{"names": list("abc")}],
+    ]  # as Hugging Face's Sequence, and as its older lists
     for i, feature in enumerate(features):
         described = {"huggingface": json.dumps({"info": {"features": {"label": feature}}})}
         pq.write_table(
-            pa.table({"image": structs, "label": numbers}).replace_schema_metadata(described), tmp_path / "q" / f"numbers{i}.parquet"
+            pa.table({"image": structs, "label": numbers}).replace_schema_metadata(described),
+            tmp_path / "q" / f"numbers{i}.parquet",
         )
     files = {f"{k}.png": image for k, image in images.items()}
-    cells = "".join(f"{k}.png,{'' if v is None else ' | '.join(v)}\n" for k, v in lists.items() if v is not None)
+    cells = "".join(
+        f"{k}.png,{'' if v is None else ' | '.join(v)}\n" for k, v in lists.items() if v is not None
+    )
     csv_files = files | {"metadata.csv": f"file_name,finding\n{cells}".encode()}
     lines = [{"file_name": f"{k}.png", "finding": v, "text": f"no {k}"} for k, v in lists.items()]
-    jsonl_files = files | {"metadata.jsonl": "".join(json.dumps(line) + "\n" for line in lines).encode()}
+    jsonl_files = files | {
+        "metadata.jsonl": "".join(json.dumps(line) + "\n" for line in lines).encode()
+    }
     field: dict[str, Any] = {"label_from": "finding"}
     declared: dict[str, Any] = {"classes": ClassRule(("a", "b", "c"))}
     stores = [
@@ -93,8 +115,16 @@ def test_lists_of_every_kind_of_source_become_the_same_store(tmp_path: Path) -> 
         import_source(tmp_path / "q" / "names.parquet", tmp_path / "s1", **field, **declared),
         import_source(tmp_path / "q" / "numbers0.parquet", tmp_path / "s2"),
         import_source(tmp_path / "q" / "numbers1.parquet", tmp_path / "s3"),
-        import_source(write_folder(tmp_path / "csv", csv_files), tmp_path / "s4", label_separator="|", **field, **declared),
-        import_source(write_folder(tmp_path / "jsonl", jsonl_files), tmp_path / "s5", **field, **declared),
+        import_source(
+            write_folder(tmp_path / "csv", csv_files),
+            tmp_path / "s4",
+            label_separator="|",
+            **field,
+            **declared,
+        ),
+        import_source(
+            write_folder(tmp_path / "jsonl", jsonl_files), tmp_path / "s5", **field, **declared
+        ),
     ]
     for store in stores:
         assert store.multi_label and store.label_names == ["a", "b", "c"]
@@ -104,12 +134,25 @@ def test_lists_of_every_kind_of_source_become_the_same_store(tmp_path: Path) -> 
 
 
 def test_shards_that_were_written_give_the_same_labels_again(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "src", {"1.png": png(1), "2.png": png(2), "metadata.csv": b"file_name,label\n1.png,\n2.png,ill|old\n"})
+    source = write_folder(
+        tmp_path / "src",
+        {
+            "1.png": png(1),
+            "2.png": png(2),
+            "metadata.csv": b"file_name,label\n1.png,\n2.png,ill|old\n",
+        },
+    )
     store = import_source(source, tmp_path / "s", label_separator="|", public=True)
     again = import_source(tmp_path / "s" / "shards", tmp_path / "again", public=True)
-    assert sorted(named(again).values(), key=len) == sorted(named(store).values(), key=len) == [set(), {"ill", "old"}]
+    assert (
+        sorted(named(again).values(), key=len)
+        == sorted(named(store).values(), key=len)
+        == [set(), {"ill", "old"}]
+    )
     alone = import_source(source, tmp_path / "alone", public=True)
-    assert not alone.multi_label and named(alone) == {"1.png": None, "2.png": {"ill|old"}}, "without a separator a text is one class"
+    assert not alone.multi_label and named(alone) == {"1.png": None, "2.png": {"ill|old"}}, (
+        "without a separator a text is one class"
+    )
 
 
 def test_a_store_gives_back_every_set(several: Store) -> None:
@@ -117,12 +160,24 @@ def test_a_store_gives_back_every_set(several: Store) -> None:
     again = open_store(several.path)
     assert again.multi_label and isinstance(again.label_sets.flat, np.memmap)
     assert again.labelled.tolist() == [classes is not None for classes in sets]
-    assert [again.record(row).labels for row in range(NUM)] == [tuple(sorted(classes or [])) for classes in sets]
+    assert [again.record(row).labels for row in range(NUM)] == [
+        tuple(sorted(classes or [])) for classes in sets
+    ]
     rows = np.random.default_rng(1).integers(0, NUM, 90)
     place, cls = again.classes(rows)
-    assert [*zip(place.tolist(), cls.tolist(), strict=True)] == [(i, c) for i, row in enumerate(rows) for c in sorted(sets[row] or [])]
-    slow = np.array([[NOT_KNOWN if sets[row] is None else int(k in sets[row]) for k in range(CLASSES)] for row in rows])
-    assert again.targets(rows, CLASSES).dtype == np.uint8 and (again.targets(rows, CLASSES) == slow).all()
+    assert [*zip(place.tolist(), cls.tolist(), strict=True)] == [
+        (i, c) for i, row in enumerate(rows) for c in sorted(sets[row] or [])
+    ]
+    slow = np.array(
+        [
+            [NOT_KNOWN if sets[row] is None else int(k in sets[row]) for k in range(CLASSES)]
+            for row in rows
+        ]
+    )
+    assert (
+        again.targets(rows, CLASSES).dtype == np.uint8
+        and (again.targets(rows, CLASSES) == slow).all()
+    )
     fewer = again.targets(rows, 3)
     out = np.array([sets[row] is None or any(c >= 3 for c in sets[row]) for row in rows])
     assert out.any() and (fewer[out] == NOT_KNOWN).all() and (fewer[~out] == slow[~out, :3]).all()
@@ -139,7 +194,10 @@ def test_one_label_a_record_is_stored_as_ever(store: Store) -> None:
 
 
 def test_what_takes_one_label_a_record_is_told_so(several: Store) -> None:
-    with pytest.raises(DataError, match=r"has several labels a record; expected one each for this.*--model\.multi-label"):
+    with pytest.raises(
+        DataError,
+        match=r"has several labels a record; expected one each for this.*--model\.multi-label",
+    ):
         _ = several.labels
 
 
@@ -160,24 +218,39 @@ def test_halves_and_cleared_copies_keep_the_sets(several: Store, tmp_path: Path)
     for half in split_store(several.path, tmp_path / "a", tmp_path / "b", 0.5):
         assert half.multi_label and half.num_records
         assert named(half) == {key: of_key[key] for key in named(half)}
-        assert sorted(p.name for p in half.path.iterdir()) == ["confidential", "index.npy", "ledger_marks.json", "store.json"]
+        assert sorted(p.name for p in half.path.iterdir()) == [
+            "confidential",
+            "index.npy",
+            "ledger_marks.json",
+            "store.json",
+        ]
     public = several_store(tmp_path / "public", public=True)
     cleared = write_without(public, tmp_path / "cleared", np.array([0, 3]), several, ["bytes"])
-    assert cleared.num_records == NUM - 2 and named(cleared) == {k: v for k, v in of_key.items() if k not in ("k0", "k3")}
+    assert cleared.num_records == NUM - 2 and named(cleared) == {
+        k: v for k, v in of_key.items() if k not in ("k0", "k3")
+    }
 
 
 def test_a_merged_image_keeps_the_first_list_and_counts_the_conflict(tmp_path: Path) -> None:
-    samples = [Sample(str(i), png(p, 8, 8), {"label": c}) for i, (p, c) in enumerate([(1, [0, 1]), (1, [1, 0]), (1, [2]), (2, [])])]
+    samples = [
+        Sample(str(i), png(p, 8, 8), {"label": c})
+        for i, (p, c) in enumerate([(1, [0, 1]), (1, [1, 0]), (1, [2]), (2, [])])
+    ]
     store = import_samples(samples, tmp_path / "s")
     assert [store.record(row).labels for row in range(2)] == [(0, 1), ()]
-    assert (store.import_summary()["duplicates_merged"], store.import_summary()["label_conflicts"]) == (2, 1)
+    assert (
+        store.import_summary()["duplicates_merged"],
+        store.import_summary()["label_conflicts"],
+    ) == (2, 1)
 
 
 def test_inspection_counts_records_by_class(several: Store) -> None:
     sets = [s for s in drawn_sets() if s is not None]
     found = inspect_store(several)
     assert json.loads(json.dumps(found)) == found
-    assert found["labels"] == {str(k): n for k in range(CLASSES) if (n := sum(k in s for s in sets))}
+    assert found["labels"] == {
+        str(k): n for k in range(CLASSES) if (n := sum(k in s for s in sets))
+    }
     assert found["without_label"] == NUM - len(sets)
     assert (found["labels_per_record"]["p0"], found["labels_per_record"]["p100"]) == (0, 3)
     assert contact_sheet(several, NUM, tile_px=32).size == (8 * 32, 5 * (32 + 14))
@@ -186,17 +259,31 @@ def test_inspection_counts_records_by_class(several: Store) -> None:
 def test_batches_carry_zeros_and_ones_that_follow_the_record(several: Store) -> None:
     rows = np.array([9, 2, 31, 7, 2])
     kwargs: dict[str, Any] = {"physical_batch_size": 2, "workers": 2}
-    batches = [*physical_batches(several, rows, StepKey(0, 0), DataConfig(), 8, num_classes=CLASSES, **kwargs)]
+    batches = [
+        *physical_batches(
+            several, rows, StepKey(0, 0), DataConfig(), 8, num_classes=CLASSES, **kwargs
+        )
+    ]
     label_BK = torch.cat([batch.label_B for batch in batches])
-    assert label_BK.dtype == torch.uint8 and (label_BK.numpy() == several.targets(rows, CLASSES)).all()
-    assert all(batch.label_B is None for batch in physical_batches(several, rows, StepKey(0, 0), DataConfig(), 8, **kwargs))
-    assert all((label == -1).all() for _, _, label in image_batches(several, rows, 8, DataConfig(), batch_size=2, workers=1))
+    assert (
+        label_BK.dtype == torch.uint8 and (label_BK.numpy() == several.targets(rows, CLASSES)).all()
+    )
+    assert all(
+        batch.label_B is None
+        for batch in physical_batches(several, rows, StepKey(0, 0), DataConfig(), 8, **kwargs)
+    )
+    assert all(
+        (label == -1).all()
+        for _, _, label in image_batches(several, rows, 8, DataConfig(), batch_size=2, workers=1)
+    )
 
 
 def test_scenes_are_labelled_with_all_their_shapes(tmp_path: Path) -> None:
     store = write_scenes(tmp_path / "s", 12, 16, multi_label=True)
     for i in range(12):
-        assert {LABELS[label] for label in store.record(i).labels} == {thing.shape for thing in make_scene(i).objects}
+        assert {LABELS[label] for label in store.record(i).labels} == {
+            thing.shape for thing in make_scene(i).objects
+        }
 
 
 @pytest.mark.parametrize(
@@ -221,7 +308,9 @@ def test_scenes_are_labelled_with_all_their_shapes(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_lists_that_do_not_fit_are_refused_and_leave_nothing(tmp_path: Path, labels: list[Any], words: str) -> None:
+def test_lists_that_do_not_fit_are_refused_and_leave_nothing(
+    tmp_path: Path, labels: list[Any], words: str
+) -> None:
     samples = [Sample(f"k{i}", png(i, 8, 8), {"label": label}) for i, label in enumerate(labels)]
     with pytest.raises(DataError, match=words):
         import_samples(samples, tmp_path / "s", public=True)
@@ -229,18 +318,39 @@ def test_lists_that_do_not_fit_are_refused_and_leave_nothing(tmp_path: Path, lab
 
 
 def test_numbers_beyond_the_named_classes_and_bad_separators_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"label=\[2\]; expected a list of classes, each a name or a number from 0 to 1"):
+    with pytest.raises(
+        DataError,
+        match=r"label=\[2\]; expected a list of classes, each a name or a number from 0 to 1",
+    ):
         several_store(tmp_path / "s", [[2]], label_names=["a", "b"])
     with pytest.raises(DataError, match="label_separator=' '; expected a character"):
         several_store(tmp_path / "s", [[2]], label_separator=" ")
     with pytest.raises(DataError, match=r"label=\['a', '', 'b'\]; expected a list of classes"):
-        import_samples([Sample("k", png(0), {"label": "a||b"})], tmp_path / "s", label_separator="|", public=True)
-    both = write_folder(tmp_path / "src", {"1.png": png(1), "metadata.csv": b"file_name\n", "metadata.jsonl": b"{}\n"})
+        import_samples(
+            [Sample("k", png(0), {"label": "a||b"})],
+            tmp_path / "s",
+            label_separator="|",
+            public=True,
+        )
+    both = write_folder(
+        tmp_path / "src",
+        {"1.png": png(1), "metadata.csv": b"file_name\n", "metadata.jsonl": b"{}\n"},
+    )
     with pytest.raises(DataError, match="expected one of them"):
         import_source(both, tmp_path / "s")
 
 
-@pytest.mark.parametrize("lines", [b"{", b"[1]\n", b"3\n", b'{"label": [1]}\n', b'{"file_name": "1.png"}\n{"label": [1]}\n', b"\xff\n"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"{",
+        b"[1]\n",
+        b"3\n",
+        b'{"label": [1]}\n',
+        b'{"file_name": "1.png"}\n{"label": [1]}\n',
+        b"\xff\n",
+    ],
+)
 def test_a_damaged_table_of_lines_is_refused(tmp_path: Path, lines: bytes) -> None:
     source = write_folder(tmp_path / "src", {"1.png": png(1), "metadata.jsonl": lines})
     with pytest.raises(DataError, match=r"metadata\.jsonl.*expected"):
@@ -270,7 +380,9 @@ def _another_kind(file: Path) -> None:
         (_beyond, "names labels that labels.npy does not have"),
     ],
 )
-def test_damaged_labels_are_found_when_the_store_is_opened(several: Store, damage: Any, words: str) -> None:
+def test_damaged_labels_are_found_when_the_store_is_opened(
+    several: Store, damage: Any, words: str
+) -> None:
     assert several.index.dtype == ROW
     damage(several.path / "labels.npy")
     with pytest.raises(DataError, match=words):

@@ -1,4 +1,6 @@
-"""ordered_map against map, how far it takes items ahead, and what is left of its processes when their parent is killed."""
+"""ordered_map against map, how far it takes items ahead, and what is left of its processes when
+their parent is killed.
+"""
 
 import math
 import os
@@ -26,7 +28,9 @@ def test_results_are_those_of_map_in_order(processes):
 def test_an_endless_iterable_is_taken_only_ahead_items_further_than_the_results(processes):
     taken = []
     items = (taken.append(i) or i for i in count())
-    with closing(ordered_map(math.factorial, items, workers=2, ahead=5, processes=processes)) as made:
+    with closing(
+        ordered_map(math.factorial, items, workers=2, ahead=5, processes=processes)
+    ) as made:
         assert not taken
         for i in range(3):
             assert next(made) == math.factorial(i)
@@ -56,11 +60,18 @@ if __name__ == "__main__":
 def test_processes_end_with_a_killed_parent(tmp_path, how):
     program = Path(tmp_path, "program.py")
     program.write_text(PROGRAM)
-    with subprocess.Popen([sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, str(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == b"going\n"
         parent.send_signal(how)
         try:
-            parent.communicate(timeout=60)  # returns when the last of the workers, who inherit stdout, has ended
+            parent.communicate(
+                timeout=60
+            )  # returns when the last of the workers, who inherit stdout, has ended
         except subprocess.TimeoutExpired:
             os.killpg(parent.pid, signal.SIGKILL)
             pytest.fail("workers are alive a minute after their parent")

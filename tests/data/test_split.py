@@ -26,7 +26,12 @@ def test_halves_read_the_parents_shards_and_draw_on_its_account(store):
     for half in split_store(store.path, home / "a", home / "b", 0.5):
         assert half.store_id == store.store_id
         assert half.visibility == store.visibility
-        assert sorted(p.name for p in half.path.iterdir()) == ["confidential", "index.npy", "ledger_marks.json", "store.json"]
+        assert sorted(p.name for p in half.path.iterdir()) == [
+            "confidential",
+            "index.npy",
+            "ledger_marks.json",
+            "store.json",
+        ]
         for row in range(half.num_records):
             record = half.record(row)
             assert record == store.record(where[record.id])

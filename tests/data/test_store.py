@@ -29,7 +29,9 @@ def test_records_come_back_byte_for_byte(store):
     assert store.index.dtype == ROW
     assert isinstance(store.index, np.memmap)
     for i in range(40):
-        expected = png(i, 20 + i % 7, 24 + i % 5) if i % 2 else encode(noise(i, 33, 20 + i % 9), "JPEG")
+        expected = (
+            png(i, 20 + i % 7, 24 + i % 5) if i % 2 else encode(noise(i, 33, 20 + i % 9), "JPEG")
+        )
         record = store.record(i)
         assert record.image == expected == store.read(i)
         assert record.key == f"k{i}"
@@ -72,16 +74,22 @@ def test_eligible_rows_bound_each_unit_and_keep_records_without_one(store):
 
 
 def test_eligible_rows_depend_on_the_units_own_records_only(store):
-    """Take one person away, shuffle the rest: everybody else keeps the same records. A larger k only adds."""
+    """Take one person away, shuffle the rest: everybody else keeps the same records. A larger k
+    only adds.
+    """
     ids = np.array(store.index["id"])
     gone = store.index["unit"][20]
     before = {k: set(ids[store.eligible_rows(k, seed=1)]) for k in (1, 2)}
     assert before[1] < before[2]
     of_gone = set(ids[np.array(store.index["unit"]) == gone])
-    edit_index(store, lambda index: np.random.default_rng(0).permutation(index[index["unit"] != gone]))
+    edit_index(
+        store, lambda index: np.random.default_rng(0).permutation(index[index["unit"] != gone])
+    )
     edit_meta(store, num_records=40 - len(of_gone))
     smaller = open_store(store.path)
-    assert set(np.array(smaller.index["id"])[smaller.eligible_rows(1, seed=1)]) == before[1] - of_gone
+    assert (
+        set(np.array(smaller.index["id"])[smaller.eligible_rows(1, seed=1)]) == before[1] - of_gone
+    )
 
 
 def test_which_records_of_a_unit_stay_is_uniform_over_seeds(store):
@@ -90,7 +98,9 @@ def test_which_records_of_a_unit_stay_is_uniform_over_seeds(store):
     counts = sum(np.isin(mine, store.eligible_rows(1, seed)).astype(int) for seed in range(600))
     assert counts.sum() == 600
     expected = 600 / len(mine)
-    assert ((counts - expected) ** 2 / expected).sum() < 30  # chi-squared with 3 to 5 degrees of freedom: 1e-5
+    assert (
+        (counts - expected) ** 2 / expected
+    ).sum() < 30  # chi-squared with 3 to 5 degrees of freedom: 1e-5
 
 
 def test_a_moved_store_still_opens(store, tmp_path):
@@ -171,8 +181,14 @@ def set_shards(index: np.ndarray) -> np.ndarray:
 
 
 def test_captions_are_read_from_a_file_that_nobody_else_holds(tmp_path):
-    """Two threads may open the captions at once, and the cache keeps one file; the other must stay open until it is read."""
+    """Two threads may open the captions at once, and the cache keeps one file; the other must stay
+    open until it is read.
+    """
     store = write_scenes(tmp_path / "s", 5, 16)
     expected = [store.captions(row) for row in range(5)]
     store._text = lambda: _Shard(tmp_path / "s" / "records.jsonl")
-    assert store.captions_many(np.arange(5)) == expected == [store.record(row).captions for row in range(5)]
+    assert (
+        store.captions_many(np.arange(5))
+        == expected
+        == [store.record(row).captions for row in range(5)]
+    )

@@ -23,19 +23,29 @@ def test_scenes_are_stored_without_loss_with_caption_and_label(tmp_path):
 
 
 @pytest.mark.parametrize("label", ATTRIBUTES)
-def test_the_label_is_the_attribute_that_was_asked_for_and_the_store_names_its_values(tmp_path, label):
+def test_the_label_is_the_attribute_that_was_asked_for_and_the_store_names_its_values(
+    tmp_path, label
+):
     store = write_scenes(tmp_path / "s", 12, 16, first=100, label=label)
     assert store.label_names == list(ATTRIBUTES[label])
     for i in range(12):
         scene, (k,) = make_scene(100 + i, 16), store.record(i).labels
-        said = {"count": ["one", "two", "three", "four"][len(scene.objects) - 1], "light": scene.light, "background": scene.background}
-        assert ATTRIBUTES[label][k] == said.get(label) or ATTRIBUTES[label][k] == getattr(scene.main, label)
+        said = {
+            "count": ["one", "two", "three", "four"][len(scene.objects) - 1],
+            "light": scene.light,
+            "background": scene.background,
+        }
+        assert ATTRIBUTES[label][k] == said.get(label) or ATTRIBUTES[label][k] == getattr(
+            scene.main, label
+        )
 
 
 def test_several_labels_are_those_of_all_objects(tmp_path):
     store = write_scenes(tmp_path / "s", 12, 16, label="colour", multi_label=True)
     for i in range(12):
-        assert {store.label_names[k] for k in store.record(i).labels} == {thing.colour for thing in make_scene(i).objects}
+        assert {store.label_names[k] for k in store.record(i).labels} == {
+            thing.colour for thing in make_scene(i).objects
+        }
 
 
 def test_the_command_line_offers_every_attribute():
@@ -45,12 +55,16 @@ def test_the_command_line_offers_every_attribute():
 def test_only_the_scenes_that_were_asked_for_are_kept(tmp_path):
     store = write_scenes(tmp_path / "s", 40, 16, keep=lambda scene: scene.main.colour == "red")
     red = [make_scene(i) for i in range(40) if make_scene(i).main.colour == "red"]
-    assert [store.captions(row) for row in range(store.num_records)] == [(scene.caption,) for scene in red]
+    assert [store.captions(row) for row in range(store.num_records)] == [
+        (scene.caption,) for scene in red
+    ]
 
 
 def test_other_captions_can_be_said_of_scenes(tmp_path):
     store = write_scenes(tmp_path / "s", 3, 16, caption_of=lambda scene: f"a {scene.main.shape}")
-    assert [store.captions(i) for i in range(3)] == [(f"a {make_scene(i).main.shape}",) for i in range(3)]
+    assert [store.captions(i) for i in range(3)] == [
+        (f"a {make_scene(i).main.shape}",) for i in range(3)
+    ]
 
 
 def test_an_unknown_attribute_is_an_error(tmp_path):

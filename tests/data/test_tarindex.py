@@ -8,7 +8,16 @@ from dpvision.errors import DataError
 
 from .image_files import write_tar
 
-NAMES = ["a.jpg", "deep/" * 30 + "b.jpg", "x" * 150 + ".json", "ü.txt", "empty.txt", "y" * 99, "z" * 100, "w" * 101]
+NAMES = [
+    "a.jpg",
+    "deep/" * 30 + "b.jpg",
+    "x" * 150 + ".json",
+    "ü.txt",
+    "empty.txt",
+    "y" * 99,
+    "z" * 100,
+    "w" * 101,
+]
 MEMBERS = {name: bytes([i % 256]) * (i * 300) for i, name in enumerate(NAMES)}
 MEMBERS["empty.txt"] = b""
 
@@ -20,7 +29,11 @@ def by_tarfile(path):
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_scan_finds_what_tarfile_finds(tmp_path, kind):
-    members = {n: d for n, d in MEMBERS.items() if kind != tarfile.USTAR_FORMAT or len(n) <= 100 or "/" in n}
+    members = {
+        n: d
+        for n, d in MEMBERS.items()
+        if kind != tarfile.USTAR_FORMAT or len(n) <= 100 or "/" in n
+    }
     path = write_tar(tmp_path / "t.tar", members, kind)
     assert scan(path) == by_tarfile(path)
     data = path.read_bytes()
@@ -30,7 +43,9 @@ def test_scan_finds_what_tarfile_finds(tmp_path, kind):
 def test_folders_are_passed_over_and_links_are_their_files(tmp_path):
     path = tmp_path / "t.tar"
     long = "deep/" * 30 + "f.jpg"
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "global"}) as tar:
+    with tarfile.open(
+        path, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "global"}
+    ) as tar:
         links = (
             ("a/sym.jpg", tarfile.SYMTYPE, "../f.jpg"),
             ("hard.jpg", tarfile.LNKTYPE, "f.jpg"),
@@ -52,8 +67,13 @@ def test_folders_are_passed_over_and_links_are_their_files(tmp_path):
     data = path.read_bytes()
     (file,) = by_tarfile(path)
     for name in ("f.jpg", "a/sym.jpg", "hard.jpg", "twice.jpg"):
-        assert found.pop(name) == file._replace(name=name) and data[file.offset : file.offset + 3] == b"abc"
-    assert {name: m.problem for name, m in found.items()} == dict.fromkeys(("lost.jpg", "loop.jpg", "to_folder"), "link without its file")
+        assert (
+            found.pop(name) == file._replace(name=name)
+            and data[file.offset : file.offset + 3] == b"abc"
+        )
+    assert {name: m.problem for name, m in found.items()} == dict.fromkeys(
+        ("lost.jpg", "loop.jpg", "to_folder"), "link without its file"
+    )
     for kind in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):  # a long target, after a long name
         with tarfile.open(path, "w", format=kind) as tar:
             info = tarfile.TarInfo(long)

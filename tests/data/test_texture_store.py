@@ -1,4 +1,6 @@
-"""The store that the texture generator stands behind is a store like any other, and training sees new looks."""
+"""The store that the texture generator stands behind is a store like any other, and training sees
+new looks.
+"""
 
 import io
 from dataclasses import replace
@@ -27,12 +29,18 @@ DATA = DataConfig(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return write_texture_store(tmp_path_factory.mktemp("textures") / "store", 500, first=1000, size_px=24)
+    return write_texture_store(
+        tmp_path_factory.mktemp("textures") / "store", 500, first=1000, size_px=24
+    )
 
 
 def test_records_are_the_numbered_textures(store: Store) -> None:
     again = open_store(store.path)
-    assert again.store_id == store.store_id and again.visibility == "public" and again.num_records == 500
+    assert (
+        again.store_id == store.store_id
+        and again.visibility == "public"
+        and again.num_records == 500
+    )
     image = np.asarray(Image.open(io.BytesIO(again.read(7))))
     assert np.array_equal(image, textures(torch.tensor([1007]), 24)[0].permute(1, 2, 0).numpy())
     assert again.record(7).id == 1007 and np.array_equal(again.eligible_rows(1, 0), np.arange(500))
@@ -44,7 +52,8 @@ def test_written_files_are_the_same_images(store: Store, tmp_path: Path) -> None
         key = files.record(row).key
         number = int(key.removeprefix("texture-"))
         assert np.array_equal(
-            np.asarray(Image.open(io.BytesIO(files.read(row)))), np.asarray(Image.open(io.BytesIO(store.read(number - 1000))))
+            np.asarray(Image.open(io.BytesIO(files.read(row)))),
+            np.asarray(Image.open(io.BytesIO(store.read(number - 1000)))),
         )
 
 
@@ -53,25 +62,53 @@ def test_training_sees_a_new_look_in_each_step_and_view(store: Store) -> None:
     data = replace(DATA, views=2)
 
     def batch(step: int, rows: np.ndarray, size: int = 8) -> torch.Tensor:
-        made = physical_batches(store, rows, StepKey(0, step), data, 32, physical_batch_size=size, workers=2)
+        made = physical_batches(
+            store, rows, StepKey(0, step), data, 32, physical_batch_size=size, workers=2
+        )
         return torch.cat([b.image_BVCHW for b in made])
 
     x = batch(0, rows)
-    assert x.shape == (3, 2, 3, 32, 32) and torch.equal(x, batch(0, rows)) and torch.equal(x, batch(0, rows, size=1))
+    assert (
+        x.shape == (3, 2, 3, 32, 32)
+        and torch.equal(x, batch(0, rows))
+        and torch.equal(x, batch(0, rows, size=1))
+    )
     assert torch.equal(batch(0, rows[1:]), x[1:]), "a record's look depends on the record alone"
     assert not torch.equal(batch(1, rows), x) and not torch.equal(x[:, 0], x[:, 1])
-    seen = textures(torch.tensor([1003]), 32, instance_N=StepKey(0, 0).bits(torch.tensor([1003]), "look.1", 1)[:, 0])[0] / 255
+    seen = (
+        textures(
+            torch.tensor([1003]),
+            32,
+            instance_N=StepKey(0, 0).bits(torch.tensor([1003]), "look.1", 1)[:, 0],
+        )[0]
+        / 255
+    )
     assert torch.allclose(x[0, 1], seen, atol=1e-6)
 
 
 def test_images_made_on_a_device_are_those_made_by_threads(store: Store) -> None:
-    """The way that a GPU takes, run on the CPU: same records, same pixels, whatever the physical batch."""
+    """The way that a GPU takes, run on the CPU: same records, same pixels, whatever the physical
+    batch.
+    """
     rows, key, data = np.arange(0, 90, 4), StepKey(3, 2), replace(DataConfig(), views=2)
     threads = list(physical_batches(store, rows, key, data, 24, physical_batch_size=10, workers=2))
-    device = list(_texture_batches(store, [rows[i : i + 10] for i in range(0, len(rows), 10)], key, data, 24, torch.device("cpu")))
+    device = list(
+        _texture_batches(
+            store,
+            [rows[i : i + 10] for i in range(0, len(rows), 10)],
+            key,
+            data,
+            24,
+            torch.device("cpu"),
+        )
+    )
     assert len(threads) == len(device) == 3
     for a, b in zip(threads, device, strict=True):
-        assert torch.equal(a.record_id_B, b.record_id_B) and torch.equal(a.valid_B, b.valid_B) and b.label_B is None
+        assert (
+            torch.equal(a.record_id_B, b.record_id_B)
+            and torch.equal(a.valid_B, b.valid_B)
+            and b.label_B is None
+        )
         torch.testing.assert_close(a.image_BVCHW, b.image_BVCHW, rtol=1e-5, atol=1e-5)
 
 
@@ -101,19 +138,44 @@ def test_what_cannot_be_is_refused(store: Store, tmp_path: Path) -> None:
         split_store(store.path, store.path.parent / "a", store.path.parent / "b", 0.5)
 
 
-@pytest.mark.parametrize(("sheet", "num", "most"), [("s.webp", 630 * 12 + 1, "16,383"), ("s.JPG", 10_000, "65,500")])
+@pytest.mark.parametrize(
+    ("sheet", "num", "most"), [("s.webp", 630 * 12 + 1, "16,383"), ("s.JPG", 10_000, "65,500")]
+)
 def test_a_sheet_larger_than_its_format_is_refused_before_any_image_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sheet: str, num: int, most: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    sheet: str,
+    num: int,
+    most: str,
 ) -> None:
     monkeypatch.setattr("dpvision.data.inspect.textures", lambda *a, **kw: pytest.fail("rendered"))
     size_px = 24 if sheet == "s.webp" else 96
-    assert main(["synth", "--sheet", str(tmp_path / sheet), "--sheet-num", str(num), "--size-px", str(size_px)]) == 2
-    assert f"expected at most {most} px a side" in capsys.readouterr().err and not (tmp_path / sheet).exists()
+    assert (
+        main(
+            [
+                "synth",
+                "--sheet",
+                str(tmp_path / sheet),
+                "--sheet-num",
+                str(num),
+                "--size-px",
+                str(size_px),
+            ]
+        )
+        == 2
+    )
+    assert (
+        f"expected at most {most} px a side" in capsys.readouterr().err
+        and not (tmp_path / sheet).exists()
+    )
 
 
 def test_textures_of_another_generator_are_refused(store: Store, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     text = (store.path / "store.json").read_text()
-    (tmp_path / "old" / "store.json").write_text(text.replace(f'"generator_version": {VERSION}', '"generator_version": 0'))
+    (tmp_path / "old" / "store.json").write_text(
+        text.replace(f'"generator_version": {VERSION}', '"generator_version": 0')
+    )
     with pytest.raises(DataError, match="Make the store again"):
         open_store(tmp_path / "old")

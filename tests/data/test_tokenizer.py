@@ -24,11 +24,15 @@ WORDS = train_tokenizer(SENTENCES, 400)
 BYTES = train_tokenizer(["aa aa"], MIN_VOCAB_SIZE)
 
 # assigned in Unicode 3.2: later versions of Python and of the library agree on how these are folded
-KNOWN = st.characters(exclude_categories=["Cs"]).filter(lambda c: unicodedata.ucd_3_2_0.category(c) != "Cn")
+KNOWN = st.characters(exclude_categories=["Cs"]).filter(
+    lambda c: unicodedata.ucd_3_2_0.category(c) != "Cn"
+)
 
 
 def folded(text: str) -> str:
-    """What the normaliser does, by Python's own tables; letter by letter, so that the final sigma is one like the others."""
+    """What the normaliser does, by Python's own tables; letter by letter, so that the final sigma
+    is one like the others.
+    """
     lower = "".join(c.lower() for c in unicodedata.normalize("NFKC", text))
     return unicodedata.normalize("NFKC", lower)
 
@@ -75,7 +79,9 @@ def test_a_row_is_bos_words_eos_pad_and_a_longer_caption_still_ends():
 def test_decoding_stops_at_the_end_and_passes_over_what_is_no_text():
     words = WORDS.words("a red disc")
     assert WORDS.decode([BOS_ID, *words, EOS_ID, *words]) == "a red disc"
-    assert WORDS.decode([PAD_ID, BOS_ID, *words, PAD_ID, WORDS.vocab_size, 10**6, -5]) == "a red disc"
+    assert (
+        WORDS.decode([PAD_ID, BOS_ID, *words, PAD_ID, WORDS.vocab_size, 10**6, -5]) == "a red disc"
+    )
     assert WORDS.decode(np.array(words)) == "a red disc"
     assert BYTES.decode(BYTES.words("é")[:1]) == "\ufffd"
     assert "".join(WORDS.pieces("a red disc")) == "a red disc"
@@ -98,12 +104,18 @@ def test_two_trainings_and_any_order_of_the_captions_give_the_same_file(tmp_path
 
 
 def test_merges_are_those_of_the_textbook(tmp_path):
-    """The most frequent pair of neighbours is joined, over and over: counted here from scratch for each merge."""
+    """The most frequent pair of neighbours is joined, over and over: counted here from scratch for
+    each merge.
+    """
     captions = ["low low low low lower", "newest newest newest widest widest", "the low house"]
     made = train_tokenizer(captions, MIN_VOCAB_SIZE + 8)
     made.save(tmp_path / "t.json")
     merges = json.loads((tmp_path / "t.json").read_text())["model"]["merges"]
-    words = [list(w if i == 0 else "Ġ" + w) for caption in captions for i, w in enumerate(caption.split())]
+    words = [
+        list(w if i == 0 else "Ġ" + w)
+        for caption in captions
+        for i, w in enumerate(caption.split())
+    ]
     for left, right in merges:
         counts: dict[tuple[str, str], int] = {}
         for word in words:
@@ -129,7 +141,9 @@ def test_a_saved_tokenizer_is_the_same_when_loaded_however_it_is_laid_out(tmp_pa
     assert loaded.digest == other.digest == WORDS.digest
     assert loaded.vocab_size == WORDS.vocab_size == 400
     assert loaded.words(text) == other.words(text) == WORDS.words(text)
-    assert Tokenizer.from_file(str(tmp_path / "u.json")).encode("a red disc").ids == WORDS.words("a red disc")
+    assert Tokenizer.from_file(str(tmp_path / "u.json")).encode("a red disc").ids == WORDS.words(
+        "a red disc"
+    )
 
 
 def test_an_existing_file_is_never_replaced(tmp_path):
@@ -159,13 +173,20 @@ def _spoilt(parsed: dict, kind: str) -> dict:
     elif kind == "an id is a word":
         model["vocab"]["zz"] = "400"
     elif kind == "words":
-        parsed["model"] = json.loads(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())["model"]
+        parsed["model"] = json.loads(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())[
+            "model"
+        ]
     elif kind == "prefix":
         parsed["pre_tokenizer"]["add_prefix_space"] = True
     elif kind == "no decoder":
         parsed["decoder"] = None
     elif kind == "truncation":
-        parsed["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+        parsed["truncation"] = {
+            "direction": "Right",
+            "max_length": 5,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        }
     elif kind == "dropout":
         model["dropout"] = 0.1
     elif kind == "damaged merges":
@@ -176,22 +197,44 @@ def _spoilt(parsed: dict, kind: str) -> dict:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("swapped ids", "special tokens"), ("other names", "special tokens"), ("one more special token", "special tokens"),
-        ("no special tokens", "special tokens"), ("a byte is missing", "bytes without an entry"), ("a gap", "gaps"),
-        ("an id is a word", "gaps"), ("words", "no byte-pair"), ("prefix", "byte-level"), ("no decoder", "byte-level"),
-        ("truncation", "truncation"), ("dropout", "dropout"), ("damaged merges", ""),
+        ("swapped ids", "special tokens"),
+        ("other names", "special tokens"),
+        ("one more special token", "special tokens"),
+        ("no special tokens", "special tokens"),
+        ("a byte is missing", "bytes without an entry"),
+        ("a gap", "gaps"),
+        ("an id is a word", "gaps"),
+        ("words", "no byte-pair"),
+        ("prefix", "byte-level"),
+        ("no decoder", "byte-level"),
+        ("truncation", "truncation"),
+        ("dropout", "dropout"),
+        ("damaged merges", ""),
     ],
-)  # fmt: skip
+)
 def test_files_that_are_no_tokenizer_of_ours_are_refused(tmp_path, kind, words):
     WORDS.save(tmp_path / "t.json")
     parsed = _spoilt(json.loads((tmp_path / "t.json").read_bytes()), kind)
     (tmp_path / "bad.json").write_text(json.dumps(parsed))
-    with pytest.raises(DataError, match=rf"tokenizer: .*bad\.json: .*{words}.*; expected a file made by"):
+    with pytest.raises(
+        DataError, match=rf"tokenizer: .*bad\.json: .*{words}.*; expected a file made by"
+    ):
         CaptionTokenizer.load(tmp_path / "bad.json")
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{", b"[]", b"{}", b"null", b"7", b"\xff\xfe\x00", b"[" * 100_000, b'{"model": {"type": "BPE", "vocab": []}}']
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b"null",
+        b"7",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"model": {"type": "BPE", "vocab": []}}',
+    ],
 )
 def test_files_that_are_something_else_are_refused(tmp_path, data):
     (tmp_path / "x").write_bytes(data)
@@ -210,7 +253,10 @@ def test_vocabularies_that_cannot_be_are_refused():
     for nothing in ([], ["", " \n", "\x07"]):
         with pytest.raises(DataError, match="no text"):
             train_tokenizer(nothing, 300)
-    with pytest.raises(DataError, match=r"600 captions give (\d+) entries; expected vocab_size=30,522.*--vocab-size \1\.") as refused:
+    with pytest.raises(
+        DataError,
+        match=r"600 captions give (\d+) entries; expected vocab_size=30,522.*--vocab-size \1\.",
+    ) as refused:
         train_tokenizer(SENTENCES, 30_522)
     got = int(str(refused.value).rpartition(" ")[2].rstrip("."))
     assert train_tokenizer(SENTENCES, got).vocab_size == got
@@ -234,7 +280,8 @@ def test_threads_share_a_tokenizer():
     assert not wrong
 
 
-# --- text to train on ------------------------------------------------------------------------------------------------------------
+# --- text to train on
+# --------------------------------------------------------------------------------------------------
 
 
 def test_sentences_are_those_of_the_drawn_scenes():
@@ -244,8 +291,12 @@ def test_sentences_are_those_of_the_drawn_scenes():
 
 
 def test_a_private_store_is_refused_before_anything_is_read(tmp_path):
-    public, private = (write_scenes(tmp_path / v, 30, 16, public=v == "public") for v in ("public", "private"))
-    assert list(store_captions(public)) == [public.captions(i)[0] for i in range(public.num_records)]
+    public, private = (
+        write_scenes(tmp_path / v, 30, 16, public=v == "public") for v in ("public", "private")
+    )
+    assert list(store_captions(public)) == [
+        public.captions(i)[0] for i in range(public.num_records)
+    ]
     with pytest.raises(PrivacyError, match="private store; expected public or synthetic"):
         store_captions(private)
 
@@ -254,9 +305,12 @@ def test_lines_of_files_are_read_in_their_encoding_or_refused(tmp_path):
     lines = ["ein Hund läuft", "犬が走る", "e\u2028f"]
     text = "\n".join(lines)
     for name, data in {
-        "a.txt": text.encode(), "b.txt": text.encode("utf-8-sig"), "c.txt": text.encode("utf-16"),
-        "d.txt": text.replace("\n", "\r\n").encode(), "e.txt.gz": gzip.compress(text.encode("utf-16")),
-    }.items():  # fmt: skip
+        "a.txt": text.encode(),
+        "b.txt": text.encode("utf-8-sig"),
+        "c.txt": text.encode("utf-16"),
+        "d.txt": text.replace("\n", "\r\n").encode(),
+        "e.txt.gz": gzip.compress(text.encode("utf-16")),
+    }.items():
         (tmp_path / name).write_bytes(data)
         assert [line.rstrip("\n") for line in file_captions([tmp_path / name])] == lines, name
     bad = {

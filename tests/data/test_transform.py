@@ -37,7 +37,11 @@ UNIFORM = st.floats(0, 1, exclude_max=True)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 400), st.integers(1, 400), st.lists(UNIFORM, min_size=CROP_NUMBERS, max_size=CROP_NUMBERS))
+@given(
+    st.integers(1, 400),
+    st.integers(1, 400),
+    st.lists(UNIFORM, min_size=CROP_NUMBERS, max_size=CROP_NUMBERS),
+)
 def test_every_crop_lies_inside_the_image(height, width, uniform):
     left, top, right, bottom = crop_box(height, width, uniform, (0.2, 1.0))
     assert 0 <= left < right <= width
@@ -46,18 +50,28 @@ def test_every_crop_lies_inside_the_image(height, width, uniform):
 
 @pytest.mark.parametrize("size", [(32, 32), (60, 100), (200, 20)])
 def test_crops_are_distributed_as_torchvisions(size):
-    """Area, shape and place of 4,000 boxes against torchvision's, by two-sample Kolmogorov-Smirnov distance (5e-4 quantile)."""
+    """Area, shape and place of 4,000 boxes against torchvision's, by two-sample Kolmogorov-Smirnov
+    distance (5e-4 quantile).
+    """
     height, width = size
     rng = np.random.default_rng(0)
-    ours = np.array([crop_box(height, width, rng.random(CROP_NUMBERS).tolist(), (0.2, 1.0)) for _ in range(4000)])
+    ours = np.array(
+        [
+            crop_box(height, width, rng.random(CROP_NUMBERS).tolist(), (0.2, 1.0))
+            for _ in range(4000)
+        ]
+    )
     ours = np.stack([ours[:, 1], ours[:, 0], ours[:, 3] - ours[:, 1], ours[:, 2] - ours[:, 0]], 1)
     torch.manual_seed(0)
     image = torch.empty(3, height, width)
-    theirs = np.array([RandomResizedCrop.get_params(image, [0.2, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)])
+    theirs = np.array(
+        [RandomResizedCrop.get_params(image, [0.2, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)]
+    )
     for column in range(4):
         grid = np.arange(max(size) + 1)
         distance = np.abs(
-            np.searchsorted(np.sort(ours[:, column]), grid, "right") - np.searchsorted(np.sort(theirs[:, column]), grid, "right")
+            np.searchsorted(np.sort(ours[:, column]), grid, "right")
+            - np.searchsorted(np.sort(theirs[:, column]), grid, "right")
         ).max()
         assert distance / 4000 < 2.06 * np.sqrt(2 / 4000)
 
@@ -78,35 +92,55 @@ def whole(pixels: np.ndarray, size: int) -> np.ndarray:
     return resized(pixels, (0, 0, pixels.shape[1], pixels.shape[0]), size)
 
 
-SIZES = [(224, 150, 200), (64, 97, 301), (64, 30, 500), (32, 5, 3), (16, 1, 1), (7, 40, 40), (96, 96, 50)]
+SIZES = [
+    (224, 150, 200),
+    (64, 97, 301),
+    (64, 30, 500),
+    (32, 5, 3),
+    (16, 1, 1),
+    (7, 40, 40),
+    (96, 96, 50),
+]
 
 
 @pytest.mark.parametrize(("size", "height", "width"), SIZES)
 def test_resized_is_pillows_resize_within_two_levels(size, height, width):
-    """Noise of medium contrast: no overshoot of the filter reaches 0 or 255, where the two cut it off between their passes, in another
-    order. A filter without antialiasing, or one half a pixel beside, is far off."""
+    """Noise of medium contrast: no overshoot of the filter reaches 0 or 255, where the two cut it
+    off between their passes, in another order. A filter without antialiasing, or one half a pixel
+    beside, is far off.
+    """
     pixels = 64 + noise(6, height, width) // 2
-    expected = np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC)).astype(int)
+    expected = np.asarray(
+        Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC)
+    ).astype(int)
     assert np.abs(whole(pixels, size) - expected).max() <= 2
     if min(height, width) > 1:
         assert np.abs(np.roll(whole(pixels, size), 1, axis=0) - expected).max() > 10
 
 
-@pytest.mark.skipif(not (SHARED / "coco_mini").exists(), reason="the COCO photographs are not beside this checkout")
+@pytest.mark.skipif(
+    not (SHARED / "coco_mini").exists(), reason="the COCO photographs are not beside this checkout"
+)
 @pytest.mark.parametrize("size", [32, 224])
 def test_photographs_are_resized_as_exactly_as_by_pillow(size):
-    """Mean distance to the filter in float64 without a rounding between its passes: measured 0.96 to 1.002 times Pillow's."""
+    """Mean distance to the filter in float64 without a rounding between its passes: measured 0.96
+    to 1.002 times Pillow's.
+    """
     for file in sorted((SHARED / "coco_mini" / "images" / "val2017").glob("*.jpg"))[:20]:
         pixels = decode(file.read_bytes())
         x_1CHW = torch.from_numpy(pixels).permute(2, 0, 1)[None].double()
-        exact_1CHW = torch.nn.functional.interpolate(x_1CHW, (size, size), mode="bicubic", antialias=True).clamp(0, 255)
+        exact_1CHW = torch.nn.functional.interpolate(
+            x_1CHW, (size, size), mode="bicubic", antialias=True
+        ).clamp(0, 255)
         exact = exact_1CHW[0].permute(1, 2, 0).numpy()
         pillows = np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC))
         assert np.abs(whole(pixels, size) - exact).mean() < 1.01 * np.abs(pillows - exact).mean()
 
 
 def test_resized_starts_no_threads():
-    """In every thread of the loader torch would start one for each core, as it does for an image that it mirrors."""
+    """In every thread of the loader torch would start one for each core, as it does for an image
+    that it mirrors.
+    """
 
     def threads_started(work: Callable[[np.ndarray], object]) -> int:
         pixels = noise(7, 300, 400)  # above what torch splits among threads
@@ -121,7 +155,12 @@ def test_resized_starts_no_threads():
     try:
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(threads_started, lambda pixels: whole(pixels, 224)).result() == 0
-            assert pool.submit(threads_started, lambda pixels: torch.from_numpy(pixels).flip(1)).result() == 3
+            assert (
+                pool.submit(
+                    threads_started, lambda pixels: torch.from_numpy(pixels).flip(1)
+                ).result()
+                == 3
+            )
     finally:
         torch.set_num_threads(num_threads)
 
@@ -129,9 +168,15 @@ def test_resized_starts_no_threads():
 def test_views_between_pixels_are_pillows():
     """With ``data.resize`` and in a centre crop a box need not lie on whole pixels."""
     pixels, uniform = noise(8, 50, 71), np.random.default_rng(0).random(CROP_NUMBERS).tolist()
-    for data in (DataConfig(resize=64), DataConfig(crop="centre"), DataConfig(resize=64, crop="centre")):
+    for data in (
+        DataConfig(resize=64),
+        DataConfig(crop="centre"),
+        DataConfig(resize=64, crop="centre"),
+    ):
         box = training_box(71, 50, 24, data, uniform)
-        expected = np.asarray(Image.fromarray(pixels).resize((24, 24), Image.Resampling.BICUBIC, box=box))
+        expected = np.asarray(
+            Image.fromarray(pixels).resize((24, 24), Image.Resampling.BICUBIC, box=box)
+        )
         assert any(side % 1 for side in box)
         assert np.array_equal(training_view(pixels, 24, data, uniform), expected)
 
@@ -172,22 +217,33 @@ def test_the_centre_crop_is_the_middle_of_the_image():
 def smooth(height: int, width: int) -> np.ndarray:
     """Waves of some twenty pixels: resampling once or twice hardly differs."""
     y, x = np.mgrid[:height, :width]
-    waves = [127 + 100 * np.sin(2 * np.pi * (x / 40 + phase)) * np.cos(2 * np.pi * (y / 30 + phase)) for phase in (0, 0.2, 0.4)]
+    waves = [
+        127 + 100 * np.sin(2 * np.pi * (x / 40 + phase)) * np.cos(2 * np.pi * (y / 30 + phase))
+        for phase in (0, 0.2, 0.4)
+    ]
     return np.stack(waves, axis=-1).astype(np.uint8)
 
 
 @pytest.mark.parametrize("size", [(300, 200), (448, 448), (500, 700)])
 @pytest.mark.parametrize("seed", range(4))
 def test_an_inception_crop_from_448_is_that_of_the_resized_image(size, seed):
-    """Against resizing to 448 x 448 first and cropping then, as the paper does, by torchvision's box."""
+    """Against resizing to 448 x 448 first and cropping then, as the paper does, by torchvision's
+    box.
+    """
     uniform = np.random.default_rng(seed).random(CROP_NUMBERS).tolist()
     data = DataConfig(resize=448, crop_scale=(0.05, 1.0))
     image = Image.fromarray(smooth(*size))
     found = cut(image, training_box(image.width, image.height, 96, data, uniform), 96)
     whole = image.resize((448, 448), Image.Resampling.BICUBIC)
-    slow = np.asarray(whole.crop(crop_box(448, 448, uniform, (0.05, 1.0))).resize((96, 96), Image.Resampling.BICUBIC))
+    slow = np.asarray(
+        whole.crop(crop_box(448, 448, uniform, (0.05, 1.0))).resize(
+            (96, 96), Image.Resampling.BICUBIC
+        )
+    )
     assert np.abs(found.astype(int) - slow)[2:-2, 2:-2].mean() < 1.5
-    assert np.abs(found.astype(int) - np.roll(slow, 3, axis=1)).mean() > 4, "three pixels beside it would be noticed"
+    assert np.abs(found.astype(int) - np.roll(slow, 3, axis=1)).mean() > 4, (
+        "three pixels beside it would be noticed"
+    )
 
 
 @pytest.mark.parametrize("size", [(300, 200), (384, 384), (500, 700)])
@@ -203,14 +259,27 @@ def test_the_centre_256_of_384_is_the_centre_of_the_resized_image(size):
 def test_evaluation_sees_the_whole_image_where_training_crops_a_resized_one():
     assert evaluation_box(300, 200, 384, DataConfig(resize=448)) == (0, 0, 300, 200)
     assert evaluation_box(300, 200, 384, DataConfig()) == centre_box(300, 200) == (50, 0, 250, 200)
-    assert evaluation_box(300, 200, 400, DataConfig(resize=384, crop="centre")) == (0, 0, 300, 200), "never beyond the image"
+    assert evaluation_box(300, 200, 400, DataConfig(resize=384, crop="centre")) == (
+        0,
+        0,
+        300,
+        200,
+    ), "never beyond the image"
     pixels = noise(5, 20, 30)
-    assert np.array_equal(preprocess_of(8, DataConfig())(pixels), preprocess(8, DataConfig().mean, DataConfig().std)(pixels))
+    assert np.array_equal(
+        preprocess_of(8, DataConfig())(pixels),
+        preprocess(8, DataConfig().mean, DataConfig().std)(pixels),
+    )
 
 
 def test_normalising_on_a_device_gives_the_same_bits() -> None:
     """uint8 in any memory layout, every value of a byte: torch's two operations are numpy's."""
-    pixels = torch.arange(256, dtype=torch.uint8).repeat(3 * 8).view(2, 8, 16, 8, 3).permute(0, 1, 4, 2, 3)
+    pixels = (
+        torch.arange(256, dtype=torch.uint8)
+        .repeat(3 * 8)
+        .view(2, 8, 16, 8, 3)
+        .permute(0, 1, 4, 2, 3)
+    )
     expected = np.empty(pixels.shape, dtype=np.float32)
     normalise(pixels.permute(0, 1, 3, 4, 2).numpy(), MEAN, STD, expected)
     made = normalise_tensor(pixels, MEAN, STD)

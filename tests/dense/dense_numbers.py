@@ -1,4 +1,6 @@
-"""A small network, its loss and images that are vectors: for tests of the dense loop, also in processes of their own."""
+"""A small network, its loss and images that are vectors: for tests of the dense loop, also in
+processes of their own.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +25,17 @@ class Numbers:
 
 def make_model(dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.GELU(), nn.Dropout(dropout), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(12, 8), nn.GELU(), nn.Dropout(dropout), nn.Linear(8, 4)
+    )
 
 
 def groups_of(model: nn.Sequential) -> list[dict]:
     first, last = list(model[1].parameters()), list(model[4].parameters())
-    return [{"params": first, "lr": 1e-2, "weight_decay": 0.1}, {"params": last, "lr": 3e-2, "weight_decay": 0.0}]
+    return [
+        {"params": first, "lr": 1e-2, "weight_decay": 0.1},
+        {"params": last, "lr": 3e-2, "weight_decay": 0.0},
+    ]
 
 
 def loss(model: nn.Module, examples: list[Example]) -> Tensor:

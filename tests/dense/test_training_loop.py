@@ -1,4 +1,6 @@
-"""The loop for dense predictions: schedule, order, physical batches, ranks and resume change nothing that they must not change."""
+"""The loop for dense predictions: schedule, order, physical batches, ranks and resume change
+nothing that they must not change.
+"""
 
 import itertools
 import os
@@ -37,7 +39,12 @@ torch.set_num_threads(1)
 """
 
 
-def trained(settings: DenseTrainSettings = SETTINGS, hardware: DenseHardware = HARDWARE, dropout: float = 0.0, **more) -> dict[str, Tensor]:
+def trained(
+    settings: DenseTrainSettings = SETTINGS,
+    hardware: DenseHardware = HARDWARE,
+    dropout: float = 0.0,
+    **more,
+) -> dict[str, Tensor]:
     model = make_model(dropout)
     fit(model, Numbers(), loss, groups_of(model), settings, hardware, **more)
     assert not model.training
@@ -51,13 +58,18 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_the_loop_is_adamw_by_hand_on_the_whole_batch() -> None:
     model, stream, step, steps = make_model(), [], 0, SETTINGS.steps(10)
     for epoch in range(7):
-        stream += [(int(n), epoch) for n in np.random.Generator(np.random.PCG64([5, epoch])).permutation(10)]
+        stream += [
+            (int(n), epoch)
+            for n in np.random.Generator(np.random.PCG64([5, epoch])).permutation(10)
+        ]
     optimizer = torch.optim.AdamW(groups_of(model), betas=SETTINGS.betas)
     for step in range(steps):
         for group, rate in zip(optimizer.param_groups, (1e-2, 3e-2), strict=True):
             group["lr"] = rate * (1 - step / steps) * min(1.0, 1e-6 + (1 - 1e-6) * step / 3)
         optimizer.zero_grad()
-        loss(model, [Numbers().load(*place) for place in stream[4 * step : 4 * step + 4]]).backward()
+        loss(
+            model, [Numbers().load(*place) for place in stream[4 * step : 4 * step + 4]]
+        ).backward()
         optimizer.step()
     assert step == 14
     found = trained()
@@ -65,7 +77,10 @@ def test_the_loop_is_adamw_by_hand_on_the_whole_batch() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("hardware", [DenseHardware(1, workers=1), DenseHardware(3, workers=3), DenseHardware(64, workers=2)])
+@pytest.mark.parametrize(
+    "hardware",
+    [DenseHardware(1, workers=1), DenseHardware(3, workers=3), DenseHardware(64, workers=2)],
+)
 def test_physical_batch_and_workers_change_nothing_beyond_rounding(hardware: DenseHardware) -> None:
     one, other = trained(), trained(hardware=hardware)
     for name, value in one.items():
@@ -74,7 +89,10 @@ def test_physical_batch_and_workers_change_nothing_beyond_rounding(hardware: Den
 
 def test_passes_of_unequal_size_weigh_by_their_images() -> None:
     settings = replace(SETTINGS, batch_size=5)
-    one, other = trained(settings, DenseHardware(5, workers=1)), trained(settings, DenseHardware(2, workers=1))
+    one, other = (
+        trained(settings, DenseHardware(5, workers=1)),
+        trained(settings, DenseHardware(2, workers=1)),
+    )
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
 
@@ -88,16 +106,27 @@ def test_every_epoch_sees_every_image_once_and_each_is_loaded_for_its_epoch() ->
             return super().load(number, epoch)
 
     model = make_model()
-    fit(model, Told(), loss, groups_of(model), replace(SETTINGS, epochs=4, warmup_steps=0), DenseHardware(2, workers=1))
+    fit(
+        model,
+        Told(),
+        loss,
+        groups_of(model),
+        replace(SETTINGS, epochs=4, warmup_steps=0),
+        DenseHardware(2, workers=1),
+    )
     assert sorted(seen) == list(itertools.product(range(4), range(10)))
 
 
-def test_the_seed_decides_the_order_and_the_dropout_and_the_global_generator_is_left_alone() -> None:
+def test_the_seed_decides_the_order_and_the_dropout_and_the_global_generator_is_left_alone() -> (
+    None
+):
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     one = trained(dropout=0.3)
     torch.manual_seed(2)
-    assert equal(one, trained(dropout=0.3)) and not equal(one, trained(replace(SETTINGS, seed=6), dropout=0.3))
+    assert equal(one, trained(dropout=0.3)) and not equal(
+        one, trained(replace(SETTINGS, seed=6), dropout=0.3)
+    )
     torch.manual_seed(1)
     trained(dropout=0.3)
     torch.manual_seed(1)
@@ -106,9 +135,13 @@ def test_the_seed_decides_the_order_and_the_dropout_and_the_global_generator_is_
 
 def test_schedules_are_the_formulas() -> None:
     s = DenseTrainSettings(warmup_steps=10, warmup_start=0.0)
-    assert [rate_factor(s, t, 100) for t in (0, 5, 10, 99)] == pytest.approx([0, 0.5 * 0.95, 0.9, 0.01])
+    assert [rate_factor(s, t, 100) for t in (0, 5, 10, 99)] == pytest.approx(
+        [0, 0.5 * 0.95, 0.9, 0.01]
+    )
     steps = replace(s, schedule="steps", step_at=(0.8, 0.9))
-    assert [rate_factor(steps, t, 100) for t in (5, 79, 80, 89, 90, 99)] == pytest.approx([0.5, 1, 0.1, 0.1, 0.01, 0.01])
+    assert [rate_factor(steps, t, 100) for t in (5, 79, 80, 89, 90, 99)] == pytest.approx(
+        [0.5, 1, 0.1, 0.1, 0.01, 0.01]
+    )
     assert rate_factor(replace(s, schedule="constant"), 99, 100) == 1
     paper = DenseTrainSettings()
     assert paper.steps(20_210) == 126_312, "ADE20K: 100 epochs, batch 16"
@@ -155,9 +188,17 @@ def test_stop_and_go_is_straight_through_to_the_bit(tmp_path: Path) -> None:
         with pytest.raises(Stop):
             trained(hardware=every, dropout=0.3, work=tmp_path, progress=stop_at(step))
     lines: list[str] = []
-    assert equal(straight, trained(hardware=replace(every, workers=2), dropout=0.3, work=tmp_path, progress=lines.append))
+    assert equal(
+        straight,
+        trained(
+            hardware=replace(every, workers=2), dropout=0.3, work=tmp_path, progress=lines.append
+        ),
+    )
     assert lines[0].startswith("step 9 of 15"), "what was said of step 9 came before it was kept"
-    assert equal(straight, trained(hardware=every, dropout=0.3, work=tmp_path, progress=lines.append)) and len(lines) == 7, "a finished one"
+    assert (
+        equal(straight, trained(hardware=every, dropout=0.3, work=tmp_path, progress=lines.append))
+        and len(lines) == 7
+    ), "a finished one"
 
 
 @pytest.mark.slow
@@ -172,12 +213,16 @@ class Slow(Numbers):
         return super().load(number, epoch)
 
 model = make_model(0.3)
-fit(model, Slow(), loss, groups_of(model), DenseTrainSettings(epochs=60, batch_size=4, warmup_steps=3, seed=5),
-    DenseHardware(2, workers=1, checkpoint_every_s=0.0), work=Path(sys.argv[1]), progress=lambda text: print(text, flush=True))
+fit(model, Slow(), loss, groups_of(model),
+    DenseTrainSettings(epochs=60, batch_size=4, warmup_steps=3, seed=5),
+    DenseHardware(2, workers=1, checkpoint_every_s=0.0), work=Path(sys.argv[1]),
+    progress=lambda text: print(text, flush=True))
 """
     )
     work = tmp_path / "work"
-    process = subprocess.Popen([sys.executable, str(script), str(work)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(work)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 25 "):
@@ -201,7 +246,16 @@ def test_another_trainings_checkpoint_is_refused(tmp_path: Path) -> None:
     model = make_model()
     nn.init.zeros_(model[1].weight)
     with pytest.raises(CheckpointError, match="has start="):
-        fit(model, Numbers(), loss, groups_of(model), SETTINGS, HARDWARE, work=tmp_path, about="pets")
+        fit(
+            model,
+            Numbers(),
+            loss,
+            groups_of(model),
+            SETTINGS,
+            HARDWARE,
+            work=tmp_path,
+            about="pets",
+        )
     (tmp_path / "training.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="Move it away"):
         trained(work=tmp_path, about="pets")
@@ -219,14 +273,30 @@ def test_two_processes_under_torchrun_are_one_process(tmp_path: Path) -> None:
 group = join("cpu")
 assert group.world_size == 2
 model = make_model()
-fit(model, Numbers(), loss, groups_of(model), DenseTrainSettings(epochs=6, batch_size=4, warmup_steps=3, seed=5, max_grad_norm=0.5),
+fit(model, Numbers(), loss, groups_of(model),
+    DenseTrainSettings(epochs=6, batch_size=4, warmup_steps=3, seed=5, max_grad_norm=0.5),
     DenseHardware(1, workers=1), work=Path(sys.argv[1]), group=group)
 torch.save(model.state_dict(), f"{sys.argv[1]}/rank{group.rank}.pt")
 leave()
 """
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
     assert equal(first, second)
@@ -263,11 +333,17 @@ def test_a_parameter_outside_all_groups_or_a_loss_that_is_not_finite_does_not_pa
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"epochs": 0.0}, "epochs=0.0"), ({"epochs": float("nan")}, "epochs=nan"), ({"batch_size": 0}, "batch_size=0"),
-        ({"warmup_steps": -1}, "warmup_steps=-1"), ({"schedule": "cosine"}, "schedule='cosine'"), ({"step_at": (1.5,)}, "step_at"),
-        ({"max_grad_norm": float("inf")}, "max_grad_norm=inf"), ({"power": 0.0}, "power"), ({"betas": (1.0, 0.9)}, "betas"),
+        ({"epochs": 0.0}, "epochs=0.0"),
+        ({"epochs": float("nan")}, "epochs=nan"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"schedule": "cosine"}, "schedule='cosine'"),
+        ({"step_at": (1.5,)}, "step_at"),
+        ({"max_grad_norm": float("inf")}, "max_grad_norm=inf"),
+        ({"power": 0.0}, "power"),
+        ({"betas": (1.0, 0.9)}, "betas"),
     ],
-)  # fmt: skip
+)
 def test_settings_out_of_range_are_named(change: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replace(SETTINGS, **change)

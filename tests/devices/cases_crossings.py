@@ -1,4 +1,6 @@
-"""What crosses between host and device in a step, by name and number: the list of decision 0033, which cannot grow unseen."""
+"""What crosses between host and device in a step, by name and number: the list of decision 0033,
+which cannot grow unseen.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -23,8 +25,12 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "decisions" / "0033-host-a
 __all__ = ["on_strict"]  # used by name
 
 
-def step_crossings(name: str, stores: tuple[Path, Path], root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter, int, int]:
-    """(crossings, passes, tensors of a batch) of one whole step after the first, which finds the route of the model's parameters."""
+def step_crossings(
+    name: str, stores: tuple[Path, Path], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Counter, int, int]:
+    """(crossings, passes, tensors of a batch) of one whole step after the first, which finds the
+    route of the model's parameters.
+    """
     monkeypatch.setattr(distributed, "join", lambda device: Group(0, 1, DEVICE))
     config = small(RECIPES[name](), *stores)
     passes, tensors = 0, set()
@@ -49,7 +55,10 @@ def step_crossings(name: str, stores: tuple[Path, Path], root: Path, monkeypatch
     return found, passes, width
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("dpcap.base_cap_mae", "supervised.micro", "transfer.vit_b16_last")]
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("dpcap.base_cap_mae", "supervised.micro", "transfer.vit_b16_last")
+]
 
 
 @pytest.mark.parametrize("name", ["vip.nano", *OTHERS])
@@ -68,15 +77,23 @@ def test_a_step_waits_once_a_pass_and_once_at_its_end(
     }
 
 
-def test_without_a_guarantee_a_pass_does_not_wait(stores: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, passes, _ = step_crossings("vip.micro_non_private", stores, tmp_path / "run", monkeypatch)
-    assert passes > 1 and [(what, count) for what, count in found.items() if what[0].startswith("waits")] == [
-        ((WAIT, "train/step.py _metrics"), 1)
-    ]
+def test_without_a_guarantee_a_pass_does_not_wait(
+    stores: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, passes, _ = step_crossings(
+        "vip.micro_non_private", stores, tmp_path / "run", monkeypatch
+    )
+    assert passes > 1 and [
+        (what, count) for what, count in found.items() if what[0].startswith("waits")
+    ] == [((WAIT, "train/step.py _metrics"), 1)]
 
 
-def test_a_new_wait_is_seen(stores: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted where batches arrive: a number, rows by a mask, and an operation whose shape depends on the data."""
+def test_a_new_wait_is_seen(
+    stores: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted where batches arrive: a number, rows by a mask, and an operation whose shape depends
+    on the data.
+    """
     own = step.on_device
 
     def waiting(*args):
@@ -87,8 +104,14 @@ def test_a_new_wait_is_seen(stores: tuple[Path, Path], tmp_path: Path, monkeypat
 
     monkeypatch.setattr(step, "on_device", waiting)
     found, passes, _ = step_crossings("vip.nano", stores, tmp_path / "run", monkeypatch)
-    planted = {what: count for (what, where), count in found.items() if where == "train/step.py _batches"}
-    assert planted == {"waits: _local_scalar_dense": passes, "waits: index by a mask": passes, "waits: _unique2": passes}
+    planted = {
+        what: count for (what, where), count in found.items() if where == "train/step.py _batches"
+    }
+    assert planted == {
+        "waits: _local_scalar_dense": passes,
+        "waits: index by a mask": passes,
+        "waits: _unique2": passes,
+    }
 
 
 def test_the_documents_list_names_every_wait() -> None:
@@ -97,7 +120,9 @@ def test_the_documents_list_names_every_wait() -> None:
 
 
 def test_rows_known_to_the_host_change_nothing(stores: tuple[Path, Path]) -> None:
-    """With and without ``host``, padding and undecodable records anywhere: the same sum, norms and losses, bit for bit."""
+    """With and without ``host``, padding and undecodable records anywhere: the same sum, norms and
+    losses, bit for bit.
+    """
     from dpvision.data.batch import HostRows
     from dpvision.data.keys import StepKey
     from dpvision.dp.clip import METHODS, clipped_sum
@@ -110,11 +135,21 @@ def test_rows_known_to_the_host_change_nothing(stores: tuple[Path, Path]) -> Non
     batch = batch._replace(valid_B=torch.tensor([1, 0, 1, 1, 0, 1, 1, 1, 0]).bool())
     for method in METHODS:
         ours, theirs = (
-            clipped_sum(loss_fn, model, batch, StepKey(0, 1), max_grad_norm=0.1, method=method, host=host)
+            clipped_sum(
+                loss_fn, model, batch, StepKey(0, 1), max_grad_norm=0.1, method=method, host=host
+            )
             for host in (HostRows(batch.record_id_B.clone(), batch.valid_B.clone()), None)
         )
-        kept = batch._replace(**{n: v[batch.valid_B] for n, v in batch._asdict().items() if v is not None})
+        kept = batch._replace(
+            **{n: v[batch.valid_B] for n, v in batch._asdict().items() if v is not None}
+        )
         alone = clipped_sum(loss_fn, model, kept, StepKey(0, 1), max_grad_norm=0.1, method="vmap")
-        assert ours.num_records == theirs.num_records == 6 and torch.equal(ours.norms_B, theirs.norms_B)
-        assert torch.equal(ours.losses_B, theirs.losses_B) and all(torch.equal(v, theirs.grads[n]) for n, v in ours.grads.items())
-        torch.testing.assert_close(ours.norms_B, alone.norms_B, rtol=1e-4, atol=0)  # in the order of the batch's rows
+        assert ours.num_records == theirs.num_records == 6 and torch.equal(
+            ours.norms_B, theirs.norms_B
+        )
+        assert torch.equal(ours.losses_B, theirs.losses_B) and all(
+            torch.equal(v, theirs.grads[n]) for n, v in ours.grads.items()
+        )
+        torch.testing.assert_close(
+            ours.norms_B, alone.norms_B, rtol=1e-4, atol=0
+        )  # in the order of the batch's rows

@@ -1,6 +1,8 @@
-"""Every recipe's loss on fake CUDA tensors, at its full size: no device is needed, nothing is computed, and mixed devices raise.
+"""Every recipe's loss on fake CUDA tensors, at its full size: no device is needed, nothing is
+computed, and mixed devices raise.
 
-Fake tensors know shapes, types and devices only, so ``.item()`` and CUDA's autocast do not work here: float32, forward pass.
+Fake tensors know shapes, types and devices only, so ``.item()`` and CUDA's autocast do not work
+here: float32, forward pass.
 """
 
 import json
@@ -30,7 +32,10 @@ def distinct() -> dict[str, RunConfig]:
     for name, make in RECIPES.items():
         config = make()
         if not isinstance(config.model, HeadConfig):
-            found.setdefault(json.dumps([to_dict(config)["model"], config.data.views], sort_keys=True), (name, config))
+            found.setdefault(
+                json.dumps([to_dict(config)["model"], config.data.views], sort_keys=True),
+                (name, config),
+            )
     return dict(found.values())
 
 
@@ -38,7 +43,9 @@ SUBJECTS = distinct()
 
 
 def losses(config: RunConfig, loss_fn: Any, *, left_behind: str = "") -> Tensor:
-    """Losses of two records on fake CUDA tensors; ``left_behind`` is the name of a parameter or buffer that stays on the CPU."""
+    """Losses of two records on fake CUDA tensors; ``left_behind`` is the name of a parameter or
+    buffer that stays on the CPU.
+    """
     assert not isinstance(config.model, HeadConfig)
     # timm calls .item() on tensors that it makes while it builds a network.
     with torch.device("meta") if isinstance(config.model.encoder, TimmConfig) else FakeTensorMode():
@@ -46,12 +53,24 @@ def losses(config: RunConfig, loss_fn: Any, *, left_behind: str = "") -> Tensor:
     tensors = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
     assert not left_behind or left_behind in tensors
     with FakeTensorMode():
-        moved = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu" if name == left_behind else CUDA) for name, t in tensors.items()}
-        batch = Batch._make(None if t is None else torch.empty_like(t, device=CUDA) for t in example_batch(config, 2))
+        moved = {
+            name: torch.empty(t.shape, dtype=t.dtype, device="cpu" if name == left_behind else CUDA)
+            for name, t in tensors.items()
+        }
+        batch = Batch._make(
+            None if t is None else torch.empty_like(t, device=CUDA)
+            for t in example_batch(config, 2)
+        )
         return functional_call(LossModule(loss_fn, model), prefixed(moved), (batch, StepKey(0, 0)))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ("vip.nano", "dpcap.tiny") else pytest.mark.slow) for n in SUBJECTS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n in ("vip.nano", "dpcap.tiny") else pytest.mark.slow)
+        for n in SUBJECTS
+    ],
+)
 def test_no_recipes_loss_mixes_devices(name: str) -> None:
     config = SUBJECTS[name]
     loss_B = losses(config, loss_function(config))
@@ -83,4 +102,6 @@ def test_the_device_of_a_batch_is_the_one_asked_for() -> None:
     """``to_device`` pins for CUDA only, and moves every tensor."""
     with FakeTensorMode():
         batch = example_batch(RECIPES["dpcap.tiny"](), 2)
-        assert all(t is None or t.device.type == "meta" for t in to_device(batch, torch.device("meta")))
+        assert all(
+            t is None or t.device.type == "meta" for t in to_device(batch, torch.device("meta"))
+        )

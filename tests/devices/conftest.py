@@ -30,5 +30,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("data")
     with patch("secrets.token_bytes", lambda count: b"k" * count):
         write_scenes(folder / "scenes", NUM_RECORDS, 24, public=False)
-    train_tokenizer([make_scene(i, 16).caption for i in range(500)], VOCABULARY).save(folder / "tokenizer.json")
+    train_tokenizer([make_scene(i, 16).caption for i in range(500)], VOCABULARY).save(
+        folder / "tokenizer.json"
+    )
     return folder / "scenes", folder / "tokenizer.json"

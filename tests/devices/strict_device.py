@@ -1,11 +1,15 @@
-"""A device of its own on a machine that has none, as strict as a GPU: tensors that claim to be on "strict:0" and compute on the CPU.
+"""A device of its own on a machine that has none, as strict as a GPU: tensors that claim to be on
+"strict:0" and compute on the CPU.
 
-It is torch's PrivateUse1 device, named "strict", with a tensor subclass that holds a CPU tensor. What a GPU would refuse is refused: a
-CPU tensor beside one of the device (numbers of no dimension may stay), a generator of another device, ``.numpy()``; so are CPU indices and
-masks, for which a GPU would wait, and, if asked, float64. What makes the host wait, and every copy between host and device, is recorded
-with the function of dpvision that did it. ``data_ptr`` is the held tensor's, so views and shared inputs keep their identity.
+It is torch's PrivateUse1 device, named "strict", with a tensor subclass that holds a CPU tensor.
+What a GPU would refuse is refused: a CPU tensor beside one of the device (numbers of no dimension
+may stay), a generator of another device, ``.numpy()``; so are CPU indices and masks, for which a
+GPU would wait, and, if asked, float64. What makes the host wait, and every copy between host and
+device, is recorded with the function of dpvision that did it. ``data_ptr`` is the held tensor's, so
+views and shared inputs keep their identity.
 
-What it cannot show: kernels, their rounding and their speed, half precision, autocast, memory, streams and pinning.
+What it cannot show: kernels, their rounding and their speed, half precision, autocast, memory,
+streams and pinning.
 """
 
 import contextlib
@@ -18,12 +22,24 @@ from typing import Any
 import torch
 from torch import Tensor, library
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 import dpvision
 
 _PACKAGE = str(Path(dpvision.__file__).parent) + "/"
-_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"}
+_WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "repeat_interleave",
+}
 """Operations whose result, or its shape, the host must know."""
 _COPIES = {"_to_copy", "copy_", "_copy_from"}
 _BLAMED_ON_CALLER = ("take", "to_device", "send")
@@ -49,7 +65,9 @@ DEVICE = torch.device("strict", 0)
 
 
 class _Watch:
-    """What is recorded and refused; one for the process, since operations come from autograd's threads too."""
+    """What is recorded and refused; one for the process, since operations come from autograd's
+    threads too.
+    """
 
     def __init__(self) -> None:
         self.crossings: Counter[tuple[str, str]] | None = None
@@ -68,9 +86,16 @@ class StrictTensor(Tensor):
     def __new__(cls, held: Tensor) -> "StrictTensor":
         assert type(held) is Tensor and held.device.type == "cpu", held
         if held.dtype == torch.float64 and not _WATCH.float64:
-            raise StrictDeviceError(f"a float64 tensor on a device without float64, made by {_caller()}")
+            raise StrictDeviceError(
+                f"a float64 tensor on a device without float64, made by {_caller()}"
+            )
         made = torch.Tensor._make_wrapper_subclass(
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=DEVICE
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=DEVICE,
         )
         made.held = held
         return made
@@ -90,7 +115,10 @@ class StrictTensor(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         if force:
             return self.detach().cpu().numpy()
-        raise TypeError("can't convert strict:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+        raise TypeError(
+            "can't convert strict:0 device type tensor to numpy. Use Tensor.cpu() to copy the "
+            "tensor to host memory first."
+        )
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         return self.numpy()
@@ -108,14 +136,24 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     here = bool(ours) if wanted is None else torch.device(wanted).type == DEVICE.type
     for leaf in leaves:
         if isinstance(leaf, torch.Generator) and here and leaf.device.type != DEVICE.type:
-            raise StrictDeviceError(f"{name}: expected a {DEVICE.type!r} generator but found {leaf.device.type!r}, called by {_caller()}")
+            raise StrictDeviceError(
+                f"{name}: expected a {DEVICE.type!r} generator but found {leaf.device.type!r}, "
+                f"called by {_caller()}"
+            )
     if name not in _COPIES and ours and any(t.dim() > 0 or _index(name, t) for t in others):
-        raise StrictDeviceError(f"{name}: expected all tensors to be on the same device, {DEVICE} and cpu, called by {_caller()}")
+        raise StrictDeviceError(
+            f"{name}: expected all tensors to be on the same device, {DEVICE} and cpu, called by "
+            f"{_caller()}"
+        )
     if name == "copy_":
         _record_copy(args[1], args[0], kwargs.get("non_blocking", len(args) > 2 and args[2]))
-    elif name in _WAITS and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
+    elif name in _WAITS and not (
+        name == "repeat_interleave" and kwargs.get("output_size") is not None
+    ):
         _record(f"waits: {name}")
-    elif name in ("index", "index_put", "index_put_") and any(t is not None and t.dtype == torch.bool for t in args[1]):
+    elif name in ("index", "index_put", "index_put_") and any(
+        t is not None and t.dtype == torch.bool for t in args[1]
+    ):
         _record(f"waits: {name} by a mask")
     held_args, held_kwargs = tree_map(_held, (args, kwargs))
     if wanted is not None:
@@ -142,8 +180,16 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _index(name: str, tensor: Tensor) -> bool:
-    """Whether a CPU tensor without dimensions is an index, whose copy to the device a GPU would hide."""
-    return name in ("index", "index_put", "index_put_", "index_select", "gather") and tensor.dtype in (torch.int64, torch.bool)
+    """Whether a CPU tensor without dimensions is an index, whose copy to the device a GPU would
+    hide.
+    """
+    return name in (
+        "index",
+        "index_put",
+        "index_put_",
+        "index_select",
+        "gather",
+    ) and tensor.dtype in (torch.int64, torch.bool)
 
 
 def _held(value: Any) -> Any:
@@ -153,7 +199,11 @@ def _held(value: Any) -> Any:
 def _record_copy(source: Tensor, target: Tensor, non_blocking: bool) -> None:
     if isinstance(source, StrictTensor) and not isinstance(target, StrictTensor):
         _record("waits: copy to the host")
-    elif isinstance(target, StrictTensor) and not isinstance(source, StrictTensor) and source.dim() > 0:
+    elif (
+        isinstance(target, StrictTensor)
+        and not isinstance(source, StrictTensor)
+        and source.dim() > 0
+    ):
         _record(f"copy to the device{'' if non_blocking else ', blocking'}")
 
 
@@ -167,7 +217,11 @@ def _caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_qualname
-        if file.startswith(_PACKAGE) and frame.f_code.co_name not in _BLAMED_ON_CALLER and "<genexpr>" not in name:
+        if (
+            file.startswith(_PACKAGE)
+            and frame.f_code.co_name not in _BLAMED_ON_CALLER
+            and "<genexpr>" not in name
+        ):
             return f"{file.removeprefix(_PACKAGE)} {name.replace('.<locals>', '')}"
         frame = frame.f_back  # type: ignore[assignment]
     return "outside the package"
@@ -183,7 +237,8 @@ def _copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tenso
     return target
 
 
-# Kernels that are reached without a tensor of the device among the arguments, or with Python's dispatch switched off.
+# Kernels that are reached without a tensor of the device among the arguments, or with Python's
+# dispatch switched off.
 library.impl("aten::empty.memory_format", DEVICE.type, _made(torch.ops.aten.empty.memory_format))
 library.impl("aten::empty_strided", DEVICE.type, _made(torch.ops.aten.empty_strided.default))
 library.impl("aten::_copy_from", DEVICE.type, _copied)
@@ -191,7 +246,9 @@ library.impl("aten::_copy_from", DEVICE.type, _copied)
 
 @contextlib.contextmanager
 def crossings() -> Iterator[Counter[tuple[str, str]]]:
-    """Count what crosses between host and device inside: {(what, the package's function): times}."""
+    """Count what crosses between host and device inside: {(what, the package's function):
+    times}.
+    """
     before, _WATCH.crossings = _WATCH.crossings, Counter()
     try:
         yield _WATCH.crossings

@@ -1,7 +1,9 @@
-"""Operations of a private step that a GPU would refuse or do slowly, found on a CPU by the names of the operations that run.
+"""Operations of a private step that a GPU would refuse or do slowly, found on a CPU by the names of
+the operations that run.
 
-Under ``torch.use_deterministic_algorithms(True)`` an operation without a deterministic kernel raises on CUDA, in the first charged step. A
-float64 matrix product takes 64 times as long as a float32 one on most GPUs.
+Under ``torch.use_deterministic_algorithms(True)`` an operation without a deterministic kernel
+raises on CUDA, in the first charged step. A float64 matrix product takes 64 times as long as a
+float32 one on most GPUs.
 """
 
 from collections.abc import Iterator
@@ -21,19 +23,58 @@ from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 
 RAISES = {
-    "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward",
-    "fractional_max_pool2d_backward", "fractional_max_pool3d_backward", "max_unpool2d", "max_unpool3d", "upsample_linear1d_backward",
-    "upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "upsample_trilinear3d_backward", "_upsample_bilinear2d_aa_backward",
-    "_upsample_bicubic2d_aa_backward", "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
-    "nll_loss2d_forward", "nll_loss2d_backward", "_ctc_loss_backward", "put_", "put", "histc", "median.dim", "median.dim_values",
-    "nanmedian.dim", "nanmedian.dim_values", "grid_sampler_2d_backward", "grid_sampler_3d_backward", "scatter_reduce", "scatter_reduce_",
+    "avg_pool3d_backward",
+    "_adaptive_avg_pool2d_backward",
+    "_adaptive_avg_pool3d_backward",
+    "adaptive_max_pool2d_backward",
+    "fractional_max_pool2d_backward",
+    "fractional_max_pool3d_backward",
+    "max_unpool2d",
+    "max_unpool3d",
+    "upsample_linear1d_backward",
+    "upsample_bilinear2d_backward",
+    "upsample_bicubic2d_backward",
+    "upsample_trilinear3d_backward",
+    "_upsample_bilinear2d_aa_backward",
+    "_upsample_bicubic2d_aa_backward",
+    "reflection_pad1d_backward",
+    "reflection_pad2d_backward",
+    "reflection_pad3d_backward",
+    "nll_loss2d_forward",
+    "nll_loss2d_backward",
+    "_ctc_loss_backward",
+    "put_",
+    "put",
+    "histc",
+    "median.dim",
+    "median.dim_values",
+    "nanmedian.dim",
+    "nanmedian.dim_values",
+    "grid_sampler_2d_backward",
+    "grid_sampler_3d_backward",
+    "scatter_reduce",
+    "scatter_reduce_",
     "bincount",
-}  # fmt: skip
+}
 """From the documentation of torch.use_deterministic_algorithms (torch 2.15), by aten's names."""
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "matmul", "dot", "mv", "convolution", "convolution_backward", "_cdist_forward"}
+PRODUCTS = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "matmul",
+    "dot",
+    "mv",
+    "convolution",
+    "convolution_backward",
+    "_cdist_forward",
+}
 NAMES = (
     "vip.nano",
-    *(pytest.param(n, marks=pytest.mark.slow) for n in ("dpcap.base_cap_mae", "supervised.micro", "transfer.vit_b16_last")),
+    *(
+        pytest.param(n, marks=pytest.mark.slow)
+        for n in ("dpcap.base_cap_mae", "supervised.micro", "transfer.vit_b16_last")
+    ),
 )
 
 
@@ -55,12 +96,24 @@ def refused(found: set[tuple[str, frozenset[torch.dtype]]]) -> list[str]:
 
 
 def wide_products(found: set[tuple[str, frozenset[torch.dtype]]]) -> list[str]:
-    return sorted({name for name, types in found if name.partition(".")[0] in PRODUCTS and torch.float64 in types})
+    return sorted(
+        {
+            name
+            for name, types in found
+            if name.partition(".")[0] in PRODUCTS and torch.float64 in types
+        }
+    )
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def operations(request: pytest.FixtureRequest, stores: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Operations of a run's steps, from the first draw to the last update; the gates before it work in float64 on purpose."""
+def operations(
+    request: pytest.FixtureRequest,
+    stores: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Any]:
+    """Operations of a run's steps, from the first draw to the last update; the gates before it work
+    in float64 on purpose.
+    """
     config: RunConfig = small(RECIPES[request.param](), *stores)
     with new_session(config, tmp_path_factory.mktemp("run") / "run") as session:
         with Recorded() as recorded:
@@ -81,4 +134,6 @@ def test_planted_operations_are_found() -> None:
     with Recorded() as recorded:
         torch.nn.functional.interpolate(x, size=8, mode="bilinear").sum().backward()
         x.detach().flatten(1) @ x.detach().flatten(1).T
-    assert refused(recorded.found) == ["upsample_bilinear2d_backward"] and wide_products(recorded.found) == ["mm"]
+    assert refused(recorded.found) == ["upsample_bilinear2d_backward"] and wide_products(
+        recorded.found
+    ) == ["mm"]

@@ -1,4 +1,6 @@
-"""What a machine lacks is refused in a sentence, before a step is charged: CUDA, a GPU for each rank, memory, bfloat16."""
+"""What a machine lacks is refused in a sentence, before a step is charged: CUDA, a GPU for each
+rank, memory, bfloat16.
+"""
 
 import contextlib
 import os
@@ -41,7 +43,10 @@ def ledgers(store: Path) -> dict[Path, int]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-@pytest.mark.parametrize(("version", "words"), [(None, "built without CUDA"), ("13.2", "no GPU with a driver for CUDA 13.2")])
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [(None, "built without CUDA"), ("13.2", "no GPU with a driver for CUDA 13.2")],
+)
 def test_cuda_that_is_not_there_is_refused_with_the_reason(
     version: str | None,
     words: str,
@@ -53,10 +58,23 @@ def test_cuda_that_is_not_there_is_refused_with_the_reason(
     before = ledgers(stores[0])
     monkeypatch.setattr(torch.version, "cuda", version)
     monkeypatch.chdir(tmp_path)
-    argv = ["vip.micro_random_start", "--data", str(stores[0]), "--privacy.dataset-size", "60", "--privacy.expected-batch-size", "20"]
+    argv = [
+        "vip.micro_random_start",
+        "--data",
+        str(stores[0]),
+        "--privacy.dataset-size",
+        "60",
+        "--privacy.expected-batch-size",
+        "20",
+    ]
     assert main(["train", *argv, "--name", "x", "--hardware.device", "cuda"]) == 2
     error = capsys.readouterr().err
-    assert "device='cuda'" in error and words in error and "--hardware.device auto" in error and "Traceback" not in error
+    assert (
+        "device='cuda'" in error
+        and words in error
+        and "--hardware.device auto" in error
+        and "Traceback" not in error
+    )
     assert ledgers(stores[0]) == before, "something was charged"
 
 
@@ -92,7 +110,10 @@ def test_a_precision_that_is_slow_here_is_named(
 
 @pytest.mark.slow
 def test_a_run_on_such_a_cpu_says_so(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     for precision, warned in (("float32", False), ("bfloat16", True)):
@@ -103,12 +124,18 @@ def test_a_run_on_such_a_cpu_says_so(
 
 @pytest.mark.parametrize(("precision", "compared"), [("float32", 30), ("bfloat16", 16)])
 def test_a_batch_that_fits_in_low_precision_alone_is_not_compared_in_float32(
-    precision: str, compared: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str,
+    compared: int,
+    config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = replace(config, hardware=replace(config.hardware, compile=True, precision=precision))
     seen: list[int] = []
 
-    def checked(loss_fn: object, model: object, batch: Batch, key: object, blocks: CompiledBlocks) -> None:
+    def checked(
+        loss_fn: object, model: object, batch: Batch, key: object, blocks: CompiledBlocks
+    ) -> None:
         seen.append(len(batch.record_id_B))
         assert blocks.num_records == compared
         if len(seen) == 2:
@@ -116,30 +143,45 @@ def test_a_batch_that_fits_in_low_precision_alone_is_not_compared_in_float32(
 
     monkeypatch.setattr(start, "check_compiled", checked)
     with new_session(config, tmp_path / "fits") as session:
-        assert seen == [compared] and session.blocks is not None and session.blocks.num_records == 30
+        assert (
+            seen == [compared] and session.blocks is not None and session.blocks.num_records == 30
+        )
     before = ledgers(Path(str(config.data.store)))
-    with pytest.raises(ConfigError, match=rf"out of memory on cpu .* {compared} records. Lower"), new_session(config, tmp_path / "not"):
+    with (
+        pytest.raises(ConfigError, match=rf"out of memory on cpu .* {compared} records. Lower"),
+        new_session(config, tmp_path / "not"),
+    ):
         pass
     assert ledgers(Path(str(config.data.store))) == before and not (tmp_path / "not").exists()
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_a_gpu_without_bfloat16_is_refused(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_bfloat16_is_refused(
+    supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     cuda = torch.device("cuda")
     require_precision("float16", cuda), require_precision("bfloat16", torch.device("cpu"))
-    for check in (lambda: require_precision("bfloat16", cuda), lambda: DenseHardware(precision="bfloat16").autocast(cuda)):
+    for check in (
+        lambda: require_precision("bfloat16", cuda),
+        lambda: DenseHardware(precision="bfloat16").autocast(cuda),
+    ):
         if supported:
             check()
         else:
-            with pytest.raises(ConfigError, match=r"Tesla V100, compute capability 7.0; .*--hardware.precision float16"):
+            with pytest.raises(
+                ConfigError,
+                match=r"Tesla V100, compute capability 7.0; .*--hardware.precision float16",
+            ):
                 check()
 
 
 def small_memory(monkeypatch: pytest.MonkeyPatch, most: int, after: int = 0) -> None:
-    """A device on which a pass of more than ``most`` records has no memory; from the ``after``-th pass on."""
+    """A device on which a pass of more than ``most`` records has no memory; from the ``after``-th
+    pass on.
+    """
     own, passes = start.loss_function, 0
 
     def loss_function(config: RunConfig) -> Any:
@@ -175,7 +217,9 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(
             return
     with (
         pytest.raises(
-            ConfigError, match=rf"physical_batch_size=30; out of memory .* {named} fits.*--hardware.physical-batch-size {named}:"
+            ConfigError,
+            match=rf"physical_batch_size=30; out of memory .* {named} fits.*"
+            rf"--hardware.physical-batch-size {named}:",
         ),
         new_session(config, tmp_path / "run"),
     ):
@@ -187,9 +231,14 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_fit_at_all_is_refused(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_at_all_is_refused(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_memory(monkeypatch, 0)
-    with pytest.raises(ConfigError, match=r"out of memory .* even with one record.*smaller model"), new_session(config, tmp_path / "run"):
+    with (
+        pytest.raises(ConfigError, match=r"out of memory .* even with one record.*smaller model"),
+        new_session(config, tmp_path / "run"),
+    ):
         pass
 
 
@@ -205,28 +254,43 @@ def test_memory_lost_during_a_run_names_the_step_and_a_smaller_batch(
 
         monkeypatch.setattr(loop, "step_sum", lost)
         with pytest.raises(
-            ConfigError, match=r"physical_batch_size=30; out of memory .* step 0.*--resume --hardware.physical-batch-size 15\."
+            ConfigError,
+            match=r"physical_batch_size=30; out of memory .* step 0.*"
+            r"--resume --hardware.physical-batch-size 15\.",
         ):
             loop.fit(session, secrets=secrets(), quiet=True)
-        assert session.run is not None and session.run.ledger.steps == 1, "the step was charged before it ran"
+        assert session.run is not None and session.run.ledger.steps == 1, (
+            "the step was charged before it ran"
+        )
 
 
-def test_any_command_out_of_memory_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_command_out_of_memory_ends_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(argv: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr("dpvision.cli.evaluate.run", run)
     assert main(["evaluate", "x"]) == 2
     error = capsys.readouterr().err
-    assert "Tried to allocate 2.00 GiB" in error and "--batch-size" in error and "Traceback" not in error
-    monkeypatch.setattr("dpvision.cli.evaluate.run", lambda argv: (_ for _ in ()).throw(RuntimeError("a bug")))
+    assert (
+        "Tried to allocate 2.00 GiB" in error
+        and "--batch-size" in error
+        and "Traceback" not in error
+    )
+    monkeypatch.setattr(
+        "dpvision.cli.evaluate.run", lambda argv: (_ for _ in ()).throw(RuntimeError("a bug"))
+    )
     with pytest.raises(RuntimeError, match="a bug"):
         main(["evaluate", "x"])
 
 
-def test_the_next_batch_is_copied_by_a_thread_while_this_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch k + 1 is sent on the copying stream, and pinned by another thread than the one that computes, before batch k is released; the
-    computing stream waits for its own copy only."""
+def test_the_next_batch_is_copied_by_a_thread_while_this_one_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batch k + 1 is sent on the copying stream, and pinned by another thread than the one that
+    computes, before batch k is released; the computing stream waits for its own copy only.
+    """
     told: list[str] = []
     copied = [threading.Event() for _ in range(3)]
     threads: set[int] = set()
@@ -256,10 +320,14 @@ def test_the_next_batch_is_copied_by_a_thread_while_this_one_is_computed(monkeyp
     monkeypatch.setattr(feed, "to_device", to_device)
     batches = (SimpleNamespace(record_id_B=k, valid_B=None) for k in range(3))
     for k, (_, rows) in enumerate(feed._copied(batches, torch.device("cuda"))):  # type: ignore[arg-type]
-        assert copied[min(k + 1, 2)].wait(900), "the next batch is not copied while this one is computed"
+        assert copied[min(k + 1, 2)].wait(900), (
+            "the next batch is not copied while this one is computed"
+        )
         told.append(f"compute {rows.record_id_B}")
     for k in range(3):
-        assert told.index(f"copy {k}") < told.index(f"wait for copy {k}") < told.index(f"compute {k}")
+        assert (
+            told.index(f"copy {k}") < told.index(f"wait for copy {k}") < told.index(f"compute {k}")
+        )
     assert told.count("keep") == 3 and threads and threading.get_ident() not in threads
 
 
@@ -268,10 +336,15 @@ def test_a_fault_of_the_loader_reaches_the_loop(monkeypatch: pytest.MonkeyPatch)
         yield SimpleNamespace(record_id_B=0, valid_B=None)
         raise DataError("a shard cannot be read")
 
-    for name, value in (("Stream", lambda device: SimpleNamespace(record_event=str)), ("device", contextlib.nullcontext)):
+    for name, value in (
+        ("Stream", lambda device: SimpleNamespace(record_event=str)),
+        ("device", contextlib.nullcontext),
+    ):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=str))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=str)
+    )
     monkeypatch.setattr(feed, "to_device", lambda batch, device: ())
     found = feed._copied(batches(), torch.device("cuda"))
     next(found)
@@ -297,7 +370,12 @@ def test_float32_convolutions_of_a_run_are_float32(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_threads_of_the_loader_follow_the_machine(
-    workers: int | None, device: str, cores: int, ranks: str, expected: int, monkeypatch: pytest.MonkeyPatch
+    workers: int | None,
+    device: str,
+    cores: int,
+    ranks: str,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

@@ -14,7 +14,11 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cases", [["cases_strict_device.py", "cases_crossings.py"], ["cases_fake_cuda.py"]], ids=["strict", "fake"])
+@pytest.mark.parametrize(
+    "cases",
+    [["cases_strict_device.py", "cases_crossings.py"], ["cases_fake_cuda.py"]],
+    ids=["strict", "fake"],
+)
 def test_cases_pass_in_a_process_of_their_own(cases: list[str], marked: str) -> None:
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marked]
     argv = [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in cases)]

@@ -1,4 +1,6 @@
-"""What a loss function gets and returns: the batch must stay as it is, and every record has a loss of its own."""
+"""What a loss function gets and returns: the batch must stay as it is, and every record has a loss
+of its own.
+"""
 
 from collections.abc import Callable
 
@@ -24,15 +26,21 @@ def make_model() -> nn.Module:
 
 def make_batch(num: int) -> Batch:
     image = torch.randn(num, 1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    return Batch(torch.arange(num), torch.ones(num, dtype=torch.bool), image, None, torch.arange(num) % 5)
+    return Batch(
+        torch.arange(num), torch.ones(num, dtype=torch.bool), image, None, torch.arange(num) % 5
+    )
 
 
 def in_place(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
-    return F.cross_entropy(model(batch.image_BVCHW[:, 0].sub_(0.5).div_(0.25)), batch.label_B, reduction="none")
+    return F.cross_entropy(
+        model(batch.image_BVCHW[:, 0].sub_(0.5).div_(0.25)), batch.label_B, reduction="none"
+    )
 
 
 def own_copy(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
-    return F.cross_entropy(model(batch.image_BVCHW[:, 0].clone().sub_(0.5).div_(0.25)), batch.label_B, reduction="none")
+    return F.cross_entropy(
+        model(batch.image_BVCHW[:, 0].clone().sub_(0.5).div_(0.25)), batch.label_B, reduction="none"
+    )
 
 
 def averaged(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
@@ -58,10 +66,13 @@ def passes(loss_fn: Callable[..., Tensor], num: int) -> list[Callable[[], object
 
 @pytest.mark.parametrize("num", [4, 300])
 def test_a_loss_that_changes_its_batch_is_refused(num: int) -> None:
-    """With more than 256 records, norms and sums came from two passes, the second over images normalised twice: one record moved the sum by
-    2.5 C."""
+    """With more than 256 records, norms and sums came from two passes, the second over images
+    normalised twice: one record moved the sum by 2.5 C.
+    """
     for run in passes(in_place, num):
-        with pytest.raises(PrivacyError, match=r"changes the batch in place; .*Write x = \(x - mean\) / std"):
+        with pytest.raises(
+            PrivacyError, match=r"changes the batch in place; .*Write x = \(x - mean\) / std"
+        ):
             run()
 
 
@@ -69,14 +80,20 @@ def test_a_loss_may_change_a_copy_and_no_record_moves_the_sum_by_more_than_the_n
     model, batch = make_model(), make_batch(300)
     whole = clipped_sum(own_copy, model, batch, KEY, max_grad_norm=0.1).grads
     for record in (0, 17, 299):
-        less = batch._replace(valid_B=batch.valid_B.clone().index_fill_(0, torch.tensor([record]), False))
+        less = batch._replace(
+            valid_B=batch.valid_B.clone().index_fill_(0, torch.tensor([record]), False)
+        )
         other = clipped_sum(own_copy, model, less, KEY, max_grad_norm=0.1).grads
-        moved = torch.cat([(whole[name].double() - other[name].double()).flatten() for name in whole]).norm()
+        moved = torch.cat(
+            [(whole[name].double() - other[name].double()).flatten() for name in whole]
+        ).norm()
         assert 0.099 < moved <= 0.1
 
 
 @pytest.mark.parametrize("loss_fn", [averaged, column])
 def test_losses_that_are_not_one_per_record_are_refused(loss_fn: Callable[..., Tensor]) -> None:
     for run in passes(loss_fn, 6):
-        with pytest.raises(PrivacyError, match=r"losses of shape .*; expected one per record, .*reduction='none'"):
+        with pytest.raises(
+            PrivacyError, match=r"losses of shape .*; expected one per record, .*reduction='none'"
+        ):
             run()

@@ -1,4 +1,6 @@
-"""The clipped sum against a loop of single records in float64, and its contract: one record moves it by at most C; by both methods."""
+"""The clipped sum against a loop of single records in float64, and its contract: one record moves
+it by at most C; by both methods.
+"""
 
 import itertools
 from functools import partial
@@ -20,7 +22,16 @@ from dpvision.errors import ConfigError, PrivacyError
 MEMBERS = {**zoo.ZOO, **zoo_layers.LAYERS, **zoo_tokens.TOKENS}
 
 
-QUICK = ("bare", "tied", "reused", "without_rule", "rule_and_unknown", "hidden_use", "convnet", "mae")
+QUICK = (
+    "bare",
+    "tied",
+    "reused",
+    "without_rule",
+    "rule_and_unknown",
+    "hidden_use",
+    "convnet",
+    "mae",
+)
 """The members on which the quick tests check what is not the contract itself."""
 
 
@@ -37,7 +48,11 @@ def every_case(request):
     return build(request.param)
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MEMBERS])
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MEMBERS
+    ]
+)
 def case(request):
     """The same; most members in the slow tests only."""
     return build(request.param)
@@ -49,7 +64,12 @@ def clip_by_any(request):
     return partial(clipped_sum, method=request.param)
 
 
-@pytest.fixture(params=[pytest.param(method, marks=[pytest.mark.slow] if method == "vmap" else []) for method in METHODS])
+@pytest.fixture(
+    params=[
+        pytest.param(method, marks=[pytest.mark.slow] if method == "vmap" else [])
+        for method in METHODS
+    ]
+)
 def clip_by(request):
     """The same; by vmap, the fallback, in the slow tests only."""
     return partial(clipped_sum, method=request.param)
@@ -70,8 +90,12 @@ def check_equal(clip_by, model, loss_fn, num):
     for name, value in expected.items():
         torch.testing.assert_close(total.grads[name], value, rtol=0, atol=1e-12 * clip)
     assert total.num_records == num
-    torch.testing.assert_close(total.norms_B.double(), torch.tensor(norms, dtype=torch.float64), rtol=1e-6, atol=0)
-    torch.testing.assert_close(total.losses_B.double(), torch.tensor(losses, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        total.norms_B.double(), torch.tensor(norms, dtype=torch.float64), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(
+        total.losses_B.double(), torch.tensor(losses, dtype=torch.float64), rtol=1e-6, atol=0
+    )
     assert num < 2 or 0 < sum(norm > clip for norm in norms) < num
 
 
@@ -79,7 +103,9 @@ def check_equal(clip_by, model, loss_fn, num):
 def test_with_several_threads_it_equals_the_loop_and_repeats_its_bits(case):
     torch.set_num_threads(3)  # the conftest restores it
     model, loss_fn = case
-    first, again = (clipped_sum(loss_fn, model, make_batch(6), KEY, max_grad_norm=0.2) for _ in range(2))
+    first, again = (
+        clipped_sum(loss_fn, model, make_batch(6), KEY, max_grad_norm=0.2) for _ in range(2)
+    )
     assert all(torch.equal(first.grads[name], again.grads[name]) for name in first.grads)
     assert torch.equal(first.norms_B, again.norms_B)
     check_equal(clipped_sum, model.double(), loss_fn, 6)
@@ -119,7 +145,9 @@ def test_chunk_size_changes_nothing(case, clip_by):
 
 
 def test_sum_does_not_depend_on_rows(case, clip_by):
-    """Masks are keyed by the record's id: in another order every record keeps its loss and its norm."""
+    """Masks are keyed by the record's id: in another order every record keeps its loss and its
+    norm.
+    """
     model, loss_fn = case[0].double(), case[1]
     batch = make_batch(6, dtype=torch.float64)
     order = torch.tensor([3, 5, 0, 1, 4, 2])
@@ -131,7 +159,9 @@ def test_sum_does_not_depend_on_rows(case, clip_by):
 
 
 def test_removing_replacing_or_scaling_a_record_moves_the_sum_by_at_most_c(every_case, clip_by_any):
-    """In float32 without slack: what rounding adds is kept free. In float64 the slack is for the rounding of the sum."""
+    """In float32 without slack: what rounding adds is kept free. In float64 the slack is for the
+    rounding of the sum.
+    """
     check_sensitivity(clip_by_any, *every_case, torch.float32, 0.0)
     check_sensitivity(clip_by_any, *every_case, torch.float64, 1e-12)
 
@@ -145,7 +175,9 @@ def check_sensitivity(clip_by, model, loss_fn, dtype, slack):
 
     whole = total_of(batch)
     for j in range(num):
-        assert (whole - total_of(rows(batch, [i for i in range(num) if i != j]))).norm() <= clip * (1 + slack)
+        assert (whole - total_of(rows(batch, [i for i in range(num) if i != j]))).norm() <= clip * (
+            1 + slack
+        )
     without = total_of(rows(batch, [0, 2, 3]))
     for scale in (1e-6, 30.0, 1e4, 1e8):
         image = batch.image_BVCHW.clone()
@@ -159,7 +191,9 @@ def check_sensitivity(clip_by, model, loss_fn, dtype, slack):
 
 
 def test_automatic_clipping_stays_below_c(every_case, clip_by_any):
-    """One record: its contribution is C g / (||g|| + 0.01), and shorter than C whatever the scale of the image."""
+    """One record: its contribution is C g / (||g|| + 0.01), and shorter than C whatever the scale
+    of the image.
+    """
     model, loss_fn, clip = every_case[0].double(), every_case[1], 0.7
     batch = make_batch(1, dtype=torch.float64)
     for scale in (1e-3, 1.0, 1e4):
@@ -167,7 +201,9 @@ def test_automatic_clipping_stays_below_c(every_case, clip_by_any):
         total = clip_by_any(loss_fn, model, scaled, KEY, max_grad_norm=clip, rule="automatic")
         [(_, grads)] = per_record_gradients(loss_fn, model, scaled, KEY)
         norm = flat(grads).norm()
-        torch.testing.assert_close(flat(total.grads), clip * flat(grads) / (norm + 0.01), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            flat(total.grads), clip * flat(grads) / (norm + 0.01), rtol=0, atol=1e-12
+        )
         assert flat(total.grads).norm() < clip
 
 
@@ -175,7 +211,9 @@ def test_loss_scale_is_undone_before_the_norm(case, clip_by):
     model, loss_fn = case
     plain = clip_by(loss_fn, model, make_batch(3), KEY, max_grad_norm=0.4)
     for loss_scale in (2.0**-10, 2.0**10):
-        scaled = clip_by(loss_fn, model, make_batch(3), KEY, max_grad_norm=0.4, loss_scale=loss_scale)
+        scaled = clip_by(
+            loss_fn, model, make_batch(3), KEY, max_grad_norm=0.4, loss_scale=loss_scale
+        )
         torch.testing.assert_close(flat(scaled.grads), flat(plain.grads), rtol=0, atol=1e-7)
         torch.testing.assert_close(scaled.norms_B, plain.norms_B, rtol=1e-6, atol=0)
         torch.testing.assert_close(scaled.losses_B, plain.losses_B, rtol=0, atol=0)
@@ -188,38 +226,55 @@ def test_float32_contribution_never_exceeds_c(clip_by_any, shape, clip):
     generator = torch.Generator().manual_seed(3)
     model = GradientIsImage(*shape)
     batch = make_batch(1)
-    for scale, shape_of_values in itertools.product((1e-20, 1.0, 1.0000001, 1e3, 1e9, 1e17), ("normal", "equal", "one", "heavy")):
+    for scale, shape_of_values in itertools.product(
+        (1e-20, 1.0, 1.0000001, 1e3, 1e9, 1e17), ("normal", "equal", "one", "heavy")
+    ):
         noise = torch.randn(1, 1, *shape, generator=generator)
-        image = {"normal": noise, "equal": torch.ones_like(noise), "one": torch.zeros_like(noise), "heavy": noise.square() * noise.exp()}[
-            shape_of_values
-        ]
+        image = {
+            "normal": noise,
+            "equal": torch.ones_like(noise),
+            "one": torch.zeros_like(noise),
+            "heavy": noise.square() * noise.exp(),
+        }[shape_of_values]
         image[..., 0, 0] = 1.0
         image = (image / image.norm() * clip * scale).clamp(-1e18, 1e18)
-        total = clip_by_any(image_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=clip)
+        total = clip_by_any(
+            image_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=clip
+        )
         norm = total.grads["weight"].double().norm().item()
         assert norm <= clip * (1 - RESERVE) * (1 + 32 * torch.finfo(torch.float32).eps)
         true = image.double().norm().item()
-        assert norm >= min(true, clip * (1 - RESERVE)) * (1 - 1e-5), "clipped more than it had to be"
+        assert norm >= min(true, clip * (1 - RESERVE)) * (1 - 1e-5), (
+            "clipped more than it had to be"
+        )
 
 
 def test_huge_batch_of_equal_records_keeps_each_contribution():
-    """Summation does not hide an overshoot: the sum of n equal clipped records has norm at most n C."""
+    """Summation does not hide an overshoot: the sum of n equal clipped records has norm at most n
+    C.
+    """
     model, num = GradientIsImage(3, 8, 8), 200
     image = make_batch(1, seed=5).image_BVCHW.expand(num, -1, -1, -1, -1) * 1e6
-    total = clipped_sum(image_losses, model, make_batch(num)._replace(image_BVCHW=image), KEY, max_grad_norm=0.1)
+    total = clipped_sum(
+        image_losses, model, make_batch(num)._replace(image_BVCHW=image), KEY, max_grad_norm=0.1
+    )
     assert total.grads["weight"].double().norm() <= num * 0.1
     assert total.grads["weight"].double().norm() >= num * 0.1 * (1 - RESERVE) * (1 - 1e-5)
 
 
 def test_record_that_is_not_finite_contributes_exactly_zero(every_case, clip_by_any):
-    """In every kind of layer. Huge numbers may leave a finite gradient, which is then clipped like any other."""
+    """In every kind of layer. Huge numbers may leave a finite gradient, which is then clipped like
+    any other.
+    """
     model, loss_fn = every_case
     batch = make_batch(4)
     others = clip_by_any(loss_fn, model, rows(batch, [0, 2, 3]), KEY, max_grad_norm=0.1)
     for poison in (torch.nan, torch.inf, 1e30):
         image = batch.image_BVCHW.clone()
         image[1, 0, 1, 2:5, 2:5] = poison
-        total = clip_by_any(loss_fn, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=0.1)
+        total = clip_by_any(
+            loss_fn, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=0.1
+        )
         assert total.num_records == 4
         torch.testing.assert_close(total.norms_B[[0, 2, 3]], others.norms_B, rtol=1e-5, atol=0)
         moved = (flat(total.grads) - flat(others.grads)).norm()
@@ -233,7 +288,11 @@ def test_only_records_that_are_not_finite_give_zeros(case, clip_by):
     model, loss_fn = case
     nothing = make_batch(2)._replace(image_BVCHW=torch.full((2, 1, 3, 8, 8), torch.nan))
     total = clip_by(loss_fn, model, nothing, KEY, max_grad_norm=1.0)
-    assert not flat(total.grads).any() and not total.norms_B.isfinite().any() and total.num_records == 2
+    assert (
+        not flat(total.grads).any()
+        and not total.norms_B.isfinite().any()
+        and total.num_records == 2
+    )
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.4, None])
@@ -243,10 +302,20 @@ def test_padding_is_not_in_the_sum_whatever_it_holds(case, clip_by_any, max_grad
     image = batch.image_BVCHW.clone()
     image[1], image[4] = torch.nan, 1e20
     valid = torch.tensor([True, False, True, True, False])
-    total = clip_by_any(loss_fn, model, batch._replace(image_BVCHW=image, valid_B=valid), KEY, max_grad_norm=max_grad_norm)
+    total = clip_by_any(
+        loss_fn,
+        model,
+        batch._replace(image_BVCHW=image, valid_B=valid),
+        KEY,
+        max_grad_norm=max_grad_norm,
+    )
     expected = clip_by_any(loss_fn, model, rows(batch, valid), KEY, max_grad_norm=max_grad_norm)
-    other = clip_by_any(loss_fn, model, batch._replace(valid_B=valid), KEY, max_grad_norm=max_grad_norm)
-    assert torch.equal(flat(total.grads), flat(other.grads)) and torch.equal(total.norms_B, other.norms_B)
+    other = clip_by_any(
+        loss_fn, model, batch._replace(valid_B=valid), KEY, max_grad_norm=max_grad_norm
+    )
+    assert torch.equal(flat(total.grads), flat(other.grads)) and torch.equal(
+        total.norms_B, other.norms_B
+    )
     # Against the batch without padding, another shape: kernels may round another way.
     assert (flat(total.grads) - flat(expected.grads)).norm() <= 1e-6 * flat(expected.grads).norm()
     assert total.num_records == 3 and len(total.losses_B) == 3
@@ -270,10 +339,17 @@ def test_views_are_averaged_before_the_clip():
     expected, _, _ = clipped_sum_loop(class_losses, model, batch, KEY, clip)
     torch.testing.assert_close(total.grads, expected, rtol=0, atol=1e-13)
     separately = sum(
-        flat(clipped_sum(class_losses, model, batch._replace(image_BVCHW=view), KEY, max_grad_norm=clip).grads) / 2
+        flat(
+            clipped_sum(
+                class_losses, model, batch._replace(image_BVCHW=view), KEY, max_grad_norm=clip
+            ).grads
+        )
+        / 2
         for view in batch.image_BVCHW.split(1, 1)
     )
-    assert (flat(total.grads) - separately).norm() > 1e-2 * clip, "the test would not see views clipped one by one"
+    assert (flat(total.grads) - separately).norm() > 1e-2 * clip, (
+        "the test would not see views clipped one by one"
+    )
 
 
 def test_tied_parameter_stands_once_and_frozen_ones_not_at_all():
@@ -281,7 +357,10 @@ def test_tied_parameter_stands_once_and_frozen_ones_not_at_all():
         torch.manual_seed(2)
         tied, frozen = zoo.Tied(), zoo.Frozen()
     batch = make_batch(3)
-    assert set(clipped_sum(class_losses, tied, batch, KEY, max_grad_norm=1.0).grads) == {"down.weight", "up.bias"}
+    assert set(clipped_sum(class_losses, tied, batch, KEY, max_grad_norm=1.0).grads) == {
+        "down.weight",
+        "up.bias",
+    }
     names = {"body.0.weight", "body.2.bias", "unused"}
     assert set(clipped_sum(class_losses, frozen, batch, KEY, max_grad_norm=1.0).grads) == names
     frozen.body[0].bias.requires_grad_(True)
@@ -296,7 +375,9 @@ def test_without_clip_it_is_the_plain_sum(case):
     expected, _, losses = clipped_sum_loop(loss_fn, model, batch, KEY, float("inf"))
     torch.testing.assert_close(total.grads, expected, rtol=0, atol=1e-12)
     assert total.num_records == 5 and len(total.norms_B) == 0
-    torch.testing.assert_close(total.losses_B.double(), torch.tensor(losses, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        total.losses_B.double(), torch.tensor(losses, dtype=torch.float64), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.4, None])
@@ -340,7 +421,13 @@ def test_running_statistics_take_nothing_from_the_data():
 def test_unknown_settings_are_refused(setting):
     name = next(iter(setting))
     with pytest.raises(ConfigError, match=f"clip: {name}=.*; expected"):
-        clipped_sum(image_losses, GradientIsImage(3, 8, 8), make_batch(2), KEY, **{"max_grad_norm": 1.0, **setting})
+        clipped_sum(
+            image_losses,
+            GradientIsImage(3, 8, 8),
+            make_batch(2),
+            KEY,
+            **{"max_grad_norm": 1.0, **setting},
+        )
 
 
 def test_model_without_trained_parameters_is_refused():
@@ -353,7 +440,9 @@ def test_reduced_precision_products_are_refused():
     torch.set_float32_matmul_precision("medium")
     try:
         with pytest.raises(PrivacyError, match="highest"):
-            clipped_sum(image_losses, GradientIsImage(3, 8, 8), make_batch(2), KEY, max_grad_norm=1.0)
+            clipped_sum(
+                image_losses, GradientIsImage(3, 8, 8), make_batch(2), KEY, max_grad_norm=1.0
+            )
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -361,6 +450,10 @@ def test_reduced_precision_products_are_refused():
 def test_sums_with_different_clip_norms_do_not_add_up():
     model = GradientIsImage(3, 8, 8)
     with pytest.raises(PrivacyError, match="plan's max_grad_norm"):
-        ClippedSum.zeros(model, 0.5) + clipped_sum(image_losses, model, make_batch(2), KEY, max_grad_norm=0.4)
+        ClippedSum.zeros(model, 0.5) + clipped_sum(
+            image_losses, model, make_batch(2), KEY, max_grad_norm=0.4
+        )
     with pytest.raises(PrivacyError, match="plan's max_grad_norm"):
-        ClippedSum.zeros(model, 0.5) + clipped_sum(image_losses, model, make_batch(2), KEY, max_grad_norm=None)
+        ClippedSum.zeros(model, 0.5) + clipped_sum(
+            image_losses, model, make_batch(2), KEY, max_grad_norm=None
+        )

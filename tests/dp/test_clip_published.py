@@ -1,4 +1,6 @@
-"""Published architectures, as others wrote them, against the loop of single records, and the contract on them."""
+"""Published architectures, as others wrote them, against the loop of single records, and the
+contract on them.
+"""
 
 import pytest
 import torch
@@ -25,9 +27,13 @@ def test_equals_the_loop(model, dtype, tolerance):
         clip = middle_norm(class_losses, model, batch, KEY)
         total = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=clip)
         expected, norms, _ = clipped_sum_loop(class_losses, model, batch, KEY, clip)
-        assert all(value.any() for value in expected.values()), "a parameter without a gradient is not tested"
+        assert all(value.any() for value in expected.values()), (
+            "a parameter without a gradient is not tested"
+        )
         assert (flat(total.grads) - flat(expected)).norm() <= tolerance * flat(expected).norm()
-        torch.testing.assert_close(total.norms_B.double(), torch.tensor(norms, dtype=torch.float64), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            total.norms_B.double(), torch.tensor(norms, dtype=torch.float64), rtol=1e-5, atol=0
+        )
 
 
 def test_no_parameter_is_slow(model):
@@ -38,9 +44,13 @@ def test_no_parameter_is_slow(model):
 def test_a_record_moves_the_sum_by_at_most_c(model, dtype, slack):
     model, clip = model.to(dtype), 0.3
     batch = make_batch(3, size=SIZE, dtype=dtype)
-    others = flat(clipped_sum(class_losses, model, rows(batch, [0, 2]), KEY, max_grad_norm=clip).grads)
+    others = flat(
+        clipped_sum(class_losses, model, rows(batch, [0, 2]), KEY, max_grad_norm=clip).grads
+    )
     for scale in (1e-6, 1.0, 1e4, 1e8):
         image = batch.image_BVCHW.clone()
         image[1] *= scale
-        total = clipped_sum(class_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=clip)
+        total = clipped_sum(
+            class_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=clip
+        )
         assert (flat(total.grads) - others).norm() <= clip * (1 + slack)

@@ -1,4 +1,6 @@
-"""Operands rounded to half precision after the factor, as on a GPU: planted on the CPU, the contribution still never exceeds C."""
+"""Operands rounded to half precision after the factor, as on a GPU: planted on the CPU, the
+contribution still never exceeds C.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,9 @@ def as_on_a_gpu(monkeypatch):
 
 
 class Tokens(nn.Module):
-    """One linear layer over 192 tokens of an image's pixels, wide enough that its gradient is not written out."""
+    """One linear layer over 192 tokens of an image's pixels, wide enough that its gradient is not
+    written out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +36,9 @@ class Tokens(nn.Module):
 
 
 def tilted_losses(model, batch, key):
-    """<w, y> with w all of one sign and the tokens nearly alike: outer products add up or cancel as ``label_B`` says."""
+    """<w, y> with w all of one sign and the tokens nearly alike: outer products add up or cancel as
+    ``label_B`` says.
+    """
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, 12, 400, generator=generator) + 3 * batch.image_BVCHW.flatten(1)[:, :1, None]
     sign = torch.where(batch.label_B[:, None] > 0, 1.0, (-1.0) ** torch.arange(12))[..., None]
@@ -58,7 +64,9 @@ def test_without_the_slack_rounding_exceeds_c(monkeypatch):
     norms = []
     for seed in range(20):
         with torch.autocast("cpu", torch.bfloat16):
-            total = clipped_sum(tilted_losses, Tokens(), make_batch(1, seed=seed), KEY, max_grad_norm=0.1)
+            total = clipped_sum(
+                tilted_losses, Tokens(), make_batch(1, seed=seed), KEY, max_grad_norm=0.1
+            )
         norms.append(total.grads["weight"].double().norm().item())
     assert max(norms) > 0.1 * (1 - RESERVE)
 
@@ -66,7 +74,10 @@ def test_without_the_slack_rounding_exceeds_c(monkeypatch):
 def test_slack_costs_little_for_incoherent_products():
     model, batch, clip = zoo.tiny_mae(), make_batch(6), 0.05
     with torch.autocast("cpu", torch.bfloat16):
-        singles = [clipped_sum(zoo.mae_losses, model, zoo.rows(batch, [i]), KEY, max_grad_norm=clip) for i in range(6)]
+        singles = [
+            clipped_sum(zoo.mae_losses, model, zoo.rows(batch, [i]), KEY, max_grad_norm=clip)
+            for i in range(6)
+        ]
     for single in singles:
         norm = torch.cat([value.double().flatten() for value in single.grads.values()]).norm()
         assert 0.95 * clip <= norm <= clip * (1 - RESERVE)

@@ -27,14 +27,27 @@ def flat(total):
 def vit() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        return timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=32, patch_size=8, depth=3, embed_dim=24, num_heads=2)
+        return timm.create_model(
+            "vit_tiny_patch16_224",
+            num_classes=5,
+            img_size=32,
+            patch_size=8,
+            depth=3,
+            embed_dim=24,
+            num_heads=2,
+        )
 
 
 @pytest.mark.parametrize("name", ["mae", pytest.param("vit", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num", [NUM, *(pytest.param(few, marks=pytest.mark.slow) for few in (1, 3))])
+@pytest.mark.parametrize(
+    "num", [NUM, *(pytest.param(few, marks=pytest.mark.slow) for few in (1, 3))]
+)
 def test_compiled_sum_is_that_of_vmap(name, num):
     model, loss_fn = (zoo.tiny_mae(), zoo.mae_losses) if name == "mae" else (vit(), class_losses)
-    model, batch = model.double(), make_batch(num, size=8 if name == "mae" else 32, dtype=torch.float64)
+    model, batch = (
+        model.double(),
+        make_batch(num, size=8 if name == "mae" else 32, dtype=torch.float64),
+    )
     blocks = compile_blocks(model, NUM, backend="aot_eager")
     expected = clipped_sum(loss_fn, model, batch, KEY, max_grad_norm=0.1, method="vmap")
     for _ in range(2):  # the call that compiles, and one that finds the program
@@ -42,7 +55,9 @@ def test_compiled_sum_is_that_of_vmap(name, num):
         assert (flat(total) - flat(expected)).norm() <= 1e-12 * 0.1 * num
         torch.testing.assert_close(total.norms_B, expected.norms_B)
     made = list(blocks.programs.values())
-    assert (made and all(made)) if num == NUM else not made, "blocks were not compiled, or for another batch size"
+    assert (made and all(made)) if num == NUM else not made, (
+        "blocks were not compiled, or for another batch size"
+    )
 
 
 @pytest.mark.slow
@@ -53,7 +68,10 @@ def test_blocks_that_differ_in_a_constant_do_not_share_a_program():
     blocks = compile_blocks(model, NUM, backend="aot_eager")
     batch = make_batch(NUM, size=32, dtype=torch.float64)
     expected = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, method="vmap")
-    assert (flat(clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, blocks=blocks)) - flat(expected)).norm() <= 1e-13
+    assert (
+        flat(clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, blocks=blocks))
+        - flat(expected)
+    ).norm() <= 1e-13
     assert len({id(program.run) for program in blocks.programs.values()}) == 3
 
 
@@ -77,19 +95,33 @@ def test_record_that_is_not_finite_contributes_zero_in_compiled_blocks():
     blocks = compile_blocks(model, NUM, backend="aot_eager")
     image = batch.image_BVCHW.clone()
     image[1, 0, 0, 0, 0] = torch.nan
-    total = clipped_sum(class_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=0.1, blocks=blocks)
-    expected = clipped_sum(class_losses, model, rows(batch, [0, 2, 3]), KEY, max_grad_norm=0.1, blocks=blocks)
+    total = clipped_sum(
+        class_losses,
+        model,
+        batch._replace(image_BVCHW=image),
+        KEY,
+        max_grad_norm=0.1,
+        blocks=blocks,
+    )
+    expected = clipped_sum(
+        class_losses, model, rows(batch, [0, 2, 3]), KEY, max_grad_norm=0.1, blocks=blocks
+    )
     assert (flat(total) - flat(expected)).norm() <= 1e-6 and not total.norms_B[1].isfinite()
 
 
 def test_block_with_a_computed_weight_runs_as_it_is():
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        model = timm.create_model("convnext_atto", num_classes=5, depths=(1, 1, 2, 1), dims=(8, 8, 8, 8)).double()
+        model = timm.create_model(
+            "convnext_atto", num_classes=5, depths=(1, 1, 2, 1), dims=(8, 8, 8, 8)
+        ).double()
     blocks = compile_blocks(model, NUM, backend="aot_eager")
     batch = make_batch(NUM, size=32, dtype=torch.float64)
     expected = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, method="vmap")
-    assert (flat(clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, blocks=blocks)) - flat(expected)).norm() <= 1e-13
+    assert (
+        flat(clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, blocks=blocks))
+        - flat(expected)
+    ).norm() <= 1e-13
     assert None in blocks.programs.values()
 
 
@@ -99,18 +131,25 @@ class Turned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(12)
-        self.weight = nn.Parameter(torch.randn(12, 12, generator=torch.Generator().manual_seed(4)) / 3)
+        self.weight = nn.Parameter(
+            torch.randn(12, 12, generator=torch.Generator().manual_seed(4)) / 3
+        )
 
     def forward(self, x):
         return x + torch.tanh(self.norm(x) @ self.weight.t())
 
 
 def test_block_with_a_transposed_square_weight_is_exact():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 12), nn.Sequential(Turned(), Turned()), nn.Linear(12, 5)).double()
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(192, 12), nn.Sequential(Turned(), Turned()), nn.Linear(12, 5)
+    ).double()
     blocks = compile_blocks(model, NUM, backend="aot_eager")
     batch = make_batch(NUM, dtype=torch.float64)
     expected = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, method="vmap")
-    assert (flat(clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, blocks=blocks)) - flat(expected)).norm() <= 1e-13
+    assert (
+        flat(clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.1, blocks=blocks))
+        - flat(expected)
+    ).norm() <= 1e-13
 
 
 @pytest.mark.slow
@@ -135,7 +174,9 @@ def test_pass_that_broke_off_leaves_nothing_for_the_next(monkeypatch):
 
 @pytest.mark.slow
 def test_model_is_left_as_it_was(monkeypatch):
-    """After a pass, and after one that broke off: it can be copied and pickled, and nothing of the programs is in it."""
+    """After a pass, and after one that broke off: it can be copied and pickled, and nothing of the
+    programs is in it.
+    """
     model, batch = vit(), make_batch(NUM, size=32)
     before = [set(vars(part)) for part in model.modules()]
     blocks = compile_blocks(model, NUM, backend="aot_eager")
@@ -159,7 +200,11 @@ def test_compiled_blocks_are_compared_with_vmap_before_a_run(monkeypatch):
     blocks = compile_blocks(model, NUM, backend="aot_eager")
     check_compiled(class_losses, model, batch, KEY, blocks)
     settle = compiled.Pending.settle
-    monkeypatch.setattr(compiled.Pending, "settle", lambda self, grads: settle(self, (*grads[:-1], grads[-1] * 1.01)))
+    monkeypatch.setattr(
+        compiled.Pending,
+        "settle",
+        lambda self, grads: settle(self, (*grads[:-1], grads[-1] * 1.01)),
+    )
     with pytest.raises(PrivacyError, match=r"hardware\.compile off"):
         check_compiled(class_losses, model, batch, KEY, blocks)
 

@@ -1,4 +1,6 @@
-"""The law of the noise, the independence of its streams, the grid, the divisor; that a share drawn alone is that of the whole."""
+"""The law of the noise, the independence of its streams, the grid, the divisor; that a share drawn
+alone is that of the whole.
+"""
 
 import math
 import threading
@@ -27,7 +29,13 @@ STD, BATCH, CLIP = 0.75, 40.0, 0.5
 def plan(guarantee="simulated", batch=BATCH):
     noise = {} if guarantee == "none" else {"noise_multiplier": STD / CLIP, "max_grad_norm": CLIP}
     return make_plan(
-        PrivacyConfig(dataset_size=1000, expected_batch_size=batch, steps=10, guarantee=guarantee, **{"max_grad_norm": None, **noise})
+        PrivacyConfig(
+            dataset_size=1000,
+            expected_batch_size=batch,
+            steps=10,
+            guarantee=guarantee,
+            **{"max_grad_norm": None, **noise},
+        )
     )
 
 
@@ -42,11 +50,17 @@ def noise(step=0, raw=KEY, **sizes) -> dict[str, np.ndarray]:
 
 
 def test_noise_is_normal_with_the_plans_scale():
-    """``test_normals`` has the law itself; here that nothing between it and the gradient changes it."""
+    """``test_normals`` has the law itself; here that nothing between it and the gradient changes
+    it.
+    """
     drawn = noise(matrix=(1000, 900), bias=100_000)
     x = np.concatenate([drawn["matrix"].ravel(), drawn["bias"]])
     assert len(x) == 10**6
-    assert abs(x.mean()) < 5e-3 and abs(x.var() - 1) < 7e-3 and scipy.stats.kstest(x, "norm").pvalue > 1e-6
+    assert (
+        abs(x.mean()) < 5e-3
+        and abs(x.var() - 1) < 7e-3
+        and scipy.stats.kstest(x, "norm").pvalue > 1e-6
+    )
 
 
 def test_streams_do_not_correlate():
@@ -62,21 +76,30 @@ def test_streams_do_not_correlate():
 def test_noise_is_a_function_of_key_step_and_name():
     reference = noise(step=2, a=50, b=50)
     assert np.array_equal(noise(step=2, b=50)["b"], reference["b"]), "other parameters changed it"
-    for other in (noise(step=3, a=50)["a"], noise(step=2, raw=bytes(32), a=50)["a"], reference["b"]):
+    for other in (
+        noise(step=3, a=50)["a"],
+        noise(step=2, raw=bytes(32), a=50)["a"],
+        reference["b"],
+    ):
         assert not np.isin(other, reference["a"]).any()
 
 
 def test_a_release_is_the_rounded_sum_of_the_streams_normals():
-    """Every number of it, against exact arithmetic: sum + std x normal, to the nearest multiple of the grid, divided and rounded once."""
+    """Every number of it, against exact arithmetic: sum + std x normal, to the nearest multiple of
+    the grid, divided and rounded once.
+    """
     value = torch.linspace(-30, 30, 999)
     total = changed(zeros(), grads={"a.weight": value.view(27, 37)})
-    got = privatize(total, plan(), 4, key(), dtype=torch.float64).grads["a.weight"].flatten().tolist()
+    got = (
+        privatize(total, plan(), 4, key(), dtype=torch.float64).grads["a.weight"].flatten().tolist()
+    )
     normal, ties = normals(subkey(key(), "noise", step=4, parameter="a.weight"), 0, 999), 0
     with mp.workprec(150):
         for summed, drawn, released in zip(value.tolist(), normal.tolist(), got, strict=True):
             exact = (mp.mpf(summed) + STD * mp.mpf(drawn)) / grid_of(STD)
             whole = mp.nint(exact)
-            # Where sum plus noise is within float64's rounding of a border, either multiple is right.
+            # Where sum plus noise is within float64's rounding of a border, either multiple is
+            # right.
             ties += released != float(whole * grid_of(STD) / BATCH)
             assert abs(mp.mpf(released) * BATCH / grid_of(STD) - exact) < 0.5 + 1e-6
     assert ties == 0
@@ -90,16 +113,26 @@ def test_the_grid_is_a_power_of_two_a_millionth_of_the_noise(std):
 
 def test_every_released_number_is_on_the_grid():
     total = changed(zeros(), grads={"a": torch.randn(10_000, dtype=torch.float64)})
-    steps = privatize(total, plan(batch=64.0), 0, key(), dtype=torch.float64).grads["a"].numpy() * 64 / grid_of(STD)
-    assert np.array_equal(steps, np.rint(steps)) and (steps % 2 == 1).mean() == pytest.approx(0.5, abs=0.03)
+    steps = (
+        privatize(total, plan(batch=64.0), 0, key(), dtype=torch.float64).grads["a"].numpy()
+        * 64
+        / grid_of(STD)
+    )
+    assert np.array_equal(steps, np.rint(steps)) and (steps % 2 == 1).mean() == pytest.approx(
+        0.5, abs=0.03
+    )
     narrow = privatize(total, plan(batch=64.0), 0, key()).grads["a"]
-    assert narrow.dtype == torch.float32 and np.array_equal(narrow.numpy(), (steps * grid_of(STD) / 64).astype(np.float32))
+    assert narrow.dtype == torch.float32 and np.array_equal(
+        narrow.numpy(), (steps * grid_of(STD) / 64).astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_nothing(threads, monkeypatch):
     """Also where a task is a small part of a parameter, and ends within a block of the cipher."""
-    total = changed(zeros(), grads={"a": torch.randn(70_001), "b": torch.randn(3, 5), "c": torch.tensor(2.0)})
+    total = changed(
+        zeros(), grads={"a": torch.randn(70_001), "b": torch.randn(3, 5), "c": torch.tensor(2.0)}
+    )
     expected = privatize(total, plan(), 1, key()).grads
     monkeypatch.setattr(noise_module, "_CPU_TASK", 1003)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -122,12 +155,16 @@ class Rank:
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_shares_of_several_owners_are_the_whole_bit_for_bit(world_size):
-    total = changed(zeros(), grads={"a": torch.randn(123, 457), "b": torch.randn(5), "c": torch.tensor(2.0)})
+    total = changed(
+        zeros(), grads={"a": torch.randn(123, 457), "b": torch.randn(5), "c": torch.tensor(2.0)}
+    )
     expected, results = privatize(total, plan(), 1, key()).grads, [None] * world_size
     slots, barrier = [None] * world_size, threading.Barrier(world_size, timeout=900)
 
     def work(rank):
-        results[rank] = privatize(total, plan(), 1, key(), owners=Rank(rank, world_size, slots, barrier)).grads
+        results[rank] = privatize(
+            total, plan(), 1, key(), owners=Rank(rank, world_size, slots, barrier)
+        ).grads
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -139,7 +176,9 @@ def test_shares_of_several_owners_are_the_whole_bit_for_bit(world_size):
 
 
 def test_what_a_gpu_computes_is_the_release_of_a_cpu(monkeypatch):
-    """The GPU's way with words from the CPU: numbers on the grid, all but a few in a million the same ones."""
+    """The GPU's way with words from the CPU: numbers on the grid, all but a few in a million the
+    same ones.
+    """
     made = {}
 
     def chacha_words(key_8, block, num_blocks):
@@ -147,16 +186,26 @@ def test_what_a_gpu_computes_is_the_release_of_a_cpu(monkeypatch):
         Keystream(key(key_8.numpy().astype("<u4").tobytes()), block).fill(word_W)
         return torch.from_numpy(word_W)
 
-    monkeypatch.setitem(__import__("sys").modules, "dpvision.dp.chacha_triton", SimpleNamespace(chacha_words=chacha_words))
+    monkeypatch.setitem(
+        __import__("sys").modules,
+        "dpvision.dp.chacha_triton",
+        SimpleNamespace(chacha_words=chacha_words),
+    )
     total = torch.randn(100_003)
     for way in ("_on_cpu", "_on_gpu"):
         made[way] = torch.empty(100_003, dtype=torch.float64)
         share = noise_module._Share(total, made[way], subkey(key(), "noise"), 3, 100_003)
         release = noise_module._Release(STD, 64.0)
         for piece in share.pieces(9_999):
-            release._on_cpu(noise_module.deque([piece])) if way == "_on_cpu" else release._on_gpu(piece, key_words([share.key])[0])
+            release._on_cpu(noise_module.deque([piece])) if way == "_on_cpu" else release._on_gpu(
+                piece, key_words([share.key])[0]
+            )
     cpu, gpu = (value[3:].numpy() * 64 / grid_of(STD) for value in made.values())
-    assert np.array_equal(gpu, np.rint(gpu)) and np.abs(cpu - gpu).max() <= 1 and (cpu != gpu).mean() < 1e-4
+    assert (
+        np.array_equal(gpu, np.rint(gpu))
+        and np.abs(cpu - gpu).max() <= 1
+        and (cpu != gpu).mean() < 1e-4
+    )
     assert box_muller.__module__ == "dpvision.dp.normals"
 
 
@@ -167,26 +216,37 @@ def test_a_gpu_releases_what_a_cpu_releases():
     cpu, gpu = (privatize(of, plan(), 1, key(), dtype=torch.float64).grads for of in (total, moved))
     for name, value in cpu.items():
         steps = (gpu[name].cpu() - value) * BATCH / grid_of(STD)
-        assert gpu[name].is_cuda and steps.abs().max() < 1.01 and (steps.abs() > 0.5).double().mean() < 1e-4
+        assert (
+            gpu[name].is_cuda
+            and steps.abs().max() < 1.01
+            and (steps.abs() > 0.5).double().mean() < 1e-4
+        )
 
 
 @pytest.mark.parametrize("num_records", [0, 1, 40, 63])
 def test_divisor_is_the_expected_batch_size_whatever_was_realised(num_records):
     total = made_sum({"a": torch.full((1000,), 8.0)}, num_records, CLIP)
     gradient = privatize(total, plan(), 0, key())
-    torch.testing.assert_close(gradient.grads["a"], (8.0 + STD * torch.from_numpy(noise(a=1000)["a"])).float() / BATCH)
+    torch.testing.assert_close(
+        gradient.grads["a"], (8.0 + STD * torch.from_numpy(noise(a=1000)["a"])).float() / BATCH
+    )
     assert isinstance(gradient, DPGradient) and gradient.grads["a"].dtype == torch.float32
 
 
 def test_noise_is_added_once_whatever_the_number_of_physical_batches():
     parts = zeros(a=1000) + zeros(a=1000) + zeros(a=1000)
-    assert torch.equal(privatize(parts, plan(), 4, key()).grads["a"], privatize(zeros(a=1000), plan(), 4, key()).grads["a"])
+    assert torch.equal(
+        privatize(parts, plan(), 4, key()).grads["a"],
+        privatize(zeros(a=1000), plan(), 4, key()).grads["a"],
+    )
 
 
 def test_without_guarantee_only_the_division_happens():
     total = made_sum({"a": torch.tensor([8.0, 1.0]), "b": torch.tensor(3.0)}, 5, None)
     gradient = privatize(total, plan(guarantee="none"), 0, key())
-    torch.testing.assert_close(gradient.grads, {"a": torch.tensor([0.2, 0.025]), "b": torch.tensor(0.075)})
+    torch.testing.assert_close(
+        gradient.grads, {"a": torch.tensor([0.2, 0.025]), "b": torch.tensor(0.075)}
+    )
 
 
 def test_secret_sum_is_not_written_to():

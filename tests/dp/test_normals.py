@@ -1,4 +1,6 @@
-"""Normals: the exact function of the stream's words, their law far into the tails, and any range drawn alone."""
+"""Normals: the exact function of the stream's words, their law far into the tails, and any range
+drawn alone.
+"""
 
 import math
 import os
@@ -44,7 +46,10 @@ def violations(x: np.ndarray) -> list[str]:
     for sigma in (3.0, 4.0):
         for side, seen in (("upper", (x > sigma).sum()), ("lower", (x < -sigma).sum())):
             mean = n * scipy.stats.norm.sf(sigma)
-            if not min(scipy.stats.poisson.cdf(seen, mean), scipy.stats.poisson.sf(seen - 1, mean)) > 1e-7:
+            if (
+                not min(scipy.stats.poisson.cdf(seen, mean), scipy.stats.poisson.sf(seen - 1, mean))
+                > 1e-7
+            ):
                 found.append(f"{side} tail at {sigma:g}")
     if not scipy.stats.kstest(x[:100_000], "norm").pvalue > 1e-6:
         found.append("distribution")
@@ -59,7 +64,9 @@ def test_the_law_is_sharp_enough_to_see_mistakes() -> None:
     x = np.random.default_rng(0).standard_normal(2**20)
     assert violations(x) == []
     assert "mean" in violations(x + 0.006) and "variance" in violations(x * 1.006)
-    assert "kurtosis" in violations(np.random.default_rng(0).laplace(scale=math.sqrt(0.5), size=2**18))
+    assert "kurtosis" in violations(
+        np.random.default_rng(0).laplace(scale=math.sqrt(0.5), size=2**18)
+    )
     assert violations(np.clip(x, -4, 4)) == ["upper tail at 4", "lower tail at 4"]
     assert "neighbours" in violations(np.repeat(x[::2], 2))
     assert "distribution" in violations(np.round(x, 1))
@@ -67,7 +74,9 @@ def test_the_law_is_sharp_enough_to_see_mistakes() -> None:
 
 @pytest.mark.parametrize("bits", [10, 20, 30, 40])
 def test_the_far_tail_is_that_of_a_normal(bits: int) -> None:
-    """Words divided by 2^40: radii beyond 7.4 standard deviations, as 1 in 10^12 is. Their half squares are shifted exponentials."""
+    """Words divided by 2^40: radii beyond 7.4 standard deviations, as 1 in 10^12 is. Their half
+    squares are shifted exponentials.
+    """
     word = words(2**18).view(np.uint64)
     word[0::2] >>= np.uint64(bits)
     x = all_normals(word.view(np.int64))
@@ -78,26 +87,58 @@ def test_the_far_tail_is_that_of_a_normal(bits: int) -> None:
 
 def all_normals(word_W: np.ndarray) -> np.ndarray:
     made = Normals()
-    return np.concatenate([made.box_muller(part.copy()).copy() for part in np.split(word_W, max(1, len(word_W) // 2**15))])
+    return np.concatenate(
+        [
+            made.box_muller(part.copy()).copy()
+            for part in np.split(word_W, max(1, len(word_W) // 2**15))
+        ]
+    )
 
 
 @pytest.mark.parametrize("way", ["numpy", "torch"])
 def test_a_normal_is_the_exact_function_of_its_words_within_4_ulp(way: str) -> None:
-    """Of the float64 uniform and angle, against 50 digits; both are within half a unit of the words' (``test_stream``)."""
-    ends = [0, 1, -1, 2**63 - 1, -(2**63), 2**52, -(2**11), 2**61, -(2**61), 2**62, -(2**62), 3 * 2**61, 12345]
+    """Of the float64 uniform and angle, against 50 digits; both are within half a unit of the
+    words' (``test_stream``).
+    """
+    ends = [
+        0,
+        1,
+        -1,
+        2**63 - 1,
+        -(2**63),
+        2**52,
+        -(2**11),
+        2**61,
+        -(2**61),
+        2**62,
+        -(2**62),
+        3 * 2**61,
+        12345,
+    ]
     word_W = np.concatenate([np.array([[k, w] for k in ends for w in ends]).ravel(), words(4000)])
-    got = Normals().box_muller(word_W.copy()) if way == "numpy" else box_muller(torch.from_numpy(word_W)).numpy()
+    got = (
+        Normals().box_muller(word_W.copy())
+        if way == "numpy"
+        else box_muller(torch.from_numpy(word_W)).numpy()
+    )
     with mp.workprec(170):
         for at in range(0, len(word_W), 2):
             scaled = (float(word_W[at]) + 0.5) * 2.0**-64
-            uniform, angle = scaled - math.floor(scaled), float(word_W[at + 1]) * (2 * math.pi * 2.0**-64)
+            uniform, angle = (
+                scaled - math.floor(scaled),
+                float(word_W[at + 1]) * (2 * math.pi * 2.0**-64),
+            )
             radius = mp.sqrt(-2 * mp.log(mp.mpf(uniform)))
-            for value, expected in zip(got[at : at + 2], (radius * mp.cos(angle), radius * mp.sin(angle)), strict=True):
+            for value, expected in zip(
+                got[at : at + 2], (radius * mp.cos(angle), radius * mp.sin(angle)), strict=True
+            ):
                 assert abs(mp.mpf(float(value)) - expected) <= 4 * np.spacing(abs(float(expected)))
 
 
 def test_the_largest_normal_is_beyond_nine_standard_deviations() -> None:
-    """k = 0 at the angles 0, a quarter, a half and three quarters of a turn; the missing mass is as stated."""
+    """k = 0 at the angles 0, a quarter, a half and three quarters of a turn; the missing mass is as
+    stated.
+    """
     quarter = [0, 2**62, -(2**63), -(2**62)]
     x = Normals().box_muller(np.array([[0, angle] for angle in quarter]).ravel()).reshape(4, 2)
     expected = LARGEST * np.array([[1, 0], [0, 1], [-1, 0], [0, -1]])
@@ -107,7 +148,17 @@ def test_the_largest_normal_is_beyond_nine_standard_deviations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "stop"), [(0, 1), (1, 2), (7, 9), (8, 16), (5, 270_000), (2**17 - 1, 2**17 + 1), (40_001, 40_001), (99_999, 100_000)]
+    ("first", "stop"),
+    [
+        (0, 1),
+        (1, 2),
+        (7, 9),
+        (8, 16),
+        (5, 270_000),
+        (2**17 - 1, 2**17 + 1),
+        (40_001, 40_001),
+        (99_999, 100_000),
+    ],
 )
 def test_any_range_is_the_slice_of_the_whole(first: int, stop: int) -> None:
     whole = normals(KEY, 0, 300_000)
@@ -142,7 +193,8 @@ for block, num in ((0, 1), (5, 300), (2**31 - 3, 10), (2**32 - 130, 130)):
     key = Key.for_tests(bytes(range(num % 7, num % 7 + 32)))
     expected = np.empty(8 * num, dtype="<i8")
     Keystream(key, block).fill(expected)
-    assert torch.equal(chacha_words(key_words([Key.for_tests(bytes(32)), key])[1], block, num), torch.from_numpy(expected)), (block, num)
+    assert torch.equal(chacha_words(key_words([Key.for_tests(bytes(32)), key])[1], block, num),
+                       torch.from_numpy(expected)), (block, num)
 print("equal")
 """
 
@@ -152,12 +204,20 @@ def test_the_gpu_kernel_makes_the_same_words_bit_for_bit() -> None:
     """Under Triton's interpreter, on a CPU."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, timeout=900, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=environment,
+    )
     assert done.stdout == "equal\n", done.stderr[-2000:]
 
 
 def test_the_gpu_kernel_compiles_for_gpus_that_are_not_here() -> None:
-    """To machine code of the A100 (8.0) and of the H100 (9.0), with Triton's own assembler; block numbers of 32 and of 64 bits."""
+    """To machine code of the A100 (8.0) and of the H100 (9.0), with Triton's own assembler; block
+    numbers of 32 and of 64 bits.
+    """
     pytest.importorskip("triton")
     from triton import compile as compile_kernel
     from triton.backends.compiler import GPUTarget
@@ -166,9 +226,20 @@ def test_the_gpu_kernel_compiles_for_gpus_that_are_not_here() -> None:
     from dpvision.dp.chacha_triton import _PROGRAM_BLOCKS, _words
 
     for capability, integer in ((80, "i32"), (90, "i32"), (90, "i64")):
-        types = {"out_W": "*i64", "key_8": "*i64", "first_block": integer, "num_blocks": integer, "PROGRAM_BLOCKS": "constexpr"}
-        source = ASTSource(fn=_words, signature=types, constexprs={"PROGRAM_BLOCKS": _PROGRAM_BLOCKS})
-        assert len(compile_kernel(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]) > 1000
+        types = {
+            "out_W": "*i64",
+            "key_8": "*i64",
+            "first_block": integer,
+            "num_blocks": integer,
+            "PROGRAM_BLOCKS": "constexpr",
+        }
+        source = ASTSource(
+            fn=_words, signature=types, constexprs={"PROGRAM_BLOCKS": _PROGRAM_BLOCKS}
+        )
+        assert (
+            len(compile_kernel(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"])
+            > 1000
+        )
 
 
 @pytest.mark.gpu
@@ -182,4 +253,7 @@ def test_a_gpu_makes_the_same_normals() -> None:
 
 
 def test_a_thread_holds_a_few_mebibytes_in_float64() -> None:
-    assert Normals()._word_W.nbytes + Normals()._spare_3H.nbytes <= 3 * 2**20 and normals_module._BLOCK % 8 == 0
+    assert (
+        Normals()._word_W.nbytes + Normals()._spare_3H.nbytes <= 3 * 2**20
+        and normals_module._BLOCK % 8 == 0
+    )

@@ -1,4 +1,6 @@
-"""The route through a model: what it says, what it refuses, that it is never out of date, and that nothing is left behind."""
+"""The route through a model: what it says, what it refuses, that it is never out of date, and that
+nothing is left behind.
+"""
 
 import functools
 import gc
@@ -33,7 +35,9 @@ def check_equal(model, loss_fn, batch) -> None:
     expected, norms, _ = clipped_sum_loop(loss_fn, model, batch, KEY, 0.2)
     assert total.grads.keys() == expected.keys()
     assert (flat(total.grads) - flat(expected)).norm() <= 1e-12 * len(norms)
-    torch.testing.assert_close(total.norms_B.double(), torch.tensor(norms, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        total.norms_B.double(), torch.tensor(norms, dtype=torch.float64), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,8 +48,14 @@ def check_equal(model, loss_fn, batch) -> None:
         (zoo.ZOO["bare"], {"token": ["broadcast"], "scale": ["broadcast"]}),
         (zoo.ZOO["frozen"], {"unused": [], "body.2.bias": ["bias"], "body.0.weight": ["linear"]}),
         (zoo_layers.LAYERS["conv_gram"], {"0.weight": ["convolution"], "0.bias": ["bias"]}),
-        (zoo_tokens.TOKENS["captioner_chunked_tied"], {"embedding.weight": ["embedding", "vocabulary head"]}),
-        (zoo_tokens.TOKENS["attention_batch_first"], {"attention.in_proj_weight": ["linear"], "attention.out_proj.bias": ["bias"]}),
+        (
+            zoo_tokens.TOKENS["captioner_chunked_tied"],
+            {"embedding.weight": ["embedding", "vocabulary head"]},
+        ),
+        (
+            zoo_tokens.TOKENS["attention_batch_first"],
+            {"attention.in_proj_weight": ["linear"], "attention.out_proj.bias": ["bias"]},
+        ),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -54,7 +64,9 @@ def test_the_route_names_every_use(member, uses, device):
     with torch.device(device):
         model = build()
     batch = make_batch(2)
-    route = make_route(loss_fn, model, Batch._make(None if t is None else t.to(device) for t in batch), KEY)
+    route = make_route(
+        loss_fn, model, Batch._make(None if t is None else t.to(device) for t in batch), KEY
+    )
     assert route.slow == {} and {name: route.uses[name] for name in uses} == uses
     assert set(route.uses) == {name for name, p in model.named_parameters() if p.requires_grad}
 
@@ -69,11 +81,18 @@ def test_what_has_no_rule_is_slow_and_says_why():
 class Checkpointed(nn.Module):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
-        self.stem, self.body, self.head, self.reentrant = nn.Linear(192, 8), nn.Linear(8, 8), nn.Linear(8, 5), reentrant
+        self.stem, self.body, self.head, self.reentrant = (
+            nn.Linear(192, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 5),
+            reentrant,
+        )
 
     def forward(self, x):
         x = self.stem(x.flatten(1))
-        return self.head(checkpoint(lambda x: torch.tanh(self.body(x)), x, use_reentrant=self.reentrant))
+        return self.head(
+            checkpoint(lambda x: torch.tanh(self.body(x)), x, use_reentrant=self.reentrant)
+        )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -126,7 +145,9 @@ class LaterWay(CountsRecords):
 
 @pytest.mark.parametrize("build", [CountsRecords, LoopsOverRecords, LaterWay])
 def test_what_cannot_be_followed_is_refused_with_a_remedy(build):
-    with pytest.raises(PrivacyError, match=r"^clip: .*; expected .*\. (Use|Replace|Write|Take|Leave|Freeze)"):
+    with pytest.raises(
+        PrivacyError, match=r"^clip: .*; expected .*\. (Use|Replace|Write|Take|Leave|Freeze)"
+    ):
         clipped_sum(class_losses, seeded(build), make_batch(6), KEY, max_grad_norm=0.1)
 
 
@@ -134,7 +155,9 @@ def packed(model, batch, key):
     """Only a record's first tokens, as many as its label says, in rows of one matrix."""
     x = patches(batch.image_BVCHW[:, 0])
     mask_BL = torch.arange(16) <= batch.label_B[:, None]
-    y = torch.zeros(*x.shape[:2], 5, dtype=x.dtype).masked_scatter(mask_BL[..., None], model(x[mask_BL]))
+    y = torch.zeros(*x.shape[:2], 5, dtype=x.dtype).masked_scatter(
+        mask_BL[..., None], model(x[mask_BL])
+    )
     return F.cross_entropy(y.mean(1), batch.label_B, reduction="none")
 
 
@@ -150,13 +173,21 @@ def longest_first_by_gather(model, batch, key):
     x = batch.image_BVCHW[:, 0].flatten(1)
     order = x.sum(1).sort().indices
     inner = torch.tanh(model[0](x.gather(0, order[:, None].expand_as(x))))
-    return F.cross_entropy(model[1](inner.index_select(0, order.argsort())), batch.label_B, reduction="none")
+    return F.cross_entropy(
+        model[1](inner.index_select(0, order.argsort())), batch.label_B, reduction="none"
+    )
 
 
 @pytest.mark.parametrize("loss_fn", [packed, longest_first, longest_first_by_gather])
 def test_rows_placed_by_the_data_are_refused_or_right(loss_fn):
     """Also where the number of rows happens to be that of equal records."""
-    model = seeded(lambda: nn.Linear(12, 5) if loss_fn is packed else nn.Sequential(nn.Linear(192, 8), nn.Linear(8, 5))).double()
+    model = seeded(
+        lambda: (
+            nn.Linear(12, 5)
+            if loss_fn is packed
+            else nn.Sequential(nn.Linear(192, 8), nn.Linear(8, 5))
+        )
+    ).double()
     for labels in ([1, 0, 2, 1], [1, 1, 1, 1], [4, 0, 2, 3]):
         batch = make_batch(4, dtype=torch.float64)._replace(label_B=torch.tensor(labels))
         try:
@@ -175,7 +206,9 @@ def with_gradient_penalty(model, batch, key):
 
 def test_a_gradient_taken_inside_the_loss_is_refused_or_right():
     """Its backward pass meets the rules a first time, before that of the losses."""
-    model = seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Tanh(), nn.Linear(8, 5))).double()
+    model = seeded(
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Tanh(), nn.Linear(8, 5))
+    ).double()
     try:
         check_equal(model, with_gradient_penalty, make_batch(4, dtype=torch.float64))
     except PrivacyError as error:
@@ -194,7 +227,11 @@ def test_a_thawed_and_a_frozen_parameter_are_noticed():
 
 
 def test_a_replaced_parameter_and_a_new_tie_are_noticed():
-    model = seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))).double()
+    model = seeded(
+        lambda: nn.Sequential(
+            nn.Flatten(), nn.Linear(192, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)
+        )
+    ).double()
     batch = make_batch(4, dtype=torch.float64)
     check_equal(model, class_losses, batch)
     model[3].weight = nn.Parameter(model[3].weight.detach() * 2)
@@ -211,7 +248,11 @@ def test_train_and_eval_do_not_share_a_route():
 
         def forward(self, x):
             y = self.body(x.flatten(1))
-            return y * self.scale if self.training else (y.reshape(-1, 5) @ torch.diag(self.scale)).cumsum(1)
+            return (
+                y * self.scale
+                if self.training
+                else (y.reshape(-1, 5) @ torch.diag(self.scale)).cumsum(1)
+            )
 
     model, batch = seeded(TwoWays).double(), make_batch(4, dtype=torch.float64)
     for mode in (True, False, True):
@@ -219,10 +260,14 @@ def test_train_and_eval_do_not_share_a_route():
 
 
 def made_losses(permutation):
-    """One function's code, another order of dimensions: the calls and all sizes are the same, the records lie elsewhere."""
+    """One function's code, another order of dimensions: the calls and all sizes are the same, the
+    records lie elsewhere.
+    """
 
     def losses(model, batch, key):
-        x = patches(batch.image_BVCHW[:, 0])[:, :4].permute(permutation)  # 4 tokens; as many records
+        x = patches(batch.image_BVCHW[:, 0])[:, :4].permute(
+            permutation
+        )  # 4 tokens; as many records
         return torch.tanh(model(x)).permute(permutation).square().mean((1, 2))
 
     return losses
@@ -236,7 +281,14 @@ class Method:
         return made_losses(self.permutation)(model, batch, key)
 
 
-@pytest.mark.parametrize("make", [made_losses, lambda p: functools.partial(Method.losses, Method(p)), lambda p: Method(p).losses])
+@pytest.mark.parametrize(
+    "make",
+    [
+        made_losses,
+        lambda p: functools.partial(Method.losses, Method(p)),
+        lambda p: Method(p).losses,
+    ],
+)
 def test_another_loss_with_the_same_code_and_shapes_has_its_own_route(make):
     model, batch = seeded(lambda: nn.Linear(12, 5)).double(), make_batch(4, dtype=torch.float64)
     for permutation in ((0, 1, 2), (1, 0, 2), (0, 1, 2)):
@@ -252,7 +304,11 @@ def test_a_changed_setting_of_the_model_is_noticed_or_refused():
             self.body = nn.Linear(12, 5)
 
         def forward(self, x):
-            return torch.tanh(self.body(patches(x)[:, :4].permute(self.permutation))).permute(self.permutation).mean(1)
+            return (
+                torch.tanh(self.body(patches(x)[:, :4].permute(self.permutation)))
+                .permute(self.permutation)
+                .mean(1)
+            )
 
     model, batch = seeded(Turning).double(), make_batch(4, dtype=torch.float64)
     check_equal(model, class_losses, batch)
@@ -265,16 +321,26 @@ def test_a_changed_setting_of_the_model_is_noticed_or_refused():
 
 def test_losses_of_one_model_do_not_disturb_one_another():
     model, batch = seeded(zoo_tokens.Captioner).double(), make_batch(5, dtype=torch.float64)
-    for loss_fn in (zoo_tokens.token_losses, zoo_tokens.chunked_token_losses, zoo_tokens.token_losses):
+    for loss_fn in (
+        zoo_tokens.token_losses,
+        zoo_tokens.chunked_token_losses,
+        zoo_tokens.token_losses,
+    ):
         check_equal(model, loss_fn, batch)
         check_equal(model, loss_fn, rows(batch, [2]))
 
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_the_model_can_be_forgotten(bound):
-    """Routes are remembered by model; they do not keep it, nor does a loss function that holds it."""
+    """Routes are remembered by model; they do not keep it, nor does a loss function that holds
+    it.
+    """
     model = seeded(zoo.Tied)
-    loss_fn = functools.partial(lambda held, model, batch, key: class_losses(held, batch, key), model) if bound else class_losses
+    loss_fn = (
+        functools.partial(lambda held, model, batch, key: class_losses(held, batch, key), model)
+        if bound
+        else class_losses
+    )
     # The check gives the loss a copy of the model, which this one does not use.
     clipped_sum(loss_fn, model, make_batch(3), KEY, max_grad_norm=0.1, check_separability=not bound)
     ref = weakref.ref(model)
@@ -296,4 +362,6 @@ def test_it_works_under_no_grad_and_leaves_the_setting(grad_enabled):
     with torch.set_grad_enabled(grad_enabled):
         total = clipped_sum(class_losses, model, batch, KEY, max_grad_norm=0.2)
         assert torch.is_grad_enabled() == grad_enabled
-    assert (flat(total.grads) - flat(clipped_sum_loop(class_losses, model, batch, KEY, 0.2)[0])).norm() <= 1e-12
+    assert (
+        flat(total.grads) - flat(clipped_sum_loop(class_losses, model, batch, KEY, 0.2)[0])
+    ).norm() <= 1e-12

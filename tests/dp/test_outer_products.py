@@ -1,4 +1,6 @@
-"""Norms and weighted sums of outer products against gradients written out, for random shapes, kinds of sides and numbers of uses."""
+"""Norms and weighted sums of outer products against gradients written out, for random shapes, kinds
+of sides and numbers of uses.
+"""
 
 import pytest
 import torch
@@ -33,17 +35,36 @@ def make_side(kind: str, generator, num: int, places: int, width: int):
 def make_use(generator, kinds, num, places, rows, columns):
     left, left_value = make_side(kinds[0], generator, num, places, rows)
     right, right_value = make_side(kinds[1], generator, num, places, columns)
-    return OuterProducts(left, right, torch.Size([rows, columns])), torch.einsum("btp,btq->bpq", left_value, right_value)
+    return OuterProducts(left, right, torch.Size([rows, columns])), torch.einsum(
+        "btp,btq->bpq", left_value, right_value
+    )
 
 
-uses = st.lists(st.tuples(st.sampled_from(KINDS[:3]), st.sampled_from(("dense", "one_hot")), st.integers(1, 120)), min_size=1, max_size=3)
-fast = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+uses = st.lists(
+    st.tuples(
+        st.sampled_from(KINDS[:3]), st.sampled_from(("dense", "one_hot")), st.integers(1, 120)
+    ),
+    min_size=1,
+    max_size=3,
+)
+fast = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @fast
-@given(uses, st.integers(1, 5), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31), st.sampled_from([1, 40, 2**20]))
+@given(
+    uses,
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(0, 2**31),
+    st.sampled_from([1, 40, 2**20]),
+)
 def test_square_norms_are_those_of_the_gradients_written_out(uses, num, rows, columns, seed, room):
-    """Uses of several lengths and kinds together, whatever the chunks; panels of symmetric Gram matrices included (120 places)."""
+    """Uses of several lengths and kinds together, whatever the chunks; panels of symmetric Gram
+    matrices included (120 places).
+    """
     generator = torch.Generator().manual_seed(seed)
     made = [make_use(generator, kinds[:2], num, kinds[2], rows, columns) for kinds in uses]
     written = sum(grad for _, grad in made)
@@ -57,8 +78,18 @@ def test_square_norms_are_those_of_the_gradients_written_out(uses, num, rows, co
 
 
 @fast
-@given(uses, st.integers(1, 5), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31), st.sampled_from([1, 40, 2**20]), st.booleans())
-def test_weighted_sum_is_that_of_the_gradients_written_out(uses, num, rows, columns, seed, room, split):
+@given(
+    uses,
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(0, 2**31),
+    st.sampled_from([1, 40, 2**20]),
+    st.booleans(),
+)
+def test_weighted_sum_is_that_of_the_gradients_written_out(
+    uses, num, rows, columns, seed, room, split
+):
     """Records left out may hold anything; one block of records or several."""
     generator = torch.Generator().manual_seed(seed)
     factor_B, keep_B = draw(generator, num), torch.rand(num, generator=generator) > 0.3
@@ -73,17 +104,30 @@ def test_weighted_sum_is_that_of_the_gradients_written_out(uses, num, rows, colu
                 use.right.value[~keep_B] = torch.nan
             kept = use.weighted_sum(torch.where(keep_B, factor_B, 0.0), keep_B, blocks)
         tolerance = {"rtol": 0, "atol": 1e-12 * (1 + num * kinds[2])}
-        torch.testing.assert_close(everything, torch.einsum("b,bpq->pq", factor_B, grad_BPQ), **tolerance)
-        torch.testing.assert_close(kept, torch.einsum("b,bpq->pq", factor_B[keep_B], grad_BPQ[keep_B]), **tolerance)
+        torch.testing.assert_close(
+            everything, torch.einsum("b,bpq->pq", factor_B, grad_BPQ), **tolerance
+        )
+        torch.testing.assert_close(
+            kept, torch.einsum("b,bpq->pq", factor_B[keep_B], grad_BPQ[keep_B]), **tolerance
+        )
 
 
 @fast
 @given(
-    st.integers(1, 3), st.integers(1, 3), st.tuples(st.integers(1, 3), st.integers(1, 3)), st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    st.tuples(st.integers(0, 2), st.integers(0, 2)), st.tuples(st.integers(1, 2), st.integers(1, 2)), st.integers(0, 2**31),
-)  # fmt: skip
-def test_patches_are_the_input_of_the_convolution(channels, per_record, kernel, stride, padding, dilation, seed):
-    """Against autograd of F.conv2d, one record at a time: the gradient written out, its norm, and the weighted sum."""
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    st.integers(0, 2**31),
+)
+def test_patches_are_the_input_of_the_convolution(
+    channels, per_record, kernel, stride, padding, dilation, seed
+):
+    """Against autograd of F.conv2d, one record at a time: the gradient written out, its norm, and
+    the weighted sum.
+    """
     generator = torch.Generator().manual_seed(seed)
     num, filters = 3, 4
     x = draw(generator, num * per_record, channels, 7, 6)
@@ -92,16 +136,26 @@ def test_patches_are_the_input_of_the_convolution(channels, per_record, kernel, 
     g = draw(generator, *y.shape)
     chosen = g * y
     expected = torch.stack(
-        [torch.autograd.grad(part.sum(), weight, retain_graph=True)[0] for part in chosen.unflatten(0, (num, per_record)).unbind(0)]
+        [
+            torch.autograd.grad(part.sum(), weight, retain_graph=True)[0]
+            for part in chosen.unflatten(0, (num, per_record)).unbind(0)
+        ]
     )
     left = Dense(g.flatten(2).mT.reshape(num, -1, filters))
-    use = OuterProducts(left, Patches(x, per_record, kernel, stride, padding, dilation), weight.shape)
+    use = OuterProducts(
+        left, Patches(x, per_record, kernel, stride, padding, dilation), weight.shape
+    )
     assert use.right.places == left.places and use.right.width == weight[0].numel()
     size = expected.norm() + g.norm() * x.norm()
     assert (use.write_out(slice(0, num)) - expected).norm() <= 1e-12 * size
-    assert (square_norms([use]).value_B - expected.flatten(1).square().sum(1)).norm() <= 1e-12 * size**2
+    assert (
+        square_norms([use]).value_B - expected.flatten(1).square().sum(1)
+    ).norm() <= 1e-12 * size**2
     factor_B = draw(generator, num)
-    assert (use.weighted_sum(factor_B, None, [slice(0, num)]) - torch.einsum("b,b...->...", factor_B, expected)).norm() <= 1e-11 * size
+    assert (
+        use.weighted_sum(factor_B, None, [slice(0, num)])
+        - torch.einsum("b,b...->...", factor_B, expected)
+    ).norm() <= 1e-11 * size
 
 
 @pytest.mark.parametrize("places", [1, 47, 95, 96, 97, 120, 143, 144, 145, 197])
@@ -110,17 +164,27 @@ def test_panels_cover_every_pair_of_places_once(places):
     right = draw(generator, 2, places, 5)
     lefts = [draw(generator, 2, places, width) for width in (3, 7)]
     expected = sum((left.mT @ right).square().sum((1, 2)) for left in lefts)
-    torch.testing.assert_close(square_norms_of_shared([Dense(left) for left in lefts], Dense(right)).value_B, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        square_norms_of_shared([Dense(left) for left in lefts], Dense(right)).value_B,
+        expected,
+        rtol=1e-12,
+        atol=0,
+    )
     for left in lefts:
         use = OuterProducts(Dense(left), Dense(right), torch.Size([left.shape[2], 5]))
-        torch.testing.assert_close(square_norms([use]).value_B, (left.mT @ right).square().sum((1, 2)), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            square_norms([use]).value_B, (left.mT @ right).square().sum((1, 2)), rtol=1e-12, atol=0
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_operands_are_accumulated_in_float32(dtype):
     """2000 products whose sum half precision would round to a multiple of 2 or more."""
     generator = torch.Generator().manual_seed(0)
-    a, b = (1 + torch.rand(3, 4, 2000, generator=generator)).to(dtype), torch.rand(3, 2000, 5, generator=generator).to(dtype)
+    a, b = (
+        (1 + torch.rand(3, 4, 2000, generator=generator)).to(dtype),
+        torch.rand(3, 2000, 5, generator=generator).to(dtype),
+    )
     made = product(a, b)
     assert made.dtype == torch.float32
     torch.testing.assert_close(made.double(), a.double() @ b.double(), rtol=1e-5, atol=0)
@@ -130,7 +194,9 @@ def test_half_precision_operands_are_accumulated_in_float32(dtype):
 @pytest.mark.parametrize("places", [1, 16, 97, 197])
 @pytest.mark.parametrize("common", [0.0, 1e2, 1e4, 1e6])
 def test_the_error_of_a_float32_gram_is_within_its_bound(places, common):
-    """The bound is proven; that it is not absurd either: without cancellation it is below 1e-3 of the squared norm."""
+    """The bound is proven; that it is not absurd either: without cancellation it is below 1e-3 of
+    the squared norm.
+    """
     generator = torch.Generator().manual_seed(places)
     right = (draw(generator, 4, places, 80) + common * draw(generator, 4, 1, 80)).float()
     left = draw(generator, 4, places, 60)
@@ -146,9 +212,14 @@ def test_the_error_of_a_float32_gram_is_within_its_bound(places, common):
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-15, 1e-8, 1.0])
 def test_the_bound_covers_underflow(scale):
-    """Tiny output gradients times huge inputs: products of ordinary size, whose Gram matrices underflow or nearly so."""
+    """Tiny output gradients times huge inputs: products of ordinary size, whose Gram matrices
+    underflow or nearly so.
+    """
     generator = torch.Generator().manual_seed(0)
-    left, right = (draw(generator, 3, 12, 60) * scale).float(), (draw(generator, 3, 12, 80) * min(1 / scale, 1e17)).float()
+    left, right = (
+        (draw(generator, 3, 12, 60) * scale).float(),
+        (draw(generator, 3, 12, 80) * min(1 / scale, 1e17)).float(),
+    )
     found = square_norms([OuterProducts(Dense(left), Dense(right), torch.Size([60, 80]))])
     true_B = (left.double().mT @ right.double()).square().sum((1, 2))
     assert ((found.value_B - true_B).abs() <= found.error_B).all()

@@ -1,4 +1,6 @@
-"""float16: the loss scale comes from public things, is undone before the norm, and moves nothing that a private record overflows."""
+"""float16: the loss scale comes from public things, is undone before the norm, and moves nothing
+that a private record overflows.
+"""
 
 import math
 
@@ -19,7 +21,11 @@ def test_scale_is_the_largest_power_of_two_less_headroom():
     with torch.autocast("cpu", torch.float16):
         scale = public_loss_scale(zoo.mae_losses, model, public, KEY)
         norms = [
-            clipped_sum(zoo.mae_losses, model, public, KEY, max_grad_norm=1.0, loss_scale=scale * 2.0**k).norms_B.isfinite().all()
+            clipped_sum(
+                zoo.mae_losses, model, public, KEY, max_grad_norm=1.0, loss_scale=scale * 2.0**k
+            )
+            .norms_B.isfinite()
+            .all()
             for k in (0, 4, 5)
         ]
     assert math.frexp(scale)[0] == 0.5
@@ -47,8 +53,17 @@ def test_overflow_of_one_record_leaves_the_others():
     image = batch.image_BVCHW.clone()
     image[2] *= 3e4  # finite in float32; its gradient is beyond float16
     with torch.autocast("cpu", torch.float16):
-        total = clipped_sum(zoo.mae_losses, model, batch._replace(image_BVCHW=image), KEY, max_grad_norm=0.1, loss_scale=1024.0)
-        others = clipped_sum(zoo.mae_losses, model, rows(batch, [0, 1, 3]), KEY, max_grad_norm=0.1, loss_scale=1024.0)
+        total = clipped_sum(
+            zoo.mae_losses,
+            model,
+            batch._replace(image_BVCHW=image),
+            KEY,
+            max_grad_norm=0.1,
+            loss_scale=1024.0,
+        )
+        others = clipped_sum(
+            zoo.mae_losses, model, rows(batch, [0, 1, 3]), KEY, max_grad_norm=0.1, loss_scale=1024.0
+        )
     assert not total.norms_B[2].isfinite()
     assert (flat(total) - flat(others)).norm() <= 1e-6 * flat(others).norm()
 
@@ -58,6 +73,14 @@ def test_scaled_gradients_are_clipped_at_the_unscaled_norm():
     expected = clipped_sum(zoo.mae_losses, model, batch, KEY, max_grad_norm=0.1)
     for scale in (2.0**-6, 2.0**10):
         for method in ("one_pass", "vmap"):
-            total = clipped_sum(zoo.mae_losses, model, batch, KEY, max_grad_norm=0.1, loss_scale=scale, method=method)
+            total = clipped_sum(
+                zoo.mae_losses,
+                model,
+                batch,
+                KEY,
+                max_grad_norm=0.1,
+                loss_scale=scale,
+                method=method,
+            )
             torch.testing.assert_close(total.norms_B, expected.norms_B)
             assert (flat(total) - flat(expected)).norm() <= 1e-5 * flat(expected).norm()

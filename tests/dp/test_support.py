@@ -1,4 +1,6 @@
-"""The gate lets through what keeps records apart, and refuses what mixes them, with the layer's name and the remedy."""
+"""The gate lets through what keeps records apart, and refuses what mixes them, with the layer's
+name and the remedy.
+"""
 
 import pytest
 import torch
@@ -43,23 +45,35 @@ def test_the_zoo_passes(name):
     random_state = torch.get_rng_state()
     check_separable(loss_fn, model, make_batch(4), KEY)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), random_state) and all(p.dtype == torch.float32 for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state) and all(
+        p.dtype == torch.float32 for p in model.parameters()
+    )
 
 
-@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 8), nn.LayerNorm([8, 6, 6]), nn.BatchNorm2d(8).eval(), nn.InstanceNorm2d(8)])
+@pytest.mark.parametrize(
+    "norm",
+    [nn.GroupNorm(2, 8), nn.LayerNorm([8, 6, 6]), nn.BatchNorm2d(8).eval(), nn.InstanceNorm2d(8)],
+)
 def test_norms_of_a_single_record_pass(norm):
     check_separable(class_losses, net(norm), make_batch(4), KEY)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(8), nn.SyncBatchNorm(8), nn.BatchNorm2d(8, track_running_stats=False).eval()])
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm2d(8), nn.SyncBatchNorm(8), nn.BatchNorm2d(8, track_running_stats=False).eval()],
+)
 def test_batchnorm_is_named_with_its_remedy(norm):
-    with pytest.raises(PrivacyError, match=r"layer '1' \(\w*BatchNorm\w*\).*GroupNorm or LayerNorm"):
+    with pytest.raises(
+        PrivacyError, match=r"layer '1' \(\w*BatchNorm\w*\).*GroupNorm or LayerNorm"
+    ):
         check_separable(class_losses, net(norm), make_batch(4), KEY)
 
 
 @pytest.mark.parametrize("layer", [BatchMean(), Shuffled()])
 def test_batch_statistics_by_hand_are_measured_and_named(layer):
-    with pytest.raises(PrivacyError, match=rf"layer '1' \({type(layer).__name__}\) mixes records.*GroupNorm"):
+    with pytest.raises(
+        PrivacyError, match=rf"layer '1' \({type(layer).__name__}\) mixes records.*GroupNorm"
+    ):
         check_separable(class_losses, net(layer), make_batch(4), KEY)
 
 
@@ -86,7 +100,9 @@ def summed_ids(model, batch, key):
     return (model(batch.image_BVCHW[:, 0]) * mask).sum(1)
 
 
-@pytest.mark.parametrize("loss_fn", [contrastive, averaged_by_valid, neighbours_label, paired_backwards, summed_ids])
+@pytest.mark.parametrize(
+    "loss_fn", [contrastive, averaged_by_valid, neighbours_label, paired_backwards, summed_ids]
+)
 def test_losses_that_look_at_other_records_are_refused(loss_fn):
     with pytest.raises(PrivacyError, match=r"loss function mixes records.*loss per record"):
         check_separable(loss_fn, net(), make_batch(4), KEY)
@@ -117,7 +133,12 @@ def test_dropout_in_training_is_named():
 
 def test_loss_averaged_over_the_batch_is_refused():
     with pytest.raises(PrivacyError, match=r"one per record.*Do not average"):
-        check_separable(lambda model, batch, key: class_losses(model, batch, key).mean(), net(), make_batch(4), KEY)
+        check_separable(
+            lambda model, batch, key: class_losses(model, batch, key).mean(),
+            net(),
+            make_batch(4),
+            KEY,
+        )
 
 
 def test_views_of_one_record_may_mix():
@@ -135,7 +156,12 @@ def test_one_record_is_not_enough():
 
 def test_gradient_that_is_not_finite_is_not_called_mixing():
     with pytest.raises(PrivacyError, match="not finite"):
-        check_separable(lambda model, batch, key: class_losses(model, batch, key) * float("nan"), net(), make_batch(4), KEY)
+        check_separable(
+            lambda model, batch, key: class_losses(model, batch, key) * float("nan"),
+            net(),
+            make_batch(4),
+            KEY,
+        )
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -146,11 +172,15 @@ def test_the_zoo_is_exact_in_one_pass(name):
     random_state = torch.get_rng_state()
     check_exact(loss_fn, model, make_batch(4), KEY)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), random_state) and all(p.dtype == torch.float32 for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state) and all(
+        p.dtype == torch.float32 for p in model.parameters()
+    )
 
 
 def test_a_wrong_rule_is_found_before_the_run(monkeypatch):
-    """A bias with half its gradient, in the sum as in the norm: no clip norm is exceeded, the sum is another one."""
+    """A bias with half its gradient, in the sum as in the norm: no clip norm is exceeded, the sum
+    is another one.
+    """
     add_written = Slot.add_written
 
     def half(slot, grad_BW):
@@ -159,5 +189,8 @@ def test_a_wrong_rule_is_found_before_the_run(monkeypatch):
     model = zoo_layers.Linears()
     check_exact(class_losses, model, make_batch(4), KEY)
     monkeypatch.setattr(Slot, "add_written", half)
-    with pytest.raises(PrivacyError, match=r"one-pass gradients of .* differ from those of single records.*Use method='vmap'"):
+    with pytest.raises(
+        PrivacyError,
+        match=r"one-pass gradients of .* differ from those of single records.*Use method='vmap'",
+    ):
         check_exact(class_losses, model, make_batch(4), KEY)

@@ -1,4 +1,6 @@
-"""Several views of a record are rows of one batch: which belong to which record, also where no record changes them (an expanded token)."""
+"""Several views of a record are rows of one batch: which belong to which record, also where no
+record changes them (an expanded token).
+"""
 
 from dataclasses import replace
 
@@ -29,18 +31,28 @@ MODELS = {
     "class token": MAEConfig(encoder=VIT, decoder_depth=1, decoder_width=8, decoder_num_heads=2),
     "FiLM": ClassifierConfig(encoder=VIT, num_classes=3, tuned="film"),
     "hidden words": CaptionerConfig(
-        encoder=VIT, decoder=CrossDecoderConfig(depth=1, width=8, num_heads=2), vocab_size=20, num_tokens=6, parallel_rate=0.75
+        encoder=VIT,
+        decoder=CrossDecoderConfig(depth=1, width=8, num_heads=2),
+        vocab_size=20,
+        num_tokens=6,
+        parallel_rate=0.75,
     ),
 }
 SEEDS = {"hidden words": range(12)}
-"""Which captions are predicted at once depends on the key: all views of all probes in about every third."""
+"""Which captions are predicted at once depends on the key: all views of all probes in about every
+third.
+"""
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("views", [2, 3])
-def test_no_parameter_is_slow_for_several_views_and_sums_are_those_of_single_records(name: str, views: int) -> None:
+def test_no_parameter_is_slow_for_several_views_and_sums_are_those_of_single_records(
+    name: str, views: int
+) -> None:
     privacy = PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=2, noise_multiplier=1.0)
-    config = RunConfig(recipe="x", privacy=privacy, model=MODELS[name], data=DataConfig(views=views))
+    config = RunConfig(
+        recipe="x", privacy=privacy, model=MODELS[name], data=DataConfig(views=views)
+    )
     model, loss_fn = make_model(config.model, 0).double(), loss_function(config)
     for seed in SEEDS.get(name, range(1)):
         batch, key = example_batch(replace(config, seed=seed)), StepKey(seed, 0)
@@ -52,18 +64,27 @@ def test_no_parameter_is_slow_for_several_views_and_sums_are_those_of_single_rec
 
 
 class ViewsFirst(nn.Module):
-    """A token for every view: the first views of all records, then the second; ``swap`` brings them into the order of the images."""
+    """A token for every view: the first views of all records, then the second; ``swap`` brings them
+    into the order of the images.
+    """
 
     def __init__(self, *, swap: bool) -> None:
         super().__init__()
-        self.token, self.body, self.head, self.swap = nn.Parameter(torch.randn(1, 6)), nn.Linear(192, 6), nn.Linear(6, 5), swap
+        self.token, self.body, self.head, self.swap = (
+            nn.Parameter(torch.randn(1, 6)),
+            nn.Linear(192, 6),
+            nn.Linear(6, 5),
+            swap,
+        )
 
     def forward(self, x_BVD: torch.Tensor) -> torch.Tensor:
         num, views = x_BVD.shape[:2]
         weight = torch.arange(1, views + 1, dtype=x_BVD.dtype)[:, None, None]
         token = self.token.expand(views * num, -1)
         if self.swap:
-            y_BVD = (token.unflatten(0, (views, num)) * weight).transpose(0, 1) + torch.tanh(self.body(x_BVD))
+            y_BVD = (token.unflatten(0, (views, num)) * weight).transpose(0, 1) + torch.tanh(
+                self.body(x_BVD)
+            )
         else:
             y = token + torch.tanh(self.body(x_BVD.transpose(0, 1).flatten(0, 1)))
             y_BVD = (y.unflatten(0, (views, num)) * weight).transpose(0, 1)
@@ -72,16 +93,24 @@ class ViewsFirst(nn.Module):
 
 @pytest.mark.parametrize("swap", [True, False])
 def test_tokens_in_another_order_than_the_images_are_right(swap: bool) -> None:
-    """Rows assumed to lie side by side would go to other records, and the clip would miss its bound."""
+    """Rows assumed to lie side by side would go to other records, and the clip would miss its
+    bound.
+    """
     torch.manual_seed(3)
     model = ViewsFirst(swap=swap).double()
     generator = torch.Generator().manual_seed(5)
     config = RunConfig(
-        recipe="x", privacy=PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=2, noise_multiplier=1.0),
-        model=ClassifierConfig(encoder=VIT, num_classes=5), data=DataConfig(views=2),
-    )  # fmt: skip
+        recipe="x",
+        privacy=PrivacyConfig(
+            dataset_size=100, expected_batch_size=10, steps=2, noise_multiplier=1.0
+        ),
+        model=ClassifierConfig(encoder=VIT, num_classes=5),
+        data=DataConfig(views=2),
+    )
     batch = example_batch(config)
-    batch = batch._replace(image_BVCHW=torch.randn(4, 2, 3, 8, 8, generator=generator, dtype=torch.float64))
+    batch = batch._replace(
+        image_BVCHW=torch.randn(4, 2, 3, 8, 8, generator=generator, dtype=torch.float64)
+    )
 
     def losses(model: nn.Module, batch, key):
         return F.cross_entropy(model(batch.image_BVCHW.flatten(2)), batch.label_B, reduction="none")

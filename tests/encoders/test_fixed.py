@@ -22,16 +22,32 @@ def _features(encoder: Encoder, x_BCHW: Tensor) -> Tensor:
     """Default pooling of pixels from 0 to 1, a few hundred at a time."""
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (encoder.mean, encoder.std))
     with torch.inference_mode():
-        return torch.cat([next(iter(encoder.poolings((part - mean) / std).values())) for part in x_BCHW.split(200)])
+        return torch.cat(
+            [
+                next(iter(encoder.poolings((part - mean) / std).values()))
+                for part in x_BCHW.split(200)
+            ]
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [16, 28, 32, 50, 64])
-def test_each_gives_finite_features_for_every_size_and_each_image_on_its_own(name: str, size: int) -> None:
+def test_each_gives_finite_features_for_every_size_and_each_image_on_its_own(
+    name: str, size: int
+) -> None:
     encoder = fixed_encoder(name, size)
-    assert (encoder.name, encoder.family, encoder.backbone, encoder.confidential) == (name, "fixed", None, False)
-    assert encoder.image_size == (size if not name.startswith("patches") else max(s for s in (32, 64) if s <= max(size, 32)))
-    x = torch.rand(5, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0))
+    assert (encoder.name, encoder.family, encoder.backbone, encoder.confidential) == (
+        name,
+        "fixed",
+        None,
+        False,
+    )
+    assert encoder.image_size == (
+        size if not name.startswith("patches") else max(s for s in (32, 64) if s <= max(size, 32))
+    )
+    x = torch.rand(
+        5, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0)
+    )
     feature = _features(encoder, x)
     assert feature.dtype == torch.float32 and feature.ndim == 2 and feature.isfinite().all()
     torch.testing.assert_close(_features(encoder, x[2:3]), feature[2:3], atol=1e-4, rtol=1e-4)
@@ -40,7 +56,13 @@ def test_each_gives_finite_features_for_every_size_and_each_image_on_its_own(nam
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    [("pixels", 768), ("hog", 7 * 7 * 36), ("scattering", 3 * 81 * 16), ("patches", 14_400), ("patches+scattering", 22_176)],
+    [
+        ("pixels", 768),
+        ("hog", 7 * 7 * 36),
+        ("scattering", 3 * 81 * 16),
+        ("patches", 14_400),
+        ("patches+scattering", 22_176),
+    ],
 )
 def test_widths_at_thirty_two_pixels_are_those_of_the_documentation(name: str, width: int) -> None:
     assert _features(fixed_encoder(name, 32), torch.rand(2, 3, 32, 32)).shape == (2, width)
@@ -70,7 +92,11 @@ def test_edges_help_to_read_digits_from_few_examples(name: str) -> None:
 
     def accuracy(encoder: str) -> float:
         feature = _features(fixed_encoder(encoder, 32), x).numpy()
-        return float((fit_ridge(feature[train], label[train]).predict(feature[~train]) == label[~train]).mean())
+        return float(
+            (
+                fit_ridge(feature[train], label[train]).predict(feature[~train]) == label[~train]
+            ).mean()
+        )
 
     assert accuracy(name) > accuracy("pixels") + 0.02
 
@@ -82,7 +108,11 @@ def test_averaged_weights_of_what_has_none_are_refused(spec: str) -> None:
 
 
 def test_unknown_names_and_tiny_images_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'sift'; expected one of \['pixels', 'hog', 'scattering', 'patches', 'patches\+scattering'\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'sift'; expected one of "
+        r"\['pixels', 'hog', 'scattering', 'patches', 'patches\+scattering'\]",
+    ):
         fixed_encoder("sift", 32)
     with pytest.raises(ConfigError, match=r"image_size=7; expected 8 px or more for hog\. Enlarge"):
         fixed_encoder("hog", 7)
@@ -99,7 +129,9 @@ def test_patches_read_photographs_far_better_than_pixels_do() -> None:
     def read(part: str, num: int) -> tuple[Tensor, np.ndarray]:
         table = parquet.read_table(CIFAR / f"{part}.parquet").slice(0, num)
         files = table["image"].combine_chunks().field("bytes").to_pylist()
-        pixels = np.stack([np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files])
+        pixels = np.stack(
+            [np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files]
+        )
         return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255, table["label"].to_numpy()
 
     (train_x, train_label), (test_x, test_label) = read("train", 5000), read("test", 2000)
@@ -107,5 +139,7 @@ def test_patches_read_photographs_far_better_than_pixels_do() -> None:
     for name in ("pixels", "patches+scattering"):
         encoder = fixed_encoder(name, 32)
         probe = fit_ridge(_features(encoder, train_x).numpy(), train_label)
-        accuracy[name] = float((probe.predict(_features(encoder, test_x).numpy()) == test_label).mean())
+        accuracy[name] = float(
+            (probe.predict(_features(encoder, test_x).numpy()) == test_label).mean()
+        )
     assert accuracy["patches+scattering"] > 0.6 > accuracy["pixels"] + 0.15

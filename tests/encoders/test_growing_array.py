@@ -1,4 +1,6 @@
-"""Features that are begun and not finished: a real SIGKILL, two writers at once, and partial files of anything else."""
+"""Features that are begun and not finished: a real SIGKILL, two writers at once, and partial files
+of anything else.
+"""
 
 import json
 import multiprocessing
@@ -34,7 +36,9 @@ def _blocks(first: int, stop: int = 20, size: int = 4) -> Iterator[np.ndarray]:
         raise KeyboardInterrupt
 
 
-def _begun(path: Path, rows: int, shape: tuple[int, ...] = (20, 3), dtype: np.dtype = FLOAT) -> None:
+def _begun(
+    path: Path, rows: int, shape: tuple[int, ...] = (20, 3), dtype: np.dtype = FLOAT
+) -> None:
     """A partial file with some rows, as a process that was interrupted leaves it."""
     with pytest.raises(KeyboardInterrupt), claim(path, shape, dtype) as partial:
         partial.write(0, _blocks(0, rows))
@@ -60,7 +64,9 @@ def test_an_interrupted_array_goes_on_at_a_border_and_is_the_same(tmp_path: Path
         return _blocks(first)
 
     found = cache.save_array("k", (20, 3), FLOAT, blocks_from, step=8)
-    assert asked == [8] and np.array_equal(found, WANTED), "12 rows are there; the last multiple of 8 is where batches begin"
+    assert asked == [8] and np.array_equal(found, WANTED), (
+        "12 rows are there; the last multiple of 8 is where batches begin"
+    )
     assert [f.name for f in cache.folder.iterdir()] == ["k.npy"]
     assert np.array_equal(np.load(cache.folder / "k.npy"), WANTED), "an ordinary file of numpy's"
 
@@ -74,10 +80,15 @@ def test_a_row_that_was_not_counted_is_written_anew(tmp_path: Path, counted_at_o
     with claim(path, (20, 3), FLOAT) as partial:
         assert partial.rows_done() == 12
         partial.write(12, _blocks(12))
-    assert np.array_equal(np.load(path), WANTED) and path.stat().st_size == len(feature_cache._header((20, 3), FLOAT)) + 20 * 12
+    assert (
+        np.array_equal(np.load(path), WANTED)
+        and path.stat().st_size == len(feature_cache._header((20, 3), FLOAT)) + 20 * 12
+    )
 
 
-def test_killed_before_the_new_name_nothing_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_before_the_new_name_nothing_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "k.npy"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -93,9 +104,17 @@ def test_killed_before_the_new_name_nothing_is_computed_again(tmp_path: Path, mo
 def test_a_partial_file_of_anything_else_counts_nothing(tmp_path: Path, what: str) -> None:
     path, partial = tmp_path / "k.npy", growing_path(tmp_path / "k.npy")
     _begun(path, 12)
-    shape, dtype = ((19, 3) if what == "shape" else (20, 3)), np.dtype(np.int32) if what == "type" else FLOAT
+    shape, dtype = (
+        ((19, 3) if what == "shape" else (20, 3)),
+        np.dtype(np.int32) if what == "type" else FLOAT,
+    )
     kept = partial.read_bytes()
-    damage = {"torn": kept[:20] + b"\0" + kept[21:], "short": kept[:-1], "noise": b"\x01" * 1000, "empty": b""}
+    damage = {
+        "torn": kept[:20] + b"\0" + kept[21:],
+        "short": kept[:-1],
+        "noise": b"\x01" * 1000,
+        "empty": b"",
+    }
     if what == "npy":  # a whole header, but not all rows behind it
         partial.write_bytes(feature_cache._header(shape, dtype) + kept[-12 * 12 :])
     elif what in damage:
@@ -106,8 +125,12 @@ def test_a_partial_file_of_anything_else_counts_nothing(tmp_path: Path, what: st
     assert np.array_equal(np.load(path), np.zeros(shape, dtype=dtype))
 
 
-def test_rows_are_on_the_disk_before_they_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted_at_once: None) -> None:
-    """At every count the system is asked to write the data first, and all that is counted was written."""
+def test_rows_are_on_the_disk_before_they_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted_at_once: None
+) -> None:
+    """At every count the system is asked to write the data first, and all that is counted was
+    written.
+    """
     path, synced = tmp_path / "k.npy", [0]
     real_sync, real_write, counts = os.fdatasync, os.pwrite, []
     header = len(feature_cache._header((20, 3), FLOAT))
@@ -130,7 +153,9 @@ def test_rows_are_on_the_disk_before_they_are_counted(tmp_path: Path, monkeypatc
     assert counts == [0, 4, 8, 12, 16, 20, 20]
 
 
-def test_two_writers_do_not_meet_and_the_work_is_done_once(tmp_path: Path, counted_at_once: None) -> None:
+def test_two_writers_do_not_meet_and_the_work_is_done_once(
+    tmp_path: Path, counted_at_once: None
+) -> None:
     cache, started = _cache(tmp_path), threading.Event()
     seen: list[int] = []
     found: list[np.ndarray] = []
@@ -144,17 +169,23 @@ def test_two_writers_do_not_meet_and_the_work_is_done_once(tmp_path: Path, count
     def never(first: int) -> Iterator[np.ndarray]:
         raise AssertionError("the other one has it")
 
-    one = threading.Thread(target=lambda: found.append(cache.save_array("k", (20, 3), FLOAT, slowly)))
+    one = threading.Thread(
+        target=lambda: found.append(cache.save_array("k", (20, 3), FLOAT, slowly))
+    )
     one.start()
     assert started.wait(10)
     found.append(cache.save_array("k", (20, 3), FLOAT, never, progress=seen.append))
     one.join()
     assert len(found) == 2 and all(np.array_equal(x, WANTED) for x in found)
-    assert seen and seen == sorted(seen) and 0 < seen[0] < 20, "whoever waits sees the other's progress"
+    assert seen and seen == sorted(seen) and 0 < seen[0] < 20, (
+        "whoever waits sees the other's progress"
+    )
     assert [f.name for f in cache.folder.iterdir()] == ["k.npy"]
 
 
-def test_leftovers_go_as_the_unused_do_but_not_from_under_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_go_as_the_unused_do_but_not_from_under_a_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = _cache(tmp_path)
     cache.max_bytes = 100
     old = cache.folder / ".k.json.partial-999999"
@@ -187,11 +218,15 @@ def test_a_full_disk_is_one_error_and_what_is_done_stays(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("broken", [[], [5, 6, 7], list(range(8, 24)), [30, 31], list(range(32))])
-def test_features_after_a_stop_are_those_of_one_go(tmp_path: Path, broken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_after_a_stop_are_those_of_one_go(
+    tmp_path: Path, broken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped after each batch, with images that do not decode at all borders."""
     store, encoder, rows = write_digits(tmp_path / "s", 0, 32), vit_encoder(), np.arange(32)
     _break(store, broken)
-    whole = np.array(feature_array(encoder, "mean", 32, store, rows, keep=False, batch_size=8, workers=1))
+    whole = np.array(
+        feature_array(encoder, "mean", 32, store, rows, keep=False, batch_size=8, workers=1)
+    )
     real, left = GrowingArray.write, [0]
 
     def one_block(self: GrowingArray, first: int, blocks: Iterator[np.ndarray]) -> None:
@@ -209,12 +244,18 @@ def test_features_after_a_stop_are_those_of_one_go(tmp_path: Path, broken: list[
     for _ in range(9):
         done: list[int] = []
         try:
-            found = feature_array(encoder, "mean", 32, store, rows, batch_size=8, workers=1, progress=done.append)
+            found = feature_array(
+                encoder, "mean", 32, store, rows, batch_size=8, workers=1, progress=done.append
+            )
             break
         except KeyboardInterrupt:
             begun.append(done[0])
     assert np.array_equal(found, whole, equal_nan=True)
-    assert begun == sorted(set(begun)) and all(n % 8 == 0 for n in begun) and (len(begun) == 3 or len(broken) > 8)
+    assert (
+        begun == sorted(set(begun))
+        and all(n % 8 == 0 for n in begun)
+        and (len(begun) == 3 or len(broken) > 8)
+    )
 
 
 def _features(store: Path) -> dict[str, bytes]:
@@ -222,19 +263,42 @@ def _features(store: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_a_killed_adapt_resumes_in_the_midst_of_its_features(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_adapt_resumes_in_the_midst_of_its_features(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A real process, a real SIGKILL; nothing is charged before the features are there."""
     stores = [write_digits(tmp_path / f"{n}" / "mine", 0, 600) for n in range(2)]
-    for file in stores[1].path.iterdir():  # one data set, twice: what decides the names of its features is the same
+    for file in stores[
+        1
+    ].path.iterdir():  # one data set, twice: what decides the names of its features is the same
         if file.is_file():
             file.write_bytes((stores[0].path / file.name).read_bytes())
     assert main(["ledger", str(stores[1].path), "--moved"]) == 0, "a copy is refused until then"
     argv = [
-        "adapt", "--encoder", "hog", "--num-classes", "10", "--dataset-size", "600", "--head", "prototypes",
-        "--name", "first", "--hardware.physical-batch-size", "4", "--hardware.workers", "1", "--hardware.device", "cpu",
-    ]  # fmt: skip
-    where = [["--data", str(s.path), "--runs", str(tmp_path / f"{n}")] for n, s in enumerate(stores)]
-    child = multiprocessing.get_context("fork").Process(target=_slowly, args=([*argv, *where[0]],))  # imports take longer than all else
+        "adapt",
+        "--encoder",
+        "hog",
+        "--num-classes",
+        "10",
+        "--dataset-size",
+        "600",
+        "--head",
+        "prototypes",
+        "--name",
+        "first",
+        "--hardware.physical-batch-size",
+        "4",
+        "--hardware.workers",
+        "1",
+        "--hardware.device",
+        "cpu",
+    ]
+    where = [
+        ["--data", str(s.path), "--runs", str(tmp_path / f"{n}")] for n, s in enumerate(stores)
+    ]
+    child = multiprocessing.get_context("fork").Process(
+        target=_slowly, args=([*argv, *where[0]],)
+    )  # imports take longer than all else
     child.start()
     folder = stores[0].path / "confidential" / "features"
     stop = time.monotonic() + 60
@@ -249,7 +313,16 @@ def test_a_killed_adapt_resumes_in_the_midst_of_its_features(tmp_path: Path, cap
     capfd.readouterr()
     (partial,) = folder.iterdir()
     assert 40 <= _rows(partial) < 600 and not (tmp_path / "0" / "first" / "progress.jsonl").exists()
-    resume = ["adapt", "transfer.prototypes", "--resume", "--name", "first", "--runs", str(tmp_path / "0"), "--json"]
+    resume = [
+        "adapt",
+        "transfer.prototypes",
+        "--resume",
+        "--name",
+        "first",
+        "--runs",
+        str(tmp_path / "0"),
+        "--json",
+    ]
     assert main([*resume, "--show-confidential"]) == 0
     captured = capfd.readouterr()
     going_on = int(captured.err.split("going on at ")[1].split(" of 600")[0])

@@ -18,10 +18,21 @@ def _slow_cells(x_CHW: np.ndarray, cell: int, bins: int) -> np.ndarray:
     cells = np.zeros((bins, height // cell, width // cell))
     for r in range(height):
         for c in range(width):
-            right = x_CHW[:, r, c + 1] - x_CHW[:, r, c - 1] if 0 < c < width - 1 else np.zeros(len(x_CHW))
-            down = x_CHW[:, r + 1, c] - x_CHW[:, r - 1, c] if 0 < r < height - 1 else np.zeros(len(x_CHW))
+            right = (
+                x_CHW[:, r, c + 1] - x_CHW[:, r, c - 1]
+                if 0 < c < width - 1
+                else np.zeros(len(x_CHW))
+            )
+            down = (
+                x_CHW[:, r + 1, c] - x_CHW[:, r - 1, c]
+                if 0 < r < height - 1
+                else np.zeros(len(x_CHW))
+            )
             k = int(np.argmax(right**2 + down**2))
-            length, degrees = math.hypot(right[k], down[k]), math.degrees(math.atan2(down[k], right[k])) % 180
+            length, degrees = (
+                math.hypot(right[k], down[k]),
+                math.degrees(math.atan2(down[k], right[k])) % 180,
+            )
             for b in range(bins):
                 apart = abs(degrees - (b + 0.5) * 180 / bins)
                 near = max(0.0, 1 - min(apart, 180 - apart) * bins / 180)
@@ -56,12 +67,18 @@ def test_brightness_and_contrast_do_not_matter() -> None:
 
 
 def test_noise_far_below_a_grey_level_is_not_blown_up() -> None:
-    assert hog(0.5 + 1e-5 * _images(1, 3, 32, 32), 4).norm(dim=1) < 0.1 < hog(_images(1, 3, 32, 32), 4).norm(dim=1)
+    assert (
+        hog(0.5 + 1e-5 * _images(1, 3, 32, 32), 4).norm(dim=1)
+        < 0.1
+        < hog(_images(1, 3, 32, 32), 4).norm(dim=1)
+    )
 
 
 def test_a_mirrored_image_has_mirrored_cells_and_orientations() -> None:
     x = _images(2, 3, 24, 24)
-    torch.testing.assert_close(cell_histograms(x.flip(3), 4), cell_histograms(x, 4).flip(3).flip(1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        cell_histograms(x.flip(3), 4), cell_histograms(x, 4).flip(3).flip(1), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("orientation", range(9))

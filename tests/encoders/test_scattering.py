@@ -15,7 +15,9 @@ def _images(*shape: int, seed: int = 0) -> Tensor:
 
 def _smooth(num: int, side: int) -> Tensor:
     """Images that fade to grey at the border, so that a shift moves nothing in or out."""
-    x = F.avg_pool2d(torch.randn(num, 1, side, side, generator=torch.Generator().manual_seed(1)), 3, 1, 1)
+    x = F.avg_pool2d(
+        torch.randn(num, 1, side, side, generator=torch.Generator().manual_seed(1)), 3, 1, 1
+    )
     line = torch.hann_window(side, periodic=False).clamp(min=0)
     return x * line * line[:, None]
 
@@ -24,7 +26,8 @@ def _slow(bank: Scattering, x_HW: Tensor, *, coarser: bool) -> Tensor:
     """The definition, path by path in float64: (P, H / 2^J, W / 2^J).
 
     Args:
-        coarser: go on with every 2^j-th pixel after a wavelet of scale j, as the fast way does; otherwise with all of them to the end.
+        coarser: go on with every 2^j-th pixel after a wavelet of scale j, as the fast way does;
+            otherwise with all of them to the end.
     """
     pad, step = bank.pad_px, 1 << bank.num_scales
 
@@ -40,7 +43,9 @@ def _slow(bank: Scattering, x_HW: Tensor, *, coarser: bool) -> Tensor:
         return (u[:: 1 << (j - r), :: 1 << (j - r)], j) if coarser else (u, r)
 
     x = F.pad(x_HW[None, None].double(), (pad,) * 4, mode="reflect")[0, 0]
-    pairs = [(j, direction) for j in range(bank.num_scales) for direction in range(bank.num_directions)]
+    pairs = [
+        (j, direction) for j in range(bank.num_scales) for direction in range(bank.num_directions)
+    ]
     first, second = [], []
     for j1, l1 in pairs:
         u1, r1 = wavelet(x, j1, l1, 0)
@@ -50,9 +55,13 @@ def _slow(bank: Scattering, x_HW: Tensor, *, coarser: bool) -> Tensor:
 
 
 @pytest.mark.parametrize(("side", "scales", "directions"), [(32, 2, 8), (32, 3, 6), (24, 1, 4)])
-def test_paths_are_those_of_the_definition_in_the_stated_order(side: int, scales: int, directions: int) -> None:
+def test_paths_are_those_of_the_definition_in_the_stated_order(
+    side: int, scales: int, directions: int
+) -> None:
     bank, x = make_scattering(side, scales, directions), _images(1, 2, side, side)
-    torch.testing.assert_close(bank(x)[0, 1].double(), _slow(bank, x[0, 1], coarser=True), atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(
+        bank(x)[0, 1].double(), _slow(bank, x[0, 1], coarser=True), atol=1e-6, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("scales", "directions"), [(2, 8), (3, 6)])
@@ -66,7 +75,13 @@ def test_leaving_out_pixels_on_the_way_changes_little(scales: int, directions: i
 def test_shape_and_number_of_paths(scales: int, directions: int) -> None:
     paths = 1 + scales * directions + directions**2 * scales * (scales - 1) // 2
     grid = 32 >> scales
-    assert make_scattering(32, scales, directions)(_images(2, 3, 32, 32)).shape == (2, 3, paths, grid, grid)
+    assert make_scattering(32, scales, directions)(_images(2, 3, 32, 32)).shape == (
+        2,
+        3,
+        paths,
+        grid,
+        grid,
+    )
 
 
 def test_thirty_two_pixels_give_eighty_one_paths_of_eight_by_eight() -> None:
@@ -80,7 +95,9 @@ def test_littlewood_paley_sum_is_at_most_one_and_loses_little(scales: int, direc
     assert max(float(s.max()) for s in sums) <= 1 + 1e-5
     side = len(sums[0])
     square = torch.fft.fftfreq(side)[:, None].square() + torch.fft.fftfreq(side).square()
-    assert sums[0][square <= 0.375**2].min() > 0.5  # up to the finest wavelet's own frequency, 3/4 of the finest that pixels hold
+    assert (
+        sums[0][square <= 0.375**2].min() > 0.5
+    )  # up to the finest wavelet's own frequency, 3/4 of the finest that pixels hold
 
 
 @pytest.mark.parametrize(("scales", "directions"), [(2, 8), (3, 4)])
@@ -88,15 +105,22 @@ def test_distances_do_not_grow(scales: int, directions: int) -> None:
     bank = make_scattering(32, scales, directions)
     x = _images(1, 1, 32, 32)
     far = [_images(1, 1, 32, 32, seed=1), torch.zeros(1, 1, 32, 32), x.flip(2), x.roll(1, 3)]
-    spots = [x + 0.1 * F.one_hot(torch.tensor([at]), 1024).reshape(1, 1, 32, 32) for at in (0, 1, 33, 66, 1023, 500)]
+    spots = [
+        x + 0.1 * F.one_hot(torch.tensor([at]), 1024).reshape(1, 1, 32, 32)
+        for at in (0, 1, 33, 66, 1023, 500)
+    ]
     for y in [*far, *spots]:
         assert (bank(x) - bank(y)).norm() <= (x - y).norm()
 
 
 @pytest.mark.parametrize(("scales", "directions"), [(2, 8), (3, 4)])
-def test_distances_do_not_grow_in_the_worst_direction_that_ascent_finds(scales: int, directions: int) -> None:
+def test_distances_do_not_grow_in_the_worst_direction_that_ascent_finds(
+    scales: int, directions: int
+) -> None:
     bank, x = make_scattering(32, scales, directions), _images(1, 1, 32, 32)
-    y = (x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))).requires_grad_(True)
+    y = (x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))).requires_grad_(
+        True
+    )
     ratios = []
     for _ in range(60):
         ratio = (bank(x) - bank(y)).norm() / (x - y).norm()
@@ -107,7 +131,9 @@ def test_distances_do_not_grow_in_the_worst_direction_that_ascent_finds(scales: 
     assert max(ratios) <= 1
 
 
-def test_a_shift_of_a_pixel_moves_coefficients_far_less_than_pixels_and_less_with_more_scales() -> None:
+def test_a_shift_of_a_pixel_moves_coefficients_far_less_than_pixels_and_less_with_more_scales() -> (
+    None
+):
     x = _smooth(8, 64)
     moved = {}
     for scales in (1, 2, 3, 4):
@@ -139,10 +165,16 @@ def test_log_is_taken_of_orders_one_and_two() -> None:
     bank, x = make_scattering(32), _images(1, 1, 32, 32)
     plain, logarithm = bank(x), bank(x, log=True)
     torch.testing.assert_close(logarithm[:, :, 0], plain[:, :, 0])
-    torch.testing.assert_close(logarithm[:, :, 1:].exp(), plain[:, :, 1:] + 1e-3, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        logarithm[:, :, 1:].exp(), plain[:, :, 1:] + 1e-3, atol=1e-5, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("side", "scales"), [(30, 2), (8, 2), (32, 0), (16, 3)])
 def test_sizes_that_do_not_fit_are_refused(side: int, scales: int) -> None:
-    with pytest.raises(ConfigError, match=rf"side_px={side} with {scales} scales; expected a multiple of \d+ above \d+\. Use fewer"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"side_px={side} with {scales} scales; "
+        rf"expected a multiple of \d+ above \d+\. Use fewer",
+    ):
         make_scattering(side, scales)

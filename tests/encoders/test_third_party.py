@@ -25,7 +25,9 @@ def _weights(model: torch.nn.Module, path, prefix: str = ""):
 
 def test_a_timm_transformer_gives_its_own_tokens_pooled(tmp_path):
     torch.manual_seed(3)
-    model = timm.create_model(VIT, pretrained=False, num_classes=7).eval()  # a head of another size than the library's
+    model = timm.create_model(
+        VIT, pretrained=False, num_classes=7
+    ).eval()  # a head of another size than the library's
     encoder = open_encoder(f"timm:{VIT}@{_weights(model, tmp_path / 'w.safetensors')}")
     x_BCHW = _images(224)
     with torch.no_grad():
@@ -37,12 +39,20 @@ def test_a_timm_transformer_gives_its_own_tokens_pooled(tmp_path):
         model(x_BCHW)
         for hook in hooks:
             hook.remove()
-    assert list(found) == ["mean", "2x2", "cls"] and encoder.family == "transformer" and encoder.image_size == 224
+    assert (
+        list(found) == ["mean", "2x2", "cls"]
+        and encoder.family == "transformer"
+        and encoder.image_size == 224
+    )
     assert torch.allclose(found["mean"], token_BLD[:, 1:].mean(1), atol=1e-6)
     assert torch.allclose(found["cls"], token_BLD[:, 0])
-    corner = token_BLD[:, 1:].reshape(2, 14, 14, -1)[:, :7, 7:].mean((1, 2))  # top right: the second quarter
+    corner = (
+        token_BLD[:, 1:].reshape(2, 14, 14, -1)[:, :7, 7:].mean((1, 2))
+    )  # top right: the second quarter
     assert torch.allclose(found["2x2"][:, 192:384], corner, atol=1e-6)
-    assert len(blocks) == 12 and all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(blocks, taken, strict=True))
+    assert len(blocks) == 12 and all(
+        torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(blocks, taken, strict=True)
+    )
 
 
 @mark.slow
@@ -59,7 +69,16 @@ def test_registers_are_no_patches():
         assert torch.allclose(encoder.poolings(x_BCHW)["mean"], token_BLD[:, 4:].mean(1), atol=1e-6)
 
 
-@mark.parametrize("name", ["resnet18", *(param(name, marks=mark.slow) for name in ("alexnet", "squeezenet1_1", "shufflenet_v2_x0_5"))])
+@mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        *(
+            param(name, marks=mark.slow)
+            for name in ("alexnet", "squeezenet1_1", "shufflenet_v2_x0_5")
+        ),
+    ],
+)
 def test_a_torchvision_convnet_gives_the_map_before_its_pooling(tmp_path, name):
     torch.manual_seed(4)
     more = {"num_classes": 5}
@@ -86,15 +105,23 @@ def test_a_torchvision_convnet_gives_the_map_before_its_pooling(tmp_path, name):
 
 
 @mark.parametrize("name", ["googlenet", param("inception_v3", marks=mark.slow)])
-def test_inputs_are_scaled_as_torchvision_scales_them_for_its_published_weights(tmp_path, monkeypatch, name):
+def test_inputs_are_scaled_as_torchvision_scales_them_for_its_published_weights(
+    tmp_path, monkeypatch, name
+):
     torch.manual_seed(5)
-    tensors = torchvision.models.get_model(name, weights=None, init_weights=False, aux_logits=True).state_dict()
-    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *a, **kw: tensors)
+    tensors = torchvision.models.get_model(
+        name, weights=None, init_weights=False, aux_logits=True
+    ).state_dict()
+    monkeypatch.setattr(
+        "torchvision.models._api.load_state_dict_from_url", lambda *a, **kw: tensors
+    )
     published = torchvision.models.get_model(name, weights="DEFAULT").eval()
     save_file(tensors, tmp_path / "w.safetensors")
     encoder = third_party_encoder("torchvision", name, tmp_path / "w.safetensors")
     x_BCHW, taken = _images(encoder.image_size), []
-    published.avgpool.register_forward_pre_hook(lambda module, given: taken.append(given[0].mean((2, 3))))
+    published.avgpool.register_forward_pre_hook(
+        lambda module, given: taken.append(given[0].mean((2, 3)))
+    )
     with torch.no_grad():
         found = encoder.poolings(x_BCHW)["mean"]
         published(x_BCHW)
@@ -105,24 +132,35 @@ def test_inputs_are_scaled_as_torchvision_scales_them_for_its_published_weights(
 
 
 @mark.parametrize(
-    ("name", "file_size", "size"), [("vit_h_14", None, 224), ("vit_h_14", 518, 518), ("vit_b_16", 384, 384), ("vit_b_16", 32, 32)]
+    ("name", "file_size", "size"),
+    [("vit_h_14", None, 224), ("vit_h_14", 518, 518), ("vit_b_16", 384, 384), ("vit_b_16", 32, 32)],
 )
 def test_torchvisions_transformers_take_the_size_of_the_files_positions(name, file_size, size):
     """On the meta device: shapes without numbers."""
     with torch.device("meta"):
         weights = None
         if file_size is not None:
-            tensors = torchvision.models.get_model(name, weights=None, image_size=file_size).state_dict()
+            tensors = torchvision.models.get_model(
+                name, weights=None, image_size=file_size
+            ).state_dict()
             weights = WeightsFile({f"module.{n}": t for n, t in tensors.items()}, ())
         encoder = encoder_from("torchvision", name, name, weights, "file", device="meta")
         assert encoder.image_size == size
-        assert encoder.poolings(torch.zeros(2, 3, size, size))["cls"].shape == (2, 1280 if name == "vit_h_14" else 768)
+        assert encoder.poolings(torch.zeros(2, 3, size, size))["cls"].shape == (
+            2,
+            1280 if name == "vit_h_14" else 768,
+        )
 
 
 def test_a_transformer_of_other_patches_is_refused_by_its_first_tensor():
     with torch.device("meta"):
-        weights = WeightsFile(torchvision.models.get_model("vit_b_16", weights=None).state_dict(), ())
-        with raises(CheckpointError, match=r"conv_proj.weight=\(768, 3, 16, 16\); expected shape \(768, 3, 32, 32\)"):
+        weights = WeightsFile(
+            torchvision.models.get_model("vit_b_16", weights=None).state_dict(), ()
+        )
+        with raises(
+            CheckpointError,
+            match=r"conv_proj.weight=\(768, 3, 16, 16\); expected shape \(768, 3, 32, 32\)",
+        ):
             encoder_from("torchvision", "vit_b_32", "x", weights, "file", device="meta")
 
 
@@ -138,7 +176,9 @@ def test_preprocessing_is_the_librarys_own():
 def test_sizes_are_free_where_the_model_lets_them_be():
     assert third_party_encoder("timm", VIT, image_size=32).image_size == 224
     small = third_party_encoder("torchvision", "resnet18", image_size=32)
-    assert small.image_size == 32 and {n: f.shape for n, f in small.poolings(_images(32)).items()} == {"mean": (2, 512)}
+    assert small.image_size == 32 and {
+        n: f.shape for n, f in small.poolings(_images(32)).items()
+    } == {"mean": (2, 512)}
     with raises(ConfigError, match="image_size=32"):
         third_party_encoder("torchvision", "alexnet", image_size=32)
 
@@ -166,7 +206,9 @@ def test_the_backbone_trains_and_leaves_the_frozen_encoder_as_it_was(spec):
     assert torch.allclose(backbone.eval()(x_BCHW), before, atol=1e-5)
     optimizer = torch.optim.SGD(backbone.train().parameters(), lr=0.1)
     backbone(x_BCHW).square().mean().backward()
-    assert all(p.grad is not None for n, p in backbone.named_parameters() if not n.endswith("cls_token"))
+    assert all(
+        p.grad is not None for n, p in backbone.named_parameters() if not n.endswith("cls_token")
+    )
     optimizer.step()
     assert not torch.allclose(backbone.eval()(x_BCHW), before, atol=1e-5)
     assert torch.equal(encoder.poolings(x_BCHW)["mean"], before)
@@ -176,23 +218,34 @@ def test_the_backbone_trains_and_leaves_the_frozen_encoder_as_it_was(spec):
 def test_files_that_do_not_fit_are_refused_with_the_first_tensor(tmp_path):
     model = torchvision.models.resnet18(weights=None)
     small = model.state_dict()
-    save_file({n: t for n, t in small.items() if n != "layer2.0.bn1.bias"}, tmp_path / "lacks.safetensors")
+    save_file(
+        {n: t for n, t in small.items() if n != "layer2.0.bn1.bias"}, tmp_path / "lacks.safetensors"
+    )
     save_file(small | {"layer4.0.conv1.weight": torch.ones(2)}, tmp_path / "shape.safetensors")
     save_file(small | {"layer5.0.weight": torch.ones(2)}, tmp_path / "more.safetensors")
-    save_file({f"{p}.{n}": t.clone() for n, t in small.items() for p in "qk"}, tmp_path / "two.safetensors")
+    save_file(
+        {f"{p}.{n}": t.clone() for n, t in small.items() for p in "qk"},
+        tmp_path / "two.safetensors",
+    )
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     expected = {
-        "lacks": "layer2.0.bn1.bias=nothing", "shape": r"layer4.0.conv1.weight=\(2,\); expected shape \(512, 256, 3, 3\)",
-        "more": "layer5.0.weight is not a tensor", "two": r"2 models, under \['k.', 'q.'\]", 
+        "lacks": "layer2.0.bn1.bias=nothing",
+        "shape": r"layer4.0.conv1.weight=\(2,\); expected shape \(512, 256, 3, 3\)",
+        "more": "layer5.0.weight is not a tensor",
+        "two": r"2 models, under \['k.', 'q.'\]",
         "other": "no tensor 'conv1.weight'",
-    }  # fmt: skip
+    }
     for name, words in expected.items():
         with raises(CheckpointError, match=words):
             third_party_encoder("torchvision", "resnet18", tmp_path / f"{name}.safetensors")
 
 
 def test_unknown_names_are_refused_with_the_closest():
-    for kind, name, close in [("timm", "resnet5O", "resnet50"), ("torchvision", "alexnt", "alexnet"), ("timm", f"{VIT}.no", "known tag")]:
+    for kind, name, close in [
+        ("timm", "resnet5O", "resnet50"),
+        ("torchvision", "alexnt", "alexnet"),
+        ("timm", f"{VIT}.no", "known tag"),
+    ]:
         with raises(ConfigError, match=close):
             third_party_encoder(kind, name)
     with raises(ConfigError, match="expected one of its"):

@@ -1,4 +1,6 @@
-"""Weights that timm has fetched are found where timm keeps them; nothing else is, and nothing is downloaded."""
+"""Weights that timm has fetched are found where timm keeps them; nothing else is, and nothing is
+downloaded.
+"""
 
 import socket
 from pathlib import Path
@@ -32,7 +34,10 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(11)
-    return {name: value.contiguous().clone() for name, value in timm.create_model(NAME, pretrained=False).state_dict().items()}
+    return {
+        name: value.contiguous().clone()
+        for name, value in timm.create_model(NAME, pretrained=False).state_dict().items()
+    }
 
 
 def _fetch(caches: Path) -> Path:
@@ -50,7 +55,9 @@ def test_an_empty_cache_has_none_and_says_where_it_looked(caches: Path) -> None:
     found, places = find_timm_weights(NAME)
     assert found is None and any(str(caches / "hub") in place for place in places)
     encoder = open_encoder(f"timm:{NAME}")
-    assert encoder.weights == "random" and "random weights" in encoder.name and encoder.licence is None
+    assert (
+        encoder.weights == "random" and "random weights" in encoder.name and encoder.licence is None
+    )
 
 
 @pytest.mark.slow
@@ -58,7 +65,11 @@ def test_fetched_weights_are_those_of_the_encoder_with_their_licence(caches: Pat
     file = _fetch(caches)
     assert find_timm_weights(NAME) == (file, [])
     encoder = open_encoder(f"timm:{NAME}")
-    assert encoder.weights == "trained" and encoder.name == f"timm:{NAME}" and encoder.licence == timm_licence(NAME) is not None
+    assert (
+        encoder.weights == "trained"
+        and encoder.name == f"timm:{NAME}"
+        and encoder.licence == timm_licence(NAME) is not None
+    )
     same = open_encoder(f"timm:{NAME}@{file}")
     x_BCHW = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     assert torch.equal(encoder.poolings(x_BCHW)["mean"], same.poolings(x_BCHW)["mean"])
@@ -66,4 +77,7 @@ def test_fetched_weights_are_those_of_the_encoder_with_their_licence(caches: Pat
 
 def test_a_name_that_timm_publishes_nothing_for_has_no_weights(caches: Path) -> None:
     for name in ("resnetv2_50x4_unheard_of", "resnet18.no_such_tag"):
-        assert find_timm_weights(name) == (None, ["nowhere: timm publishes none for this name"]) and timm_licence(name) is None
+        assert (
+            find_timm_weights(name) == (None, ["nowhere: timm publishes none for this name"])
+            and timm_licence(name) is None
+        )

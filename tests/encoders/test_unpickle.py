@@ -1,4 +1,6 @@
-"""Pickles from elsewhere: what is in them comes back as tensors, what they would do does not happen."""
+"""Pickles from elsewhere: what is in them comes back as tensors, what they would do does not
+happen.
+"""
 
 import argparse
 import hashlib
@@ -26,9 +28,19 @@ def _published(path: Path, **options) -> dict[str, torch.Tensor]:
     """A checkpoint as training scripts leave them; returns the tensors that should come out."""
     generator = torch.Generator().manual_seed(0)
     turned = torch.randn(3, 4, generator=generator).t()
-    model = {"turned.weight": turned, "half": torch.ones(3, dtype=torch.bfloat16), "tied": turned, "steps": torch.tensor(7)}
+    model = {
+        "turned.weight": turned,
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "tied": turned,
+        "steps": torch.tensor(7),
+    }
     optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
-    rest = {"optimizer": optimizer, "args": argparse.Namespace(lr=0.1, names=["a"]), "epoch": 3, "best": None}
+    rest = {
+        "optimizer": optimizer,
+        "args": argparse.Namespace(lr=0.1, names=["a"]),
+        "epoch": 3,
+        "best": None,
+    }
     torch.save({"model": model, **rest}, path, **options)
     return {f"model.{name}": tensor for name, tensor in model.items()}
 
@@ -48,22 +60,32 @@ def _with_program(path: Path, program: bytes) -> None:
     torch.save({"a": torch.ones(3)}, path.with_suffix(".plain"))
     with zipfile.ZipFile(path.with_suffix(".plain")) as plain, zipfile.ZipFile(path, "w") as made:
         for member in plain.infolist():
-            made.writestr(member.filename, program if member.filename.endswith("data.pkl") else plain.read(member))
+            made.writestr(
+                member.filename,
+                program if member.filename.endswith("data.pkl") else plain.read(member),
+            )
 
 
 def _archive_bomb(path: Path) -> None:
     torch.save({"a": torch.zeros(1 << 22)}, path.with_suffix(".plain"))
-    with zipfile.ZipFile(path.with_suffix(".plain")) as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bomb:
+    with (
+        zipfile.ZipFile(path.with_suffix(".plain")) as plain,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bomb,
+    ):
         for member in plain.infolist():
             bomb.writestr(member.filename, plain.read(member))
 
 
 def _endless(path: Path) -> None:
-    """A pair of the same pair, seventy times, as the key of a dictionary: its hash visits 2^70 leaves."""
+    """A pair of the same pair, seventy times, as the key of a dictionary: its hash visits 2^70
+    leaves.
+    """
     _with_program(path, b"\x80\x02}K\x01\x85" + b"q\x00h\x00\x86" * 70 + b"K\x01s.")
 
 
-def test_what_a_published_checkpoint_holds_comes_back_and_is_kept_under_its_digest(tmp_path, monkeypatch):
+def test_what_a_published_checkpoint_holds_comes_back_and_is_kept_under_its_digest(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "new.pth"
     expected = _published(path)
     first = load_pickle_safely(path)
@@ -71,14 +93,23 @@ def test_what_a_published_checkpoint_holds_comes_back_and_is_kept_under_its_dige
     for name, tensor in expected.items():
         assert first[name].dtype == tensor.dtype and torch.equal(first[name], tensor), name
     with unpickle.safe_open(tmp_path / "new.pth.safetensors", "pt") as kept:
-        assert kept.metadata() == {"sha256_of_pickle": hashlib.sha256(path.read_bytes()).hexdigest()}
+        assert kept.metadata() == {
+            "sha256_of_pickle": hashlib.sha256(path.read_bytes()).hexdigest()
+        }
     with monkeypatch.context() as patch:
         patch.setattr(unpickle, "_convert", lambda *_: pytest.fail("opened the pickle again"))
         assert load_pickle_safely(path).keys() == expected.keys()
     # torch's older format, under the same name: what was kept is of another pickle now
-    torch.save({"other": torch.arange(3), "shown": torch.nn.Parameter(torch.ones(2))}, path, _use_new_zipfile_serialization=False)
+    torch.save(
+        {"other": torch.arange(3), "shown": torch.nn.Parameter(torch.ones(2))},
+        path,
+        _use_new_zipfile_serialization=False,
+    )
     again = load_pickle_safely(path)
-    assert {name: tensor.tolist() for name, tensor in again.items()} == {"other": [0, 1, 2], "shown": [1, 1]}
+    assert {name: tensor.tolist() for name, tensor in again.items()} == {
+        "other": [0, 1, 2],
+        "shown": [1, 1],
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,20 +122,32 @@ def test_what_a_published_checkpoint_holds_comes_back_and_is_kept_under_its_dige
     ids=["system", "eval", "chain"],
 )
 @pytest.mark.parametrize("in_zip", [True, False], ids=["zip", "legacy"])
-def test_a_pickle_that_calls_something_is_refused_by_name_and_does_nothing(tmp_path, call, named, in_zip):
+def test_a_pickle_that_calls_something_is_refused_by_name_and_does_nothing(
+    tmp_path, call, named, in_zip
+):
     function, args = call.asked
-    planted = _Calls(function, *(a.format(str(tmp_path / "harm")) if isinstance(a, str) else a for a in args))
+    planted = _Calls(
+        function, *(a.format(str(tmp_path / "harm")) if isinstance(a, str) else a for a in args)
+    )
     path = tmp_path / "evil.pth"
-    torch.save({"model": {"a": torch.ones(3)}, "args": planted}, path, _use_new_zipfile_serialization=in_zip)
+    torch.save(
+        {"model": {"a": torch.ones(3)}, "args": planted},
+        path,
+        _use_new_zipfile_serialization=in_zip,
+    )
     with pytest.raises(CheckpointError, match=named):
         load_pickle_safely(path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["evil.pth"]
 
 
 def test_a_pickle_with_an_archive_behind_it_is_read_as_torch_would_read_it(tmp_path):
-    torch.save(_Calls(os.system, "true"), tmp_path / "pickle.pth", _use_new_zipfile_serialization=False)
+    torch.save(
+        _Calls(os.system, "true"), tmp_path / "pickle.pth", _use_new_zipfile_serialization=False
+    )
     torch.save({"a": torch.ones(3)}, tmp_path / "archive.pth")
-    (tmp_path / "both.pth").write_bytes((tmp_path / "pickle.pth").read_bytes() + (tmp_path / "archive.pth").read_bytes())
+    (tmp_path / "both.pth").write_bytes(
+        (tmp_path / "pickle.pth").read_bytes() + (tmp_path / "archive.pth").read_bytes()
+    )
     assert zipfile.is_zipfile(tmp_path / "both.pth")
     with pytest.raises(CheckpointError, match=r"names posix\.system"):
         load_pickle_safely(tmp_path / "both.pth")
@@ -168,11 +211,15 @@ def test_torchs_loader_alone_does_not_end_where_this_one_does(tmp_path):
         "resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 3,) * 2)\n"
         "torch.load(sys.argv[1], weights_only=True)"
     )
-    done = subprocess.run([sys.executable, "-c", program, tmp_path / "endless.pth"], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "endless.pth"], capture_output=True, check=False
+    )
     assert done.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize("name", ["posix system", "builtins bytearray", "torch.hub load", "torch load", "os path.join"])
+@pytest.mark.parametrize(
+    "name", ["posix system", "builtins bytearray", "torch.hub load", "torch load", "os path.join"]
+)
 def test_only_names_that_tensors_need_pass(name):
     assert not unpickle_worker._ALLOWED.fullmatch(name)
 
@@ -198,7 +245,11 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, content):
     if content == "no tensors":
         torch.save({"epoch": 3}, path)
     else:
-        path.write_bytes({"truncated": path.read_bytes()[:700], "text": b"<!DOCTYPE html>", "nothing": b""}[content])
+        path.write_bytes(
+            {"truncated": path.read_bytes()[:700], "text": b"<!DOCTYPE html>", "nothing": b""}[
+                content
+            ]
+        )
     with pytest.raises(CheckpointError, match="was refused"):
         load_pickle_safely(path)
 
@@ -223,11 +274,25 @@ def test_the_process_sees_no_environment_and_where_linux_lets_it_no_network(tmp_
     threading.Thread(target=lambda: answered.append(server.accept()), daemon=True).start()
     worker = unpickle_worker.__file__
     program = (
-        f"import os, runpy, socket, ctypes; w = runpy.run_path({worker!r}); w['_leave_the_network']()\n"
-        f"try:\n socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2); print('reached')\nexcept OSError: print('cut off')"
+        f"import os, runpy, socket, ctypes; w = runpy.run_path({worker!r}); "
+        "w['_leave_the_network']()\n"
+        "try:\n"
+        f" socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2); "
+        "print('reached')\n"
+        "except OSError: print('cut off')"
     )
-    allowed = subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True, check=False) if os.name == "posix" else None
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True, env={})
+    allowed = (
+        subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True, check=False)
+        if os.name == "posix"
+        else None
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={},
+    )
     if allowed is None or allowed.returncode != 0:
         pytest.skip("this system lets no process leave the network")
     assert done.stdout.strip() == "cut off" and not answered

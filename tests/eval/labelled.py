@@ -35,7 +35,13 @@ def write_store(
         file = io.BytesIO()
         Image.fromarray(image).save(file, "PNG")
         fields = {"label": label, "person": person[i] if person else None}
-        samples.append(Sample(f"k{i}", file.getvalue(), {name: value for name, value in fields.items() if value is not None}))
+        samples.append(
+            Sample(
+                f"k{i}",
+                file.getvalue(),
+                {name: value for name, value in fields.items() if value is not None},
+            )
+        )
     return import_samples(samples, path, public=public, unit_from="person" if person else None)
 
 
@@ -43,16 +49,22 @@ def write_digits(path: Path, start: int, stop: int) -> Store:
     """scikit-learn's handwritten digits of 8 px as grey images."""
     pixels, labels = load_digits(return_X_y=True)
     grey = (pixels[start:stop].reshape(-1, 8, 8, 1) * 15.9).astype(np.uint8)
-    return write_store(path, list(grey.repeat(3, axis=3)), [str(label) for label in labels[start:stop]])
+    return write_store(
+        path, list(grey.repeat(3, axis=3)), [str(label) for label in labels[start:stop]]
+    )
 
 
-def write_colours(path: Path, per_class: int, seed: int, person: Sequence[str] | None = None) -> Store:
+def write_colours(
+    path: Path, per_class: int, seed: int, person: Sequence[str] | None = None
+) -> Store:
     """Three classes that differ in their colour, with noise."""
     rng = np.random.Generator(np.random.PCG64(seed))
     label = np.arange(3 * per_class) % 3
     images = rng.normal(100, 25, (len(label), 8, 8, 3))
     images[np.arange(len(label)), :, :, label] += 60
-    return write_store(path, list(images.clip(0, 255).astype(np.uint8)), [f"c{c}" for c in label], person)
+    return write_store(
+        path, list(images.clip(0, 255).astype(np.uint8)), [f"c{c}" for c in label], person
+    )
 
 
 class MeanToken(nn.Module):
@@ -69,14 +81,25 @@ class MeanToken(nn.Module):
 def vit_encoder(seed: int = 0, depth: int = 2) -> Encoder:
     """A small transformer with random weights for images of 8 px."""
     cfg = ViTConfig(image_size=8, patch_size=2, depth=depth, width=32, num_heads=2)
-    model = make_model(MAEConfig(encoder=cfg, decoder_depth=1, decoder_width=16, decoder_num_heads=2), seed)
+    model = make_model(
+        MAEConfig(encoder=cfg, decoder_depth=1, decoder_width=16, decoder_num_heads=2), seed
+    )
     net = MeanToken(model.encoder).eval()
 
     def poolings(x_BCHW: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
             return {"mean": net(x_BCHW)}
 
-    return Encoder("vit", 8, MEAN, STD, poolings, "transformer", lambda: copy.deepcopy(net).train(), model.encoder.forward_blocks)
+    return Encoder(
+        "vit",
+        8,
+        MEAN,
+        STD,
+        poolings,
+        "transformer",
+        lambda: copy.deepcopy(net).train(),
+        model.encoder.forward_blocks,
+    )
 
 
 def conv_encoder(seed: int = 0) -> Encoder:
@@ -84,9 +107,15 @@ def conv_encoder(seed: int = 0) -> Encoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = nn.Sequential(
-            nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        ).eval()  # fmt: skip
+            nn.Conv2d(3, 16, 3, 2, 1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, 2, 1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        ).eval()
 
     def poolings(x_BCHW: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Accuracy by several labels: against counting by hand, in each form of file, through each protocol that predicts a class."""
+"""Accuracy by several labels: against counting by hand, in each form of file, through each protocol
+that predicts a class.
+"""
 
 import io
 import json
@@ -52,15 +54,26 @@ def test_more_labels_never_make_a_score_lower() -> None:
     rng = np.random.default_rng(1)
     truth, predicted = rng.integers(0, 5, 200), rng.integers(0, 5, 200)
     one = sets(*({int(label)} for label in truth))
-    two = sets(*({int(label), int(other)} for label, other in zip(truth, rng.integers(0, 5, 200), strict=True)))
+    two = sets(
+        *(
+            {int(label), int(other)}
+            for label, other in zip(truth, rng.integers(0, 5, 200), strict=True)
+        )
+    )
     assert two.measure(predicted, np.arange(200))[0] > one.measure(predicted, np.arange(200))[0]
 
 
 def test_several_draws_have_students_interval_over_them() -> None:
     several = sets({0}, {1}, {0, 1}, {1})
     draws = [np.array([0, 1, 0, 1]), np.array([0, 0, 0, 0])]
-    score = Scoring(any_of=several).score("encoder", "few-shot", "2 draws", draws, np.zeros(4), np.arange(4))
-    assert score.value == 0.75 and score.n == 4 and score.protocol == "few-shot, 2 draws, any label of real.json"
+    score = Scoring(any_of=several).score(
+        "encoder", "few-shot", "2 draws", draws, np.zeros(4), np.arange(4)
+    )
+    assert (
+        score.value == 0.75
+        and score.n == 4
+        and score.protocol == "few-shot, 2 draws, any label of real.json"
+    )
     assert score.low < 0.5 and score.high == 1.0, "two draws leave everything open"
 
 
@@ -85,7 +98,10 @@ def test_reals_file_goes_by_the_numbers_of_the_validation_images(tmp_path: Path)
     real = write(tmp_path / "real.json", [[10], [20], [], [40], [50, 51]])
     found = load_any_of_labels(real, store)
     by_key = {store.record(row).key: found.accepted_N[row] for row in range(3)}
-    assert by_key == {keys[0]: {50, 51}, keys[1]: {10}, keys[2]: set()} and sum(map(bool, found.accepted_N)) == 2
+    assert (
+        by_key == {keys[0]: {50, 51}, keys[1]: {10}, keys[2]: set()}
+        and sum(map(bool, found.accepted_N)) == 2
+    )
     with pytest.raises(DataError, match="has 4 lists"):
         load_any_of_labels(write(tmp_path / "short.json", [[1]] * 4), store)
 
@@ -93,12 +109,18 @@ def test_reals_file_goes_by_the_numbers_of_the_validation_images(tmp_path: Path)
 def test_other_lists_go_by_the_sorted_names(tmp_path: Path) -> None:
     store = named_store(tmp_path / "store", ["c", "a", "b"])
     found = load_any_of_labels(write(tmp_path / "lists.json", [[0], [1], [2]]), store)
-    assert {store.record(row).key: set(found.accepted_N[row]) for row in range(3)} == {"a": {0}, "b": {1}, "c": {2}}
+    assert {store.record(row).key: set(found.accepted_N[row]) for row in range(3)} == {
+        "a": {0},
+        "b": {1},
+        "c": {2},
+    }
     with pytest.raises(DataError, match="has 2 lists; expected 3"):
         load_any_of_labels(write(tmp_path / "two.json", [[0], [1]]), store)
 
 
-@pytest.mark.parametrize("names", [("x/a.png", "y/b.png"), ("a.png", "b.png"), ("a", "b"), ("other/a.jpg", "b.jpg")])
+@pytest.mark.parametrize(
+    "names", [("x/a.png", "y/b.png"), ("a.png", "b.png"), ("a", "b"), ("other/a.jpg", "b.jpg")]
+)
 def test_names_may_lack_folders_and_endings(tmp_path: Path, names: tuple[str, str]) -> None:
     store = named_store(tmp_path / "store", ["x/a.png", "y/b.png", "z/c.png"])
     wanted = {"x/a.png": {0, 3}, "y/b.png": {1}, "z/c.png": set()}
@@ -128,7 +150,9 @@ def test_names_may_lack_folders_and_endings(tmp_path: Path, names: tuple[str, st
         ("words.csv", "key,labels\na,dog\n", "class numbers"),
     ],
 )
-def test_files_that_will_not_do_are_refused_by_what_is_wrong(tmp_path: Path, name: str, content: object, problem: str) -> None:
+def test_files_that_will_not_do_are_refused_by_what_is_wrong(
+    tmp_path: Path, name: str, content: object, problem: str
+) -> None:
     store = named_store(tmp_path / "store", ["a", "b"])
     if content is not None:
         write(tmp_path / name, content)
@@ -137,16 +161,30 @@ def test_files_that_will_not_do_are_refused_by_what_is_wrong(tmp_path: Path, nam
 
 
 def test_every_protocol_on_features_scores_by_them() -> None:
-    """Features that say the own label outright: by a file with the next class for every other image, half are right."""
+    """Features that say the own label outright: by a file with the next class for every other
+    image, half are right.
+    """
     label = np.arange(400) % 4
     features = torch.nn.functional.one_hot(torch.from_numpy(label)).float()
 
     def part() -> LabelledFeatures:
-        return LabelledFeatures({("oracle", "x"): features}, torch.from_numpy(label), np.arange(400), np.arange(400)[::-1].copy())
+        return LabelledFeatures(
+            {("oracle", "x"): features},
+            torch.from_numpy(label),
+            np.arange(400),
+            np.arange(400)[::-1].copy(),
+        )
 
-    accepted = [{int(label[399 - row])} if row % 8 < 4 else {int(label[399 - row] + 1) % 4} for row in range(400)]
-    scores = score_features(part(), part(), (KNN(5), Linear(), Ridge(), FewShotProbe()), Scoring(any_of=sets(*accepted)))
-    assert [score.value for score in scores] == [0.5] * 4 and all("any label of real.json" in score.protocol for score in scores)
+    accepted = [
+        {int(label[399 - row])} if row % 8 < 4 else {int(label[399 - row] + 1) % 4}
+        for row in range(400)
+    ]
+    scores = score_features(
+        part(), part(), (KNN(5), Linear(), Ridge(), FewShotProbe()), Scoring(any_of=sets(*accepted))
+    )
+    assert [score.value for score in scores] == [0.5] * 4 and all(
+        "any label of real.json" in score.protocol for score in scores
+    )
 
 
 @pytest.mark.slow
@@ -154,21 +192,40 @@ def test_a_suite_scores_by_the_file_and_does_not_mix_up_its_cache(tmp_path: Path
     train, test = write_colours(tmp_path / "train", 30, 0), write_colours(tmp_path / "test", 10, 1)
     every = AnyOfLabels("every.json", (frozenset({0, 1, 2}),) * test.num_records)
     none_right = AnyOfLabels("wrong.json", (frozenset({9}),) * test.num_records)
-    plain = evaluate("pixels", train, test, protocols=(KNN(), FewShotProbe()), against=(), cache=True, workers=1)
+    plain = evaluate(
+        "pixels", train, test, protocols=(KNN(), FewShotProbe()), against=(), cache=True, workers=1
+    )
     found = {
         s.name: [
             score.value
-            for score in evaluate("pixels", train, test, protocols=(KNN(), FewShotProbe()), against=(), cache=True, workers=1, any_of=s)
+            for score in evaluate(
+                "pixels",
+                train,
+                test,
+                protocols=(KNN(), FewShotProbe()),
+                against=(),
+                cache=True,
+                workers=1,
+                any_of=s,
+            )
         ]
         for s in (every, none_right)
     }
     assert found == {"every.json": [1.0, 1.0], "wrong.json": [0.0, 0.0]}
-    again = evaluate("pixels", train, test, protocols=(KNN(), FewShotProbe()), against=(), cache=True, workers=1)
-    assert [s.value for s in again] == [s.value for s in plain] and "any label" not in again[0].protocol
+    again = evaluate(
+        "pixels", train, test, protocols=(KNN(), FewShotProbe()), against=(), cache=True, workers=1
+    )
+    assert [s.value for s in again] == [s.value for s in plain] and "any label" not in again[
+        0
+    ].protocol
 
 
 def test_labels_beyond_the_declared_classes_are_refused(tmp_path: Path) -> None:
-    store = write_store(tmp_path / "s", [np.full((8, 8, 3), i * 40, dtype=np.uint8) for i in range(3)], ["a", "b", "c"])
+    store = write_store(
+        tmp_path / "s",
+        [np.full((8, 8, 3), i * 40, dtype=np.uint8) for i in range(3)],
+        ["a", "b", "c"],
+    )
     path = write(tmp_path / "l.json", {"k0": [3], "k1": [0]})
     assert sum(map(bool, load_any_of_labels(path, store, num_classes=5).accepted_N)) == 2
     with pytest.raises(DataError, match="0 to 2"):

@@ -5,7 +5,9 @@ from dpvision.errors import DataError
 from dpvision.eval.score import Score, wilson_interval
 
 
-@pytest.mark.parametrize(("correct", "n"), [(0, 10), (10, 10), (1, 1), (3, 7), (4500, 10_000), (9_999, 10_000)])
+@pytest.mark.parametrize(
+    ("correct", "n"), [(0, 10), (10, 10), (1, 1), (3, 7), (4500, 10_000), (9_999, 10_000)]
+)
 def test_interval_is_that_of_scipy(correct: int, n: int) -> None:
     expected = binomtest(correct, n).proportion_ci(0.95, method="wilson")
     assert wilson_interval(correct, n) == pytest.approx((expected.low, expected.high), abs=1e-12)

@@ -1,4 +1,6 @@
-"""The examples run as they stand, in any order, each in a copy of its folder: they learn, and their epsilon is the one of their ledger."""
+"""The examples run as they stand, in any order, each in a copy of its folder: they learn, and their
+epsilon is the one of their ledger.
+"""
 
 import json
 import os
@@ -29,11 +31,20 @@ class Done:
     """An example that ran: its folder and what it printed."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.folder = shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("stores", "runs"))
+        self.folder = shutil.copytree(
+            EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("stores", "runs")
+        )
         script = self.folder / SCRIPTS[name]
         command = ["bash", str(script)] if script.suffix == ".sh" else [sys.executable, str(script)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DPVISION": f"{sys.executable} -m dpvision", "NUM": "400"}
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, env=environment)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DPVISION": f"{sys.executable} -m dpvision",
+            "NUM": "400",
+        }
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=900, env=environment
+        )
         assert done.returncode == 0, done.stderr
         self.out = done.stdout
 
@@ -42,10 +53,16 @@ class Done:
         return [float(number) for number in re.findall(pattern, self.out)]
 
     def spent(self, store: str) -> list[tuple[float, float]]:
-        """(epsilon of the executed steps, epsilon of the plan) of each run on a store, by its ledgers."""
-        store_id = json.loads((self.folder / "stores" / store / "store.json").read_text())["store_id"]
+        """(epsilon of the executed steps, epsilon of the plan) of each run on a store, by its
+        ledgers.
+        """
+        store_id = json.loads((self.folder / "stores" / store / "store.json").read_text())[
+            "store_id"
+        ]
         ledgers = map(read_ledger, (self.folder / "stores/LEDGERS" / store_id).glob("*.jsonl"))
-        return sorted((ledger.plan.spent(ledger.steps).epsilon, ledger.plan.epsilon) for ledger in ledgers)
+        return sorted(
+            (ledger.plan.spent(ledger.steps).epsilon, ledger.plan.epsilon) for ledger in ledgers
+        )
 
 
 @pytest.fixture(scope="module")
@@ -67,26 +84,38 @@ def test_every_example_is_tested_here_and_in_the_table() -> None:
         assert f"({name}/{script})" in table and (EXAMPLES / name / "README.md").exists()
 
 
-@pytest.mark.parametrize(("name", "limit"), [(name, 40 if name.startswith("your_own") else 50) for name in sorted(SCRIPTS)])
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [(name, 40 if name.startswith("your_own") else 50) for name in sorted(SCRIPTS)],
+)
 def test_an_example_is_short(name: str, limit: int) -> None:
     assert len((EXAMPLES / name / SCRIPTS[name]).read_text().splitlines()) < limit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "epsilon"), [("adapt_digits", 3.0), ("your_own_loop", 3.0), ("your_own_loader", 8.0)])
-def test_digits_are_learned_at_the_epsilon_that_is_printed(example, name: str, epsilon: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "epsilon"), [("adapt_digits", 3.0), ("your_own_loop", 3.0), ("your_own_loader", 8.0)]
+)
+def test_digits_are_learned_at_the_epsilon_that_is_printed(
+    example, name: str, epsilon: float
+) -> None:
     done = example(name)
     (accuracy,), ((spent, planned),) = done.found(r"accuracy ([\d.]+)%"), done.spent("digits")
-    # Draws and noise are new in every run; five times chance is below all runs seen (75% and more) and far above a guess.
+    # Draws and noise are new in every run; five times chance is below all runs seen (75% and more)
+    # and far above a guess.
     assert accuracy / 100 > 5 * CHANCE_OF_A_DIGIT
-    assert spent == planned <= epsilon and done.found(r"at epsilon ([\d.]+)") == [float(f"{spent:.2f}")]
+    assert spent == planned <= epsilon and done.found(r"at epsilon ([\d.]+)") == [
+        float(f"{spent:.2f}")
+    ]
 
 
 @pytest.mark.slow
 def test_the_row_of_the_paper_is_at_the_epsilons_of_its_ledgers(example) -> None:
     done = example("paper_row")
     printed = done.found(r"at epsilon ([\d.]+)")
-    assert len(printed) == 8 and sorted(printed) == [float(f"{spent:.2f}") for spent, _ in done.spent("digits")]
+    assert len(printed) == 8 and sorted(printed) == [
+        float(f"{spent:.2f}") for spent, _ in done.spent("digits")
+    ]
     assert min(done.found(r"many_steps: accuracy ([\d.]+)%")) / 100 > 3 * CHANCE_OF_A_DIGIT
 
 
@@ -94,7 +123,8 @@ def test_the_row_of_the_paper_is_at_the_epsilons_of_its_ledgers(example) -> None
 def test_private_captions_teach_colours_that_the_warm_start_cannot_name(example) -> None:
     done = example("private_captioner")
     before, after = done.found(r"right in ([\d.]+)%")
-    # A fifth of the scenes has any one of the five new colours; the warm start has never seen them named.
+    # A fifth of the scenes has any one of the five new colours; the warm start has never seen them
+    # named.
     assert before < 5 and after > before + 10
     ((spent, planned),) = done.spent("private")
     assert spent == planned <= 8 and done.found(r"epsilon ([\d.]+)") == [float(f"{spent:.2f}")]

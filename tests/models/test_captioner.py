@@ -1,4 +1,6 @@
-"""The captioner and its warm start: the paper's sizes to the unit, torch's decoder layers as oracle, causality, the cache, the losses."""
+"""The captioner and its warm start: the paper's sizes to the unit, torch's decoder layers as
+oracle, causality, the cache, the losses.
+"""
 
 import csv
 from dataclasses import replace
@@ -9,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpvision.config import BOS_ID, EOS_ID, PAD_ID, CaptionerConfig, CrossDecoderConfig, CrossMAEConfig, ViTConfig
+from dpvision.config import (
+    BOS_ID,
+    EOS_ID,
+    PAD_ID,
+    CaptionerConfig,
+    CrossDecoderConfig,
+    CrossMAEConfig,
+    ViTConfig,
+)
 from dpvision.errors import ConfigError
 from dpvision.models import count_parameters, make_model
 from dpvision.models.captioner import Captioner, caption_losses, losses
@@ -19,11 +29,14 @@ from dpvision.models.cross_mae import losses as cross_mae_losses
 from dpvision.models.layers import patchify
 from dpvision.recipes import RECIPES
 
-ENCODER = ViTConfig(image_size=16, patch_size=4, depth=2, width=24, num_heads=3, qkv_bias=False, train_cls=False)
+ENCODER = ViTConfig(
+    image_size=16, patch_size=4, depth=2, width=24, num_heads=3, qkv_bias=False, train_cls=False
+)
 DECODER = CrossDecoderConfig(depth=2, width=16, num_heads=4)
 CONFIG = CaptionerConfig(encoder=ENCODER, decoder=DECODER, vocab_size=11, num_tokens=7)
 SIZES = Path(__file__).parents[3] / "shared" / "reference" / "model_sizes.csv"
-# Trained parameters of the whole captioners and of Base's encoder: Sander et al. 2024, Table 6, to the unit.
+# Trained parameters of the whole captioners and of Base's encoder: Sander et al. 2024, Table 6, to
+# the unit.
 PAPER = {"tiny": 59_365_434, "small": 115_685_562, "base": 189_774_138, "large": 407_376_954}
 
 
@@ -42,7 +55,9 @@ def make_captioner(**changes: object) -> Captioner:
 
 
 def images(num: int = 3) -> Tensor:
-    return torch.randn(num, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        num, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def captions() -> Tensor:
@@ -61,8 +76,14 @@ def test_trained_parameters_are_the_papers_to_the_unit(size):
 def test_our_copy_of_the_papers_counts_is_the_reference():
     if not SIZES.exists():
         pytest.skip("the reference table of model sizes is not here")
-    rows = {row["model"]: int(row["exact_count"]) for row in csv.DictReader(SIZES.open()) if row["part"].startswith("whole")}
-    assert {f"DP-Cap-{size.capitalize()}": count for size, count in PAPER.items()} == {k: v for k, v in rows.items() if "Cap" in k}
+    rows = {
+        row["model"]: int(row["exact_count"])
+        for row in csv.DictReader(SIZES.open())
+        if row["part"].startswith("whole")
+    }
+    assert {f"DP-Cap-{size.capitalize()}": count for size, count in PAPER.items()} == {
+        k: v for k, v in rows.items() if "Cap" in k
+    }
 
 
 def torch_decoder(ours: CrossDecoder) -> nn.ModuleList:
@@ -70,15 +91,27 @@ def torch_decoder(ours: CrossDecoder) -> nn.ModuleList:
     layers = nn.ModuleList()
     for block in ours.blocks:
         width = ours.cfg.width
-        layer = nn.TransformerDecoderLayer(width, ours.cfg.num_heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True).double()
+        layer = nn.TransformerDecoderLayer(
+            width, ours.cfg.num_heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True
+        ).double()
         with torch.no_grad():
-            for bias in (layer.self_attn.in_proj_bias, layer.multihead_attn.in_proj_bias, layer.self_attn.out_proj.bias):
+            for bias in (
+                layer.self_attn.in_proj_bias,
+                layer.multihead_attn.in_proj_bias,
+                layer.self_attn.out_proj.bias,
+            ):
                 bias.zero_()
-            for bias in (layer.multihead_attn.out_proj.bias, layer.linear1.bias, layer.linear2.bias):
+            for bias in (
+                layer.multihead_attn.out_proj.bias,
+                layer.linear1.bias,
+                layer.linear2.bias,
+            ):
                 bias.zero_()
             layer.self_attn.in_proj_weight.copy_(block.self_attention.qkv.weight)
             layer.self_attn.out_proj.weight.copy_(block.self_attention.out.weight)
-            layer.multihead_attn.in_proj_weight.copy_(torch.cat([block.cross_attention.q.weight, block.cross_attention.kv.weight]))
+            layer.multihead_attn.in_proj_weight.copy_(
+                torch.cat([block.cross_attention.q.weight, block.cross_attention.kv.weight])
+            )
             layer.multihead_attn.out_proj.weight.copy_(block.cross_attention.out.weight)
             layer.linear1.weight.copy_(block.mlp[0].weight)
             layer.linear2.weight.copy_(block.mlp[2].weight)
@@ -102,7 +135,9 @@ def slow_logits(model: Captioner, x_BCHW: Tensor, token_BL: Tensor) -> Tensor:
 
 def test_decoder_equals_torchs_own_layers():
     model, x, token = make_captioner(), images(), captions()
-    assert torch.allclose(model.logits(model.decode(token, model.encode(x))), slow_logits(model, x, token), atol=1e-10)
+    assert torch.allclose(
+        model.logits(model.decode(token, model.encode(x))), slow_logits(model, x, token), atol=1e-10
+    )
 
 
 def test_loss_is_the_mean_over_a_records_own_words_end_included():
@@ -149,7 +184,9 @@ def test_a_row_of_padding_costs_nothing_and_moves_nothing():
     token = torch.stack([captions()[1], torch.full((7,), PAD_ID)])
     loss = losses(model, x, token)
     assert loss[1] == 0 and loss[0] > 0
-    grads = torch.autograd.grad(loss[1], [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    grads = torch.autograd.grad(
+        loss[1], [p for p in model.parameters() if p.requires_grad], allow_unused=True
+    )
     assert all(g is None or not g.any() for g in grads)
 
 
@@ -172,15 +209,26 @@ def test_the_second_loss_is_the_warm_starts_own():
     model, x, token = make_captioner(reconstruction_weight=0.3), images(), captions()
     order = torch.randint(0, 2**62, (3, 16), generator=torch.Generator().manual_seed(2))
     warm = make_model(CrossMAEConfig(encoder=ENCODER, decoder=DECODER), seed=5).double()
-    warm.load_state_dict({k: v for k, v in model.state_dict().items() if k.split(".")[0] in ("encoder", "decoder", "patch_head")})
-    expected = caption_losses(model, model.encode(x), token) + 0.3 * cross_mae_losses(warm, x, order)
+    warm.load_state_dict(
+        {
+            k: v
+            for k, v in model.state_dict().items()
+            if k.split(".")[0] in ("encoder", "decoder", "patch_head")
+        }
+    )
+    expected = caption_losses(model, model.encode(x), token) + 0.3 * cross_mae_losses(
+        warm, x, order
+    )
     assert torch.allclose(losses(model, x, token, order_BL=order), expected, atol=1e-12)
 
 
 def test_warm_start_equals_torchs_layers_over_the_hidden_patches():
     model = _moved(make_model(CrossMAEConfig(encoder=ENCODER, decoder=DECODER), seed=0))
     assert isinstance(model, CrossMAE)
-    x, order = images(), torch.randint(0, 2**62, (3, 16), generator=torch.Generator().manual_seed(2))
+    x, order = (
+        images(),
+        torch.randint(0, 2**62, (3, 16), generator=torch.Generator().manual_seed(2)),
+    )
     expected = []
     for x_CHW, order_L in zip(x, order, strict=True):
         shuffle = order_L.argsort()
@@ -188,7 +236,9 @@ def test_warm_start_equals_torchs_layers_over_the_hidden_patches():
         patches = patchify(x_CHW[None], 4)[0]
         token = model.encoder.patch_embed(patches) + model.encoder.position_LD
         latent = model.encoder.encode(torch.cat([model.encoder.cls_token[None], token[seen]])[None])
-        memory = model.decoder.bridge(latent) + torch.cat([torch.zeros(1, 16), model.decoder.position_LD[seen]])
+        memory = model.decoder.bridge(latent) + torch.cat(
+            [torch.zeros(1, 16), model.decoder.position_LD[seen]]
+        )
         query = (model.patch_head.mask_token + model.decoder.position_LD[hidden])[None]
         for layer in torch_decoder(model.decoder):
             query = layer(query, memory)
@@ -200,7 +250,9 @@ def test_tokens_of_class_and_mask_are_not_trained_and_not_zero():
     for cfg in (CONFIG, CrossMAEConfig(encoder=ENCODER, decoder=DECODER)):
         model = make_model(cfg, seed=0)
         fixed = {name for name, p in model.named_parameters() if not p.requires_grad}
-        assert fixed == {"encoder.cls_token"} | ({"patch_head.mask_token"} if isinstance(model, CrossMAE) else set())
+        assert fixed == {"encoder.cls_token"} | (
+            {"patch_head.mask_token"} if isinstance(model, CrossMAE) else set()
+        )
         assert all(dict(model.named_parameters())[name].any() for name in fixed)
 
 
@@ -211,7 +263,9 @@ def test_a_frozen_encoder_has_no_trained_part():
 
 
 def test_word_embeddings_start_as_wide_as_positions():
-    """N(0, 1), as in DP-Cap: the standard deviation of half a million draws is within a percent of 1."""
+    """N(0, 1), as in DP-Cap: the standard deviation of half a million draws is within a percent of
+    1.
+    """
     model = make_model(replace(CONFIG, vocab_size=30_522), seed=0)
     assert abs(model.word_embed.weight.std().item() - 1) < 0.01
 
@@ -223,7 +277,12 @@ def test_word_embeddings_start_as_wide_as_positions():
         (lambda: replace(CONFIG, vocab_size=3), "vocab_size"),
         (lambda: replace(CONFIG, parallel_rate=float("nan")), "parallel_rate"),
         (lambda: replace(DECODER, num_heads=3), "width"),
-        (lambda: make_model(CrossMAEConfig(encoder=ENCODER, decoder=DECODER, mask_ratio=0.99), seed=0), "mask_ratio"),
+        (
+            lambda: make_model(
+                CrossMAEConfig(encoder=ENCODER, decoder=DECODER, mask_ratio=0.99), seed=0
+            ),
+            "mask_ratio",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(make, name):

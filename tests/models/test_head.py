@@ -1,4 +1,6 @@
-"""The chunked vocabulary head against torch's linear layer and cross-entropy: values, gradients, memory."""
+"""The chunked vocabulary head against torch's linear layer and cross-entropy: values, gradients,
+memory.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ def operands(*, bias: bool = True, ignored: str = "some", seed: int = 0, dtype=t
     """hidden_BLD, weight_VD, bias_V (or None), target_BL; leaves that require gradients."""
     generator = torch.Generator().manual_seed(seed)
     hidden, weight, bias_V = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((B, L, D), (V, D), (V,))
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in ((B, L, D), (V, D), (V,))
     )
     target = torch.randint(0, V, (B, L), generator=generator)
     if ignored != "none":
@@ -23,11 +26,18 @@ def operands(*, bias: bool = True, ignored: str = "some", seed: int = 0, dtype=t
         target[3] = -100
     if ignored == "all":
         target[:] = -100
-    return hidden.requires_grad_(), weight.requires_grad_(), bias_V.requires_grad_() if bias else None, target
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        bias_V.requires_grad_() if bias else None,
+        target,
+    )
 
 
 def reference(hidden_BLD, weight_VD, bias_V, target_BL):
-    return F.cross_entropy(F.linear(hidden_BLD, weight_VD, bias_V).mT, target_BL, reduction="none", ignore_index=-100)
+    return F.cross_entropy(
+        F.linear(hidden_BLD, weight_VD, bias_V).mT, target_BL, reduction="none", ignore_index=-100
+    )
 
 
 def gradients(function, inputs, g_BL):
@@ -43,8 +53,14 @@ def test_values_and_gradients_are_torchs_for_any_chunk(monkeypatch, room, bias, 
     monkeypatch.setitem(head._CHUNK_NUMBERS, "cpu", room)
     inputs = operands(bias=bias, ignored=ignored)
     g_BL = torch.linspace(-2, 3, B * L, dtype=torch.float64).view(B, L)
-    torch.testing.assert_close(linear_cross_entropy(*inputs), reference(*inputs), rtol=1e-12, atol=1e-12)
-    for made, expected in zip(gradients(linear_cross_entropy, inputs, g_BL), gradients(reference, inputs, g_BL), strict=True):
+    torch.testing.assert_close(
+        linear_cross_entropy(*inputs), reference(*inputs), rtol=1e-12, atol=1e-12
+    )
+    for made, expected in zip(
+        gradients(linear_cross_entropy, inputs, g_BL),
+        gradients(reference, inputs, g_BL),
+        strict=True,
+    ):
         torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -56,19 +72,27 @@ def test_ignored_tokens_have_a_loss_and_gradients_of_exactly_zero():
     losses_BL = linear_cross_entropy(hidden, weight, bias, target)
     assert torch.equal(losses_BL == 0, target == -100)
     hidden_grad, weight_grad = torch.autograd.grad(losses_BL.sum(), [hidden, weight])
-    assert not hidden_grad[target == -100].any() and weight_grad.isfinite().all() and weight_grad.norm() < 1e6
+    assert (
+        not hidden_grad[target == -100].any()
+        and weight_grad.isfinite().all()
+        and weight_grad.norm() < 1e6
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradcheck(bias):
     hidden, weight, bias_V, target = operands(bias=bias)
     leaves = [hidden, weight] if bias_V is None else [hidden, weight, bias_V]
-    assert torch.autograd.gradcheck(lambda h, w, b=None: linear_cross_entropy(h, w, b, target), leaves)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b=None: linear_cross_entropy(h, w, b, target), leaves
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_under_vmap_it_gives_each_records_own_gradient(bias):
-    hidden, weight, bias_V, target = (None if t is None else t.detach() for t in operands(bias=bias))
+    hidden, weight, bias_V, target = (
+        None if t is None else t.detach() for t in operands(bias=bias)
+    )
 
     def loss(weight, hidden_LD, target_L):
         return linear_cross_entropy(hidden_LD[None], weight, bias_V, target_L[None]).sum()
@@ -76,7 +100,9 @@ def test_under_vmap_it_gives_each_records_own_gradient(bias):
     made = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weight, hidden, target)
     for i in range(B):
         one = weight.clone().requires_grad_()
-        expected = torch.autograd.grad(reference(hidden[i : i + 1], one, bias_V, target[i : i + 1]).sum(), one)[0]
+        expected = torch.autograd.grad(
+            reference(hidden[i : i + 1], one, bias_V, target[i : i + 1]).sum(), one
+        )[0]
         torch.testing.assert_close(made[i], expected, rtol=1e-12, atol=1e-12)
 
 
@@ -84,9 +110,14 @@ def test_a_tied_weight_gets_both_its_gradients():
     _, weight, bias, target = operands(ignored="none")
 
     def loss(function):
-        return function(torch.tanh(F.embedding(target, weight)), weight, bias, target.roll(1, 1)).sum()
+        return function(
+            torch.tanh(F.embedding(target, weight)), weight, bias, target.roll(1, 1)
+        ).sum()
 
-    (made,), (expected,) = (torch.autograd.grad(loss(function), weight) for function in (linear_cross_entropy, reference))
+    (made,), (expected,) = (
+        torch.autograd.grad(loss(function), weight)
+        for function in (linear_cross_entropy, reference)
+    )
     torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -95,13 +126,18 @@ def test_frozen_operands_change_nothing_for_the_others(frozen):
     inputs = list(operands())
     inputs[frozen] = inputs[frozen].detach()
     leaves = [t for t in inputs[:3] if t.requires_grad]
-    made, expected = (torch.autograd.grad(function(*inputs).sum(), leaves) for function in (linear_cross_entropy, reference))
+    made, expected = (
+        torch.autograd.grad(function(*inputs).sum(), leaves)
+        for function in (linear_cross_entropy, reference)
+    )
     torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
 def test_under_autocast_losses_are_float32_and_gradients_the_parameters_own(dtype, eps):
-    """Logits are rounded to half precision: each by half an eps of its size and D products of rounded factors; 8 eps of the largest."""
+    """Logits are rounded to half precision: each by half an eps of its size and D products of
+    rounded factors; 8 eps of the largest.
+    """
     inputs = operands(dtype=torch.float32)
     expected = reference(*inputs)
     with torch.autocast("cpu", dtype):
@@ -134,7 +170,10 @@ def test_no_tensor_of_all_logits_is_ever_made(monkeypatch, bias):
     num, length, width, words = 16, 8, 4, 100
     monkeypatch.setitem(head._CHUNK_NUMBERS, "cpu", 2 * length * words)
     hidden = torch.randn(num, length, width, requires_grad=True)
-    weight, bias_V = torch.randn(words, width, requires_grad=True), torch.randn(words, requires_grad=True) if bias else None
+    weight, bias_V = (
+        torch.randn(words, width, requires_grad=True),
+        torch.randn(words, requires_grad=True) if bias else None,
+    )
     target = torch.randint(0, words, (num, length))
     largest = {}
     for function in (linear_cross_entropy, reference):

@@ -1,4 +1,6 @@
-"""The masked autoencoder: the paper's sizes to the unit, its loss against MAE's own, slower way, its initialisation."""
+"""The masked autoencoder: the paper's sizes to the unit, its loss against MAE's own, slower way,
+its initialisation.
+"""
 
 import math
 
@@ -14,9 +16,13 @@ from dpvision.models.layers import patchify
 from dpvision.models.mae import MAE, losses, reconstruct
 
 CONFIG = MAEConfig(
-    encoder=ViTConfig(image_size=16, patch_size=4, depth=2, width=24, num_heads=3), decoder_depth=2, decoder_width=16, decoder_num_heads=4
+    encoder=ViTConfig(image_size=16, patch_size=4, depth=2, width=24, num_heads=3),
+    decoder_depth=2,
+    decoder_width=16,
+    decoder_num_heads=4,
 )
-# Depth, width, heads, trained parameters; counts of reference/model_sizes.csv (Large from its stated 24 x 1024, not the printed total).
+# Depth, width, heads, trained parameters; counts of reference/model_sizes.csv (Large from its
+# stated 24 x 1024, not the printed total).
 PAPER = {
     "Nano": (12, 192, 3, 18_590_464),
     "Tiny": (12, 384, 6, 34_792_192),
@@ -49,13 +55,20 @@ def test_trained_parameters_are_the_papers_to_the_unit(size):
 
 
 def slow_losses(model: MAE, x_BCHW: torch.Tensor, order_BL: torch.Tensor) -> torch.Tensor:
-    """MAE's way: every patch embedded, tokens put back in raster order, every patch predicted, masked ones picked by a 0/1 mask."""
+    """MAE's way: every patch embedded, tokens put back in raster order, every patch predicted,
+    masked ones picked by a 0/1 mask.
+    """
     results = []
     for x_CHW, order_L in zip(x_BCHW, order_BL, strict=True):
         encoder, patches = model.encoder, patchify(x_CHW[None], 4)
         shuffle = sorted(range(16), key=lambda i: order_L[i].item())
         seen, masked = shuffle[:4], shuffle[4:]
-        embedded = F.conv2d(x_CHW[None], encoder.patch_embed.weight.view(-1, 3, 4, 4), encoder.patch_embed.bias, stride=4)
+        embedded = F.conv2d(
+            x_CHW[None],
+            encoder.patch_embed.weight.view(-1, 3, 4, 4),
+            encoder.patch_embed.bias,
+            stride=4,
+        )
         token = embedded.flatten(2).transpose(1, 2)[0] + encoder.position_LD
         latent = torch.cat([encoder.cls_token[None], token[seen]])[None]
         for block in encoder.blocks:
@@ -80,7 +93,12 @@ def test_loss_and_gradient_equal_maes_own_way():
     fast, slow = losses(model, x_BCHW, order_BL), slow_losses(model, x_BCHW, order_BL)
     torch.testing.assert_close(fast, slow, rtol=0, atol=1e-12)
     params = list(model.parameters())
-    torch.testing.assert_close(torch.autograd.grad(fast.sum(), params), torch.autograd.grad(slow.sum(), params), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        torch.autograd.grad(fast.sum(), params),
+        torch.autograd.grad(slow.sum(), params),
+        rtol=1e-9,
+        atol=1e-11,
+    )
 
 
 def test_encoder_does_not_see_masked_patches():
@@ -125,9 +143,13 @@ def test_vmapped_gradients_equal_those_of_single_records():
 
     wrapped = Loss()
     params = {name: p.detach() for name, p in wrapped.named_parameters()}
-    batched = vmap(grad(lambda p, x, o: functional_call(wrapped, p, (x, o))), in_dims=(None, 0, 0))(params, x_BCHW, order_BL)
+    batched = vmap(grad(lambda p, x, o: functional_call(wrapped, p, (x, o))), in_dims=(None, 0, 0))(
+        params, x_BCHW, order_BL
+    )
     for i in range(3):
-        single = torch.autograd.grad(losses(model, x_BCHW[i : i + 1], order_BL[i : i + 1]).sum(), list(model.parameters()))
+        single = torch.autograd.grad(
+            losses(model, x_BCHW[i : i + 1], order_BL[i : i + 1]).sum(), list(model.parameters())
+        )
         for (name, value), expected in zip(batched.items(), single, strict=True):
             torch.testing.assert_close(value[i], expected, rtol=1e-9, atol=1e-12, msg=name)
 
@@ -155,7 +177,10 @@ def test_reconstruction_keeps_visible_patches_and_has_the_losses_error():
 
 
 def test_initialisation_is_the_papers():
-    model = make_model(MAEConfig(encoder=ViTConfig(image_size=32, patch_size=4, depth=2, width=128, num_heads=4)), seed=3)
+    model = make_model(
+        MAEConfig(encoder=ViTConfig(image_size=32, patch_size=4, depth=2, width=128, num_heads=4)),
+        seed=3,
+    )
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             bound = math.sqrt(6 / (module.in_features + module.out_features))

@@ -1,4 +1,6 @@
-"""Residual networks: the published sizes to the unit, timm's own networks as oracles of the function, clipping, initialisation."""
+"""Residual networks: the published sizes to the unit, timm's own networks as oracles of the
+function, clipping, initialisation.
+"""
 
 import re
 from functools import partial
@@ -22,10 +24,23 @@ from dpvision.models.classifier import losses
 from dpvision.models.resnet import FixedScale, ResidualBlock, ResNet, init_resnet
 
 SMALL = ResNetConfig(image_size=16, depths=(1, 2), widths=(16, 32), groups=4)
-LARGE = ResNetConfig(image_size=224, block="bottleneck", depths=(3, 4, 6, 3), widths=(256, 512, 1024, 2048), stem="7x7", stem_width=64)
+LARGE = ResNetConfig(
+    image_size=224,
+    block="bottleneck",
+    depths=(3, 4, 6, 3),
+    widths=(256, 512, 1024, 2048),
+    stem="7x7",
+    stem_width=64,
+)
 TINY_BOTTLENECK = ResNetConfig(
-    image_size=64, block="bottleneck", depths=(2, 3), widths=(32, 64), stem="7x7", stem_width=16, groups=4
-)  # fmt: skip
+    image_size=64,
+    block="bottleneck",
+    depths=(2, 3),
+    widths=(32, 64),
+    stem="7x7",
+    stem_width=16,
+    groups=4,
+)
 # Our names in timm's: convs is conv1, norm2, act2, conv2, norm3, act3, conv3.
 NAMES = {
     "convs.0": "conv1",
@@ -41,7 +56,12 @@ def filled(network: nn.Module) -> nn.Module:
     """float64, every parameter moved: gains that start at zero hide what lies before them."""
     with torch.no_grad():
         for p in network.double().parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype))
+            p.add_(
+                0.2
+                * torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype
+                )
+            )
     return network
 
 
@@ -53,11 +73,15 @@ def timms_name(name: str, prefix: str) -> str:
 
 
 def images(size: int) -> torch.Tensor:
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.randn(
+        2, 3, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
 
 def wide_resnet_parameters(depth: int, k: int, num_classes: int) -> int:
-    """Zagoruyko and Komodakis 2016 by hand: n = (depth - 4) / 6 blocks a stage, two 3 x 3 convolutions each, a norm before each."""
+    """Zagoruyko and Komodakis 2016 by hand: n = (depth - 4) / 6 blocks a stage, two 3 x 3
+    convolutions each, a norm before each.
+    """
     n, channels, total = (depth - 4) // 6, 16, 3 * 16 * 9
     for width in (16 * k, 32 * k, 64 * k):
         for _ in range(n):
@@ -87,10 +111,18 @@ def test_large_networks_have_as_many_parameters_as_timms(norm: str, name: str) -
 def test_with_group_norm_it_is_timms_preactivation_network() -> None:
     ours = filled(ResNet(TINY_BOTTLENECK))
     theirs = ResNetV2(
-        [2, 3], channels=(32, 64), stem_chs=16, stem_type="", num_classes=0, global_pool="",
-        conv_layer=partial(StdConv2d, eps=1e-5), norm_layer=partial(GroupNormAct, num_groups=4),
-    ).double()  # fmt: skip
-    theirs.load_state_dict({timms_name(name, "blocks."): value for name, value in ours.state_dict().items()})
+        [2, 3],
+        channels=(32, 64),
+        stem_chs=16,
+        stem_type="",
+        num_classes=0,
+        global_pool="",
+        conv_layer=partial(StdConv2d, eps=1e-5),
+        norm_layer=partial(GroupNormAct, num_groups=4),
+    ).double()
+    theirs.load_state_dict(
+        {timms_name(name, "blocks."): value for name, value in ours.state_dict().items()}
+    )
     with torch.no_grad():
         torch.testing.assert_close(ours(images(64)), theirs(images(64)), rtol=1e-9, atol=1e-9)
 
@@ -101,10 +133,14 @@ def test_without_norm_it_is_timms_norm_free_network(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(resnet, "_RELU_GAIN", estimate)
     config = ResNetConfig(**{**vars(TINY_BOTTLENECK), "norm": "none"})
     ours = filled(ResNet(config))
-    cfg = NfCfg((2, 3), (32, 64), stem_type="7x7_pool", stem_chs=16, bottle_ratio=0.25, act_layer="relu")
+    cfg = NfCfg(
+        (2, 3), (32, 64), stem_type="7x7_pool", stem_chs=16, bottle_ratio=0.25, act_layer="relu"
+    )
     theirs = NormFreeNet(cfg, num_classes=0, global_pool="").double()
     theirs.stem.conv.scale /= estimate  # no ReLU stands before a stem
-    theirs.load_state_dict({timms_name(name, ""): value for name, value in ours.state_dict().items()})
+    theirs.load_state_dict(
+        {timms_name(name, ""): value for name, value in ours.state_dict().items()}
+    )
     with torch.no_grad():
         torch.testing.assert_close(ours(images(64)), theirs(images(64)), rtol=1e-9, atol=1e-9)
 
@@ -117,22 +153,39 @@ def test_the_small_stem_keeps_the_side_and_each_further_stage_halves_it() -> Non
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"norm": "none"}, {"weight_standardisation": False}, {"block": "bottleneck"}, {"stem": "7x7", "image_size": 32}],
+    [
+        {},
+        {"norm": "none"},
+        {"weight_standardisation": False},
+        {"block": "bottleneck"},
+        {"stem": "7x7", "image_size": 32},
+    ],
     ids=lambda changes: "-".join(map(str, changes.values())) or "plain",
 )
 def test_one_pass_clips_every_variant_as_vmap_does(changes: dict) -> None:
-    config = ClassifierConfig(encoder=ResNetConfig(**{**vars(SMALL), **changes}), num_classes=3, head_init="xavier")
+    config = ClassifierConfig(
+        encoder=ResNetConfig(**{**vars(SMALL), **changes}), num_classes=3, head_init="xavier"
+    )
     model = make_model(config, 0)
     size = config.encoder.image_size
     x = torch.randn(5, 2, 3, size, size, generator=torch.Generator().manual_seed(0))
-    batch = Batch(torch.arange(5), torch.tensor([True] * 4 + [False]), x, label_B=torch.tensor([0, 1, 2, 0, 1]))
+    batch = Batch(
+        torch.arange(5),
+        torch.tensor([True] * 4 + [False]),
+        x,
+        label_B=torch.tensor([0, 1, 2, 0, 1]),
+    )
     fast, slow = (
         clipped_sum(
             lambda model, batch, key: losses(model, batch.image_BVCHW, batch.label_B),
-            model, batch, StepKey(0, 0), max_grad_norm=1.0, method=method,
+            model,
+            batch,
+            StepKey(0, 0),
+            max_grad_norm=1.0,
+            method=method,
         )
         for method in ("one_pass", "vmap")
-    )  # fmt: skip
+    )
     torch.testing.assert_close(fast.norms_B, slow.norms_B, rtol=1e-4, atol=0)
     for name, value in slow.grads.items():
         torch.testing.assert_close(fast.grads[name], value, rtol=0, atol=1e-5, msg=name)
@@ -157,7 +210,11 @@ def test_initial_weights_follow_the_seed_and_leave_the_global_state_alone() -> N
     assert all(torch.equal(first[name], again[name]) for name in first)
     convolutions = [name for name, value in first.items() if value.ndim == 4]
     assert all(not torch.equal(first[name], other[name]) for name in convolutions)
-    assert all(bool(value.any()) for name, value in first.items() if not name.endswith("bias") and "head" not in name)
+    assert all(
+        bool(value.any())
+        for name, value in first.items()
+        if not name.endswith("bias") and "head" not in name
+    )
     assert not first["head.weight"].any() and not first["head.bias"].any()
 
 
@@ -168,7 +225,9 @@ def test_without_norms_every_block_of_a_stage_gets_a_signal_of_about_unit_varian
     for part in network.modules():
         if isinstance(part, ResidualBlock):
             assert isinstance(part.norm1, FixedScale)
-            part.norm1.register_forward_hook(lambda _module, _inputs, output: seen.append(float(output.var())))
+            part.norm1.register_forward_hook(
+                lambda _module, _inputs, output: seen.append(float(output.var()))
+            )
     with torch.no_grad():
         network(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
     assert len(seen) == 6 and all(0.8 < variance < 1.25 for variance in seen), seen

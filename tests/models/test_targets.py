@@ -13,7 +13,10 @@ from dpvision.models.layers import patchify
 from dpvision.models.targets import CELLS, ORIENTATIONS, make_targets, target_size, to_pixels
 
 TINY = MAEConfig(
-    encoder=ViTConfig(image_size=16, patch_size=4, depth=1, width=16, num_heads=2), decoder_depth=1, decoder_width=16, decoder_num_heads=2
+    encoder=ViTConfig(image_size=16, patch_size=4, depth=1, width=16, num_heads=2),
+    decoder_depth=1,
+    decoder_width=16,
+    decoder_num_heads=2,
 )
 
 
@@ -31,11 +34,15 @@ def test_gradient_histograms_are_those_of_a_loop_over_pixels() -> None:
                         right = x[b, c, y, min(z + 1, 15)] - x[b, c, y, max(z - 1, 0)]
                         down = x[b, c, min(y + 1, 15), z] - x[b, c, max(y - 1, 0), z]
                         turn = math.atan2(down, right) % math.pi
-                        histogram[int(turn / math.pi * ORIENTATIONS) % ORIENTATIONS] += math.hypot(right, down)
+                        histogram[int(turn / math.pi * ORIENTATIONS) % ORIENTATIONS] += math.hypot(
+                            right, down
+                        )
                 histogram /= 4
                 histogram /= histogram.norm() + 1e-6
                 # patchify's layout: channel (colour, orientation), then the cells of the patch
-                found = made[b, 4 * row + column].unflatten(0, (3, ORIENTATIONS, CELLS, CELLS))[c, :, cell_row, cell_column]
+                found = made[b, 4 * row + column].unflatten(0, (3, ORIENTATIONS, CELLS, CELLS))[
+                    c, :, cell_row, cell_column
+                ]
                 torch.testing.assert_close(found, histogram, rtol=1e-9, atol=1e-12)
 
 
@@ -43,7 +50,9 @@ def test_normalised_pixels_have_mean_zero_and_variance_one_and_come_back() -> No
     x = 3 * torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) + 5
     target = make_targets(x, 4, "normalised_pixels")
     assert target.mean(-1).abs().max() < 1e-4 and (target.var(-1) - 1).abs().max() < 1e-4
-    torch.testing.assert_close(to_pixels(target, patchify(x, 4), "normalised_pixels"), patchify(x, 4), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        to_pixels(target, patchify(x, 4), "normalised_pixels"), patchify(x, 4), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", ["pixels", "normalised_pixels", "gradients"])
@@ -72,4 +81,6 @@ def test_gradients_are_no_image_and_need_even_patches() -> None:
     with pytest.raises(ConfigError, match="pixels"):
         mae.reconstruct(model, torch.zeros(1, 3, 16, 16), torch.arange(16)[None])
     with pytest.raises(ConfigError, match="even"):
-        replace(TINY, target="gradients", encoder=replace(TINY.encoder, image_size=15, patch_size=5))
+        replace(
+            TINY, target="gradients", encoder=replace(TINY.encoder, image_size=15, patch_size=5)
+        )

@@ -1,4 +1,6 @@
-"""What is trained: counts against closed formulas, sums against the oracles, and that frozen parts are left alone and cost nothing."""
+"""What is trained: counts against closed formulas, sums against the oracles, and that frozen parts
+are left alone and cost nothing.
+"""
 
 from dataclasses import replace
 
@@ -23,15 +25,29 @@ K = 4
 VIT = ViTConfig(image_size=16, patch_size=4, depth=3, width=16, num_heads=2)
 RESNET = ResNetConfig(image_size=16, depths=(1, 2), widths=(8, 16), stem_width=8, groups=4)
 TIMM_VIT = TimmConfig(
-    name="vit_tiny_patch16_224", image_size=32, options=("patch_size=8", "embed_dim=12", "depth=2", "num_heads=2", "init_values=0.1")
+    name="vit_tiny_patch16_224",
+    image_size=32,
+    options=("patch_size=8", "embed_dim=12", "depth=2", "num_heads=2", "init_values=0.1"),
 )
-BIT = TimmConfig(name="resnetv2_50x1_bit", image_size=32, options=("layers=[1,1]", "channels=[32,64]", "stem_chs=32"))
+BIT = TimmConfig(
+    name="resnetv2_50x1_bit",
+    image_size=32,
+    options=("layers=[1,1]", "channels=[32,64]", "stem_chs=32"),
+)
 BIT = replace(BIT, name="resnetv2_101x1_bit", options=("channels=[32,32,64,64]", "stem_chs=32"))
-CONVNEXT = TimmConfig(name="convnext_tiny", image_size=32, options=("depths=[1,1,1,1]", "dims=[6,8,8,12]"))
+CONVNEXT = TimmConfig(
+    name="convnext_tiny", image_size=32, options=("depths=[1,1,1,1]", "dims=[6,8,8,12]")
+)
 SWIN = TimmConfig(
     name="swin_tiny_patch4_window7_224",
     image_size=32,
-    options=("window_size=4", "embed_dim=8", "depths=[2,1]", "num_heads=[2,2]", "drop_path_rate=0.0"),
+    options=(
+        "window_size=4",
+        "embed_dim=8",
+        "depths=[2,1]",
+        "num_heads=[2,2]",
+        "drop_path_rate=0.0",
+    ),
 )
 WAYS = ("whole", "last_blocks", "head", "lora", "film", "biases")
 KEY = StepKey(0, 0)
@@ -39,7 +55,11 @@ KEY = StepKey(0, 0)
 
 def make_config(encoder: EncoderConfig = VIT, **changes) -> ClassifierConfig:
     pooling = "own" if isinstance(encoder, TimmConfig) else "mean"
-    return ClassifierConfig(encoder=encoder, num_classes=K, **({"head_init": "lecun", "pooling": pooling, "lora_rank": 2} | changes))
+    return ClassifierConfig(
+        encoder=encoder,
+        num_classes=K,
+        **({"head_init": "lecun", "pooling": pooling, "lora_rank": 2} | changes),
+    )
 
 
 def awake(model: nn.Module) -> nn.Module:
@@ -53,7 +73,12 @@ def awake(model: nn.Module) -> nn.Module:
 
 def make_batch(size: int, num: int = 3, views: int = 1) -> Batch:
     x = torch.randn(num, views, 3, size, size, generator=torch.Generator().manual_seed(1))
-    return Batch(torch.arange(1, num + 1), torch.ones(num, dtype=torch.bool), x, label_B=torch.arange(num) % K)
+    return Batch(
+        torch.arange(1, num + 1),
+        torch.ones(num, dtype=torch.bool),
+        x,
+        label_B=torch.arange(num) % K,
+    )
 
 
 def trained(model: nn.Module) -> set[str]:
@@ -62,14 +87,17 @@ def trained(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("encoder", [VIT, TIMM_VIT], ids=["ours", "timm"])
-def test_the_clipped_sum_of_every_way_is_that_of_the_vmap_oracle(way: str, encoder: EncoderConfig) -> None:
+def test_the_clipped_sum_of_every_way_is_that_of_the_vmap_oracle(
+    way: str, encoder: EncoderConfig
+) -> None:
     model = awake(make_model(make_config(encoder, tuned=way), 0)).double()
     batch = make_batch(encoder.image_size, views=2)
     batch = batch._replace(image_BVCHW=batch.image_BVCHW.double())
     probe = clipped_sum(classification_losses, model, batch, KEY, max_grad_norm=1e6)
     most = float(probe.norms_B.median())
     total, oracle = (
-        clipped_sum(classification_losses, model, batch, KEY, max_grad_norm=most, method=method) for method in ("one_pass", "vmap")
+        clipped_sum(classification_losses, model, batch, KEY, max_grad_norm=most, method=method)
+        for method in ("one_pass", "vmap")
     )
     assert set(total.grads) == trained(model) and (oracle.norms_B > most).any()
     for name, value in oracle.grads.items():
@@ -78,13 +106,25 @@ def test_the_clipped_sum_of_every_way_is_that_of_the_vmap_oracle(way: str, encod
 
 @pytest.mark.parametrize(
     ("encoder", "way"),
-    [(RESNET, "film"), (RESNET, "biases"), (RESNET, "last_blocks"), (CONVNEXT, "whole"), (CONVNEXT, "film"), (CONVNEXT, "lora"),
-     (SWIN, "lora"), (SWIN, "film"), (SWIN, "biases")],
-)  # fmt: skip
+    [
+        (RESNET, "film"),
+        (RESNET, "biases"),
+        (RESNET, "last_blocks"),
+        (CONVNEXT, "whole"),
+        (CONVNEXT, "film"),
+        (CONVNEXT, "lora"),
+        (SWIN, "lora"),
+        (SWIN, "film"),
+        (SWIN, "biases"),
+    ],
+)
 def test_the_gates_before_a_run_pass_and_nothing_is_slow(encoder: EncoderConfig, way: str) -> None:
     """The gates compare with single records in float64, to 1e-9."""
     where = "both" if encoder is CONVNEXT else "attention"
-    model, batch = awake(make_model(make_config(encoder, tuned=way, lora_on=where), 0)), make_batch(encoder.image_size)
+    model, batch = (
+        awake(make_model(make_config(encoder, tuned=way, lora_on=where), 0)),
+        make_batch(encoder.image_size),
+    )
     check_separable(classification_losses, model, batch, KEY)
     check_exact(classification_losses, model, batch, KEY)
     assert make_route(classification_losses, model, batch, KEY).slow == {}
@@ -94,7 +134,12 @@ def vit_counts(depth: int, width: int, num_tokens: int, patch: int = 16) -> dict
     """Trained numbers of timm's ViT without its head, from the dimensions alone."""
     block = 12 * width**2 + 13 * width
     return {
-        "whole": depth * block + 2 * width + 3 * patch**2 * width + width + width + num_tokens * width,
+        "whole": depth * block
+        + 2 * width
+        + 3 * patch**2 * width
+        + width
+        + width
+        + num_tokens * width,
         "last_blocks": 2 * block + 2 * width,
         "head": 0,
         "lora": depth * 8 * (4 + 2) * width,
@@ -107,32 +152,65 @@ def vit_counts(depth: int, width: int, num_tokens: int, patch: int = 16) -> dict
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("name", "depth", "width", "patch", "grid"),
-    [("vit_base_patch16_224", 12, 768, 16, 24), ("vit_large_patch16_224", 24, 1024, 16, 24), ("vit_huge_patch14_224", 32, 1280, 14, 27)],
+    [
+        ("vit_base_patch16_224", 12, 768, 16, 24),
+        ("vit_large_patch16_224", 24, 1024, 16, 24),
+        ("vit_huge_patch14_224", 32, 1280, 14, 27),
+    ],
 )
-def test_trained_parameters_of_the_papers_transformers(way: str, name: str, depth: int, width: int, patch: int, grid: int) -> None:
-    """384 px; ViT-H/14 sees 27 x 27 whole patches of it. FiLM on ViT-B/16: 38,400 (Tobaben et al. 2023)."""
+def test_trained_parameters_of_the_papers_transformers(
+    way: str, name: str, depth: int, width: int, patch: int, grid: int
+) -> None:
+    """384 px; ViT-H/14 sees 27 x 27 whole patches of it. FiLM on ViT-B/16: 38,400 (Tobaben et al.
+    2023).
+    """
     encoder = TimmConfig(name=name, image_size=384)
-    cfg = ClassifierConfig(encoder=encoder, num_classes=1000, tuned=way, last_blocks=2, pooling="own", train_head_bias=False)
+    cfg = ClassifierConfig(
+        encoder=encoder,
+        num_classes=1000,
+        tuned=way,
+        last_blocks=2,
+        pooling="own",
+        train_head_bias=False,
+    )
     assert count_parameters(cfg) == vit_counts(depth, width, grid**2 + 1, patch)[way] + 1000 * width
 
 
 def bit_counts(depths: tuple[int, ...], factor: int) -> tuple[int, int]:
-    """Trained numbers, and those of FiLM, of a BiT network without its head: bottlenecks, norms before convolutions, no biases in these."""
+    """Trained numbers, and those of FiLM, of a BiT network without its head: bottlenecks, norms
+    before convolutions, no biases in these.
+    """
     inputs, total, film = 64 * factor, 7 * 7 * 3 * 64 * factor, 0
     for depth, channels in zip(depths, (256, 512, 1024, 2048), strict=True):
         outputs = channels * factor
         inner = outputs // 4
         for i in range(depth):
             norms = inputs + inner + inner
-            total += inputs * inner + 9 * inner**2 + inner * outputs + 2 * norms + (inputs * outputs if i == 0 else 0)
+            total += (
+                inputs * inner
+                + 9 * inner**2
+                + inner * outputs
+                + 2 * norms
+                + (inputs * outputs if i == 0 else 0)
+            )
             film += 2 * norms
             inputs = outputs
     return total + 2 * inputs, film + 2 * inputs
 
 
-@pytest.mark.parametrize(("name", "depths", "factor"), [("resnetv2_50x4_bit", (3, 4, 6, 3), 4), ("resnetv2_152x4_bit", (3, 8, 36, 3), 4)])
-def test_trained_parameters_of_the_papers_residual_networks(name: str, depths: tuple[int, ...], factor: int) -> None:
-    cfg = ClassifierConfig(encoder=TimmConfig(name=name, image_size=384), num_classes=1000, pooling="own", train_head_bias=False)
+@pytest.mark.parametrize(
+    ("name", "depths", "factor"),
+    [("resnetv2_50x4_bit", (3, 4, 6, 3), 4), ("resnetv2_152x4_bit", (3, 8, 36, 3), 4)],
+)
+def test_trained_parameters_of_the_papers_residual_networks(
+    name: str, depths: tuple[int, ...], factor: int
+) -> None:
+    cfg = ClassifierConfig(
+        encoder=TimmConfig(name=name, image_size=384),
+        num_classes=1000,
+        pooling="own",
+        train_head_bias=False,
+    )
     whole, film = bit_counts(depths, factor)
     head = 1000 * 2048 * factor
     assert count_parameters(cfg) == whole + head
@@ -141,15 +219,22 @@ def test_trained_parameters_of_the_papers_residual_networks(name: str, depths: t
 
 
 def test_bit_of_a_width_that_timm_lacks_is_timms_of_a_width_that_it_has() -> None:
-    """50x3 is in both: the same network under our regular expression and under timm's registration."""
+    """50x3 is in both: the same network under our regular expression and under timm's
+    registration.
+    """
     import timm
 
     from dpvision.models.timm_encoder import _bit
 
     with torch.device("meta"):
-        ours, theirs = _bit(TimmConfig(name="resnetv2_50x3_bit")), timm.create_model("resnetv2_50x3_bit", num_classes=0)
+        ours, theirs = (
+            _bit(TimmConfig(name="resnetv2_50x3_bit")),
+            timm.create_model("resnetv2_50x3_bit", num_classes=0),
+        )
     assert repr(ours) == repr(theirs)
-    assert {n: p.shape for n, p in ours.state_dict().items()} == {n: p.shape for n, p in theirs.state_dict().items()}
+    assert {n: p.shape for n, p in ours.state_dict().items()} == {
+        n: p.shape for n, p in theirs.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -159,12 +244,17 @@ def test_a_start_is_the_same_function_in_every_way(way: str) -> None:
     plain, tuned = (make_model(make_config(tuned=t), 5) for t in ("whole", way))
     names = plain_names(tuned)
     assert set(names) == set(plain.state_dict())
-    assert all(torch.equal(tuned.state_dict()[own], plain.state_dict()[name]) for name, own in names.items())
+    assert all(
+        torch.equal(tuned.state_dict()[own], plain.state_dict()[name])
+        for name, own in names.items()
+    )
     with torch.no_grad():
         torch.testing.assert_close(tuned(x), plain(x), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("encoder", [VIT, RESNET, TIMM_VIT, CONVNEXT], ids=["vit", "resnet", "timm", "convnext"])
+@pytest.mark.parametrize(
+    "encoder", [VIT, RESNET, TIMM_VIT, CONVNEXT], ids=["vit", "resnet", "timm", "convnext"]
+)
 @pytest.mark.parametrize("way", ["lora", "film"])
 def test_merged_additions_are_the_same_function(encoder: EncoderConfig, way: str) -> None:
     if encoder is RESNET and way == "lora":
@@ -197,7 +287,10 @@ def test_frozen_blocks_are_outside_the_graph() -> None:
     losses(model, make_batch(16).image_BVCHW, torch.tensor([0, 1, 2]))
     assert needs == [False, False, True]
     head = make_model(make_config(tuned="head"), 0)
-    assert trained(head) == {"head.weight", "head.bias"} and not head.features(torch.randn(1, 3, 16, 16)).requires_grad
+    assert (
+        trained(head) == {"head.weight", "head.bias"}
+        and not head.features(torch.randn(1, 3, 16, 16)).requires_grad
+    )
 
 
 def test_what_each_way_trains_by_name() -> None:
@@ -206,9 +299,13 @@ def test_what_each_way_trains_by_name() -> None:
 
     every = trained(make_model(make_config(), 0))
     assert names(tuned="last_blocks", last_blocks=2) == {
-        n for n in every if n.startswith(("encoder.blocks.1", "encoder.blocks.2", "encoder.norm", "head"))
+        n
+        for n in every
+        if n.startswith(("encoder.blocks.1", "encoder.blocks.2", "encoder.norm", "head"))
     }
-    assert names(tuned="last_blocks", last_blocks=3) == {n for n in every if n.startswith(("encoder.blocks", "encoder.norm", "head"))}
+    assert names(tuned="last_blocks", last_blocks=3) == {
+        n for n in every if n.startswith(("encoder.blocks", "encoder.norm", "head"))
+    }
     assert names(tuned="biases") == {n for n in every if n.endswith(".bias")} | {"head.weight"}
     assert names(tuned="whole", train_head_bias=False) == every - {"head.bias"}
     assert {n.rpartition(".")[0] for n in names(tuned="lora", lora_on="mlp")} == {
@@ -216,26 +313,45 @@ def test_what_each_way_trains_by_name() -> None:
         *(f"encoder.blocks.{i}.mlp.{j}" for i in range(3) for j in (0, 2)),
     }
     film = names(tuned="film")
-    assert {n.rpartition(".")[2] for n in film if n.startswith("encoder")} == {"scale", "shift"} and len(film) == 2 * (2 * 3 + 1) + 2
+    assert {n.rpartition(".")[2] for n in film if n.startswith("encoder")} == {
+        "scale",
+        "shift",
+    } and len(film) == 2 * (2 * 3 + 1) + 2
 
 
 def test_film_stands_between_a_norm_and_its_activation() -> None:
     """BiT's norms have the ReLU in them: a shift after it would give negative numbers."""
-    model = make_model(make_config(TimmConfig(name="resnetv2_50x1_bit", image_size=32), tuned="film"), 0)
+    model = make_model(
+        make_config(TimmConfig(name="resnetv2_50x1_bit", image_size=32), tuned="film"), 0
+    )
     film = model.encoder.model.norm
     with torch.no_grad():
         film.shift.fill_(-0.5)
         film.scale.fill_(1.0)
         x = torch.randn(2, 2048, 1, 3)
-        wanted = (2 * torch.nn.functional.group_norm(x, 32, film.frozen.weight, film.frozen.bias, film.frozen.eps) - 0.5).relu()
+        wanted = (
+            2
+            * torch.nn.functional.group_norm(
+                x, 32, film.frozen.weight, film.frozen.bias, film.frozen.eps
+            )
+            - 0.5
+        ).relu()
         torch.testing.assert_close(film(x), wanted)
 
 
 @pytest.mark.parametrize("init", ["zero", "xavier", "lecun"])
 def test_the_heads_start(init: str) -> None:
-    cfg = ClassifierConfig(encoder=replace(VIT, width=256), num_classes=1000, head_init=init, head_scale=0.1, head_bias=-10.0)
+    cfg = ClassifierConfig(
+        encoder=replace(VIT, width=256),
+        num_classes=1000,
+        head_init=init,
+        head_scale=0.1,
+        head_bias=-10.0,
+    )
     head = make_model(cfg, 0).head
-    wanted = {"zero": 0.0, "xavier": 0.1 * (2 / (256 + 1000)) ** 0.5, "lecun": 0.1 * 256**-0.5}[init]
+    wanted = {"zero": 0.0, "xavier": 0.1 * (2 / (256 + 1000)) ** 0.5, "lecun": 0.1 * 256**-0.5}[
+        init
+    ]
     assert float(head.weight.std()) == pytest.approx(wanted, rel=0.01) and (head.bias == -10).all()
     assert head.weight.requires_grad and head.bias.requires_grad
 
@@ -247,13 +363,24 @@ def test_the_sigmoid_loss_is_the_sum_of_the_classes_log_losses_with_one_label_or
     batch = make_batch(16, views=2)
     target = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     with torch.no_grad():
-        one, several = losses(model, batch.image_BVCHW, batch.label_B), losses(model, batch.image_BVCHW, target)
+        one, several = (
+            losses(model, batch.image_BVCHW, batch.label_B),
+            losses(model, batch.image_BVCHW, target),
+        )
         for i in range(3):
             p = model(batch.image_BVCHW[i]).double().sigmoid()
-            for found, truth in ((one, nn.functional.one_hot(batch.label_B[i], K)), (several, target[i])):
-                slow = sum(log_loss([int(t)] * 2, p[:, k].numpy(), labels=[0, 1]) for k, t in enumerate(truth))
+            for found, truth in (
+                (one, nn.functional.one_hot(batch.label_B[i], K)),
+                (several, target[i]),
+            ):
+                slow = sum(
+                    log_loss([int(t)] * 2, p[:, k].numpy(), labels=[0, 1])
+                    for k, t in enumerate(truth)
+                )
                 assert float(found[i]) == pytest.approx(slow, rel=1e-5)
-        assert torch.equal(losses(model, batch.image_BVCHW, nn.functional.one_hot(batch.label_B, K)), one)
+        assert torch.equal(
+            losses(model, batch.image_BVCHW, nn.functional.one_hot(batch.label_B, K)), one
+        )
 
 
 @pytest.mark.parametrize("method", ["one_pass", "vmap"])
@@ -261,8 +388,12 @@ def test_an_impossible_target_raises_nothing_and_contributes_exactly_zero(method
     model = make_model(make_config(loss="sigmoid"), 0)
     for label in (torch.tensor([[0, 2, 0, 0]]), torch.tensor([[0, -1, 1, 0]]), torch.tensor([K])):
         batch = make_batch(16, num=1)._replace(label_B=label)
-        total = clipped_sum(classification_losses, model, batch, KEY, max_grad_norm=1.0, method=method)
-        assert all(not value.any() for value in total.grads.values()) and total.losses_B.isnan().all()
+        total = clipped_sum(
+            classification_losses, model, batch, KEY, max_grad_norm=1.0, method=method
+        )
+        assert (
+            all(not value.any() for value in total.grads.values()) and total.losses_B.isnan().all()
+        )
 
 
 @pytest.mark.parametrize(
@@ -275,16 +406,47 @@ def test_an_impossible_target_raises_nothing_and_contributes_exactly_zero(method
         (VIT, {"pooling": "own"}, "pooling='own'; expected 'mean' or 'cls'"),
         (VIT, {"head_scale": float("nan")}, "head_scale=nan"),
         (VIT, {"head_bias": float("inf")}, "head_bias=inf"),
-        (RESNET, {"tuned": "lora"}, "tuned='lora'; expected an encoder with linear maps.*Use film or biases"),
-        (replace(RESNET, norm="none"), {"tuned": "film"}, "tuned='film'; expected an encoder with norms.*Use biases"),
-        (TimmConfig(name="resnet18"), {}, r"'resnet18' normalises with statistics of the batch \(BatchNorm: bn1 and 19 more\).*GroupNorm"),
-        (TimmConfig(name="vit_base_patch15_224"), {}, "name='vit_base_patch15_224'; expected one of timm's models"),
-        (TimmConfig(name="convnext_atto"), {"pooling": "cls"}, "pooling='cls'.*convnext_atto has no class token"),
-        (replace(TIMM_VIT, options=("num_heads=5",)), {}, r"options=\['num_heads=5'\].*expected arguments that timm"),
-        (replace(TIMM_VIT, options=("colour=5",)), {}, r"options=\['colour=5'\].*expected arguments that timm"),
+        (
+            RESNET,
+            {"tuned": "lora"},
+            "tuned='lora'; expected an encoder with linear maps.*Use film or biases",
+        ),
+        (
+            replace(RESNET, norm="none"),
+            {"tuned": "film"},
+            "tuned='film'; expected an encoder with norms.*Use biases",
+        ),
+        (
+            TimmConfig(name="resnet18"),
+            {},
+            r"'resnet18' normalises with statistics of the batch "
+            r"\(BatchNorm: bn1 and 19 more\).*GroupNorm",
+        ),
+        (
+            TimmConfig(name="vit_base_patch15_224"),
+            {},
+            "name='vit_base_patch15_224'; expected one of timm's models",
+        ),
+        (
+            TimmConfig(name="convnext_atto"),
+            {"pooling": "cls"},
+            "pooling='cls'.*convnext_atto has no class token",
+        ),
+        (
+            replace(TIMM_VIT, options=("num_heads=5",)),
+            {},
+            r"options=\['num_heads=5'\].*expected arguments that timm",
+        ),
+        (
+            replace(TIMM_VIT, options=("colour=5",)),
+            {},
+            r"options=\['colour=5'\].*expected arguments that timm",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_remedy(encoder: EncoderConfig, changes: dict, words: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_remedy(
+    encoder: EncoderConfig, changes: dict, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         make_model_on_meta(make_config(encoder, **changes))
 
@@ -305,10 +467,15 @@ def test_settings_of_a_timm_encoder_are_checked(changes: dict, words: str) -> No
 
 def test_a_timm_encoders_weights_are_the_seeds_and_the_global_state_is_left_alone() -> None:
     before = torch.get_rng_state()
-    first, again, other = (make_model(make_config(TIMM_VIT), seed).state_dict() for seed in (1, 1, 2))
+    first, again, other = (
+        make_model(make_config(TIMM_VIT), seed).state_dict() for seed in (1, 1, 2)
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["encoder.model.blocks.0.attn.qkv.weight"], other["encoder.model.blocks.0.attn.qkv.weight"])
+    assert not torch.equal(
+        first["encoder.model.blocks.0.attn.qkv.weight"],
+        other["encoder.model.blocks.0.attn.qkv.weight"],
+    )
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "own"])
@@ -317,11 +484,15 @@ def test_what_a_head_sees_of_a_timm_model_is_what_the_frozen_encoder_gives(pooli
     from dpvision.encoders.third_party import encoder_from
     from dpvision.encoders.weights_file import WeightsFile
 
-    model = make_model(make_config(TimmConfig(name="test_vit", image_size=160), pooling=pooling), 0).eval()
+    model = make_model(
+        make_config(TimmConfig(name="test_vit", image_size=160), pooling=pooling), 0
+    ).eval()
     tensors = {name: t for name, t in model.encoder.model.state_dict().items()}
     frozen = encoder_from("timm", "test_vit", "x", WeightsFile(tensors, ()), "x")
     x = torch.randn(2, 3, 160, 160)
     with torch.no_grad():
         found = frozen.poolings(x)
-        torch.testing.assert_close(model.features(x), found["cls" if pooling == "own" else pooling], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model.features(x), found["cls" if pooling == "own" else pooling], rtol=1e-4, atol=1e-5
+        )
     assert isinstance(model, Classifier)

@@ -1,8 +1,9 @@
 """How a mistake is planted and what counts as catching it.
 
-Every test of this folder has the same shape: a check passes on the code as it is; the mistake is planted in place of one name; the same
-check must now fail, by its own assertion or by an error of the product's, with the expected words. An error of another kind (a
-TypeError of a badly written mutant, say) is not a catch.
+Every test of this folder has the same shape: a check passes on the code as it is; the mistake is
+planted in place of one name; the same check must now fail, by its own assertion or by an error of
+the product's, with the expected words. An error of another kind (a TypeError of a badly written
+mutant, say) is not a catch.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ def caught(match: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def planted(target: Any, name: str, mistake: Any, match: str) -> Iterator[None]:
-    """``target.name`` is ``mistake`` within the block, which must then fail with words that ``match``."""
+    """``target.name`` is ``mistake`` within the block, which must then fail with words that
+    ``match``.
+    """
     with pytest.MonkeyPatch.context() as patch, caught(match):
         patch.setattr(target, name, mistake)
         yield
@@ -58,16 +61,22 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def check_clip(clipped_sum: ClippedSumFn, model: nn.Module, loss_fn: Any, batch: Batch) -> None:
-    """The contract: every record moves the sum by at most C, and the sum is that of the slow loop over records."""
+    """The contract: every record moves the sum by at most C, and the sum is that of the slow loop
+    over records.
+    """
     total = flat(clipped_sum(loss_fn, model, batch, KEY, max_grad_norm=C).grads)
     num = len(batch.record_id_B)
     for j in range(num):
         others = rows(batch, [i for i in range(num) if i != j])
         moved = total - flat(clipped_sum(loss_fn, model, others, KEY, max_grad_norm=C).grads)
-        assert moved.norm() <= usable(model, C) * (1 + LOOSE), "a record moves the sum by more than the clip norm"
+        assert moved.norm() <= usable(model, C) * (1 + LOOSE), (
+            "a record moves the sum by more than the clip norm"
+        )
     expected, norms, _ = clipped_sum_loop(loss_fn, model, batch, KEY, C)
     assert max(norms) > C, "nothing to clip"
-    assert (total - flat(expected)).norm() <= 1e-4 * C * num, "the sum is not that of the clipped gradients"
+    assert (total - flat(expected)).norm() <= 1e-4 * C * num, (
+        "the sum is not that of the clipped gradients"
+    )
 
 
 MORE, OTHER = "moves the sum by more than the clip norm", "not that of the clipped gradients"

@@ -1,4 +1,6 @@
-"""Two ranks as two threads of this process, whose collective calls meet at a barrier: seconds less than two processes."""
+"""Two ranks as two threads of this process, whose collective calls meet at a barrier: seconds less
+than two processes.
+"""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +14,11 @@ from torch import Tensor
 from dpvision.train.distributed import Group
 
 _TIMEOUT_S = 900
-_REDUCE = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MIN: torch.amin, dist.ReduceOp.MAX: torch.amax}
+_REDUCE = {
+    dist.ReduceOp.SUM: torch.sum,
+    dist.ReduceOp.MIN: torch.amin,
+    dist.ReduceOp.MAX: torch.amax,
+}
 
 
 class Ranks:
@@ -25,7 +31,9 @@ class Ranks:
         self._local = threading.local()
 
     def run(self, work: Callable[[Group], Any]) -> list[Any]:
-        """``work(group)`` on every rank at once; results by rank. The first error, if there is one, is raised here."""
+        """``work(group)`` on every rank at once; results by rank. The first error, if there is one,
+        is raised here.
+        """
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 

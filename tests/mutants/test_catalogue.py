@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SECTIONS = re.findall(r"^## .*?(?=^## |\Z)", (HERE.parents[1] / "docs" / "pitfalls.md").read_text(), re.DOTALL | re.MULTILINE)
+SECTIONS = re.findall(
+    r"^## .*?(?=^## |\Z)",
+    (HERE.parents[1] / "docs" / "pitfalls.md").read_text(),
+    re.DOTALL | re.MULTILINE,
+)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.splitlines()[0].removeprefix("## "))

@@ -1,7 +1,8 @@
-"""Mistakes with what is in the norm: planted, and caught. The ids are those of docs/pitfalls.md, section "Clipping".
+"""Mistakes with what is in the norm: planted, and caught. The ids are those of docs/pitfalls.md,
+section "Clipping".
 
-Both methods are tried: what a norm leaves out is planted in ``clip.written_norms`` (vmap), and in ``one_pass.total_square_norms`` or
-``weight_grads.Slot``.
+Both methods are tried: what a norm leaves out is planted in ``clip.written_norms`` (vmap), and in
+``one_pass.total_square_norms`` or ``weight_grads.Slot``.
 """
 
 import copy
@@ -27,7 +28,16 @@ from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.tokenizer import train_tokenizer
-from dpvision.dp import batch_dims, clip, gram, one_pass, outer_products, per_record, separable, weight_grads
+from dpvision.dp import (
+    batch_dims,
+    clip,
+    gram,
+    one_pass,
+    outer_products,
+    per_record,
+    separable,
+    weight_grads,
+)
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.gram import SquareNorms
 from dpvision.dp.separable import check_separable
@@ -35,30 +45,58 @@ from dpvision.dp.support import check_exact
 from dpvision.dp.weight_grads import Slot
 from dpvision.train.objectives import mae_losses
 
-from .planting import MORE, OTHER, C, ClippedSumFn, assert_refused, caught, check_clip, planted, seeded
+from .planting import (
+    MORE,
+    OTHER,
+    C,
+    ClippedSumFn,
+    assert_refused,
+    caught,
+    check_clip,
+    planted,
+    seeded,
+)
 
 LeaveOut = Callable[[str, tuple[int, ...]], bool]
 """(parameter's name, its shape) -> whether a norm overlooks it."""
 
 
 def planted_norm(method: str, leave_out: Callable[[], LeaveOut], match: str):
-    """A norm that overlooks some parameters, planted in one of the two methods; ``leave_out`` is made anew for every planting."""
+    """A norm that overlooks some parameters, planted in one of the two methods; ``leave_out`` is
+    made anew for every planting.
+    """
     overlooked = leave_out()
     if method == "vmap":
         norms = clip.written_norms
-        mutant: Any = lambda grads: norms({name: value for name, value in grads.items() if not overlooked(name, value.shape[1:])})  # noqa: E731
+        mutant: Any = (  # noqa: E731
+            lambda grads: norms(
+                {
+                    name: value
+                    for name, value in grads.items()
+                    if not overlooked(name, value.shape[1:])
+                }
+            )
+        )
         return planted(clip, "written_norms", mutant, match)
     square_norms = one_pass.total_square_norms
 
-    def without(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int, device: torch.device) -> SquareNorms:
-        kept = [g for g in groups if not all(overlooked(name, params[name].shape) for slot in g for name in slot.names)]
+    def without(
+        groups: list[list[Slot]], params: dict[str, Tensor], num_records: int, device: torch.device
+    ) -> SquareNorms:
+        kept = [
+            g
+            for g in groups
+            if not all(overlooked(name, params[name].shape) for slot in g for name in slot.names)
+        ]
         return square_norms(kept, params, num_records, device)
 
     return planted(one_pass, "total_square_norms", without, match)
 
 
 def norms_of_uses(slot: Slot, num_records: int) -> SquareNorms:
-    """``Slot.square_norms`` with the squared norm of every use by itself, as hooks on layers have it."""
+    """``Slot.square_norms`` with the squared norm of every use by itself, as hooks on layers have
+    it.
+    """
     parts = [gram.square_norms([use]) for use in slot.outers]
     if slot.written_BW is not None:
         parts.append(SquareNorms.certain(weight_grads.sum_of_squares(slot.written_BW)))
@@ -86,14 +124,22 @@ def clip_each_use(unshared: nn.Module, shared: dict[str, str]) -> ClippedSumFn:
         total = ClippedSum.zeros(model, max_grad_norm).grads
         for name, value in grads.items():
             total[shared.get(name, name)] += torch.tensordot(factor_B, value, dims=1)
-        return changed(ClippedSum.zeros(model, max_grad_norm), grads=total, num_records=len(losses_B), norms_B=norms_B, losses_B=losses_B)
+        return changed(
+            ClippedSum.zeros(model, max_grad_norm),
+            grads=total,
+            num_records=len(losses_B),
+            norms_B=norms_B,
+            losses_B=losses_B,
+        )
 
     return mutant
 
 
 def test_bare_parameter_unclipped(method: str) -> None:
     def check() -> None:
-        check_clip(partial(clipped_sum, method=method), seeded(zoo.Bare), class_losses, make_batch(4))
+        check_clip(
+            partial(clipped_sum, method=method), seeded(zoo.Bare), class_losses, make_batch(4)
+        )
 
     check()
     with planted_norm(method, lambda: lambda name, _: "." not in name, MORE):
@@ -102,12 +148,16 @@ def test_bare_parameter_unclipped(method: str) -> None:
 
 def test_bias_or_layernorm_unclipped(method: str) -> None:
     def check() -> None:
-        check_clip(partial(clipped_sum, method=method), zoo.tiny_mae(), zoo.mae_losses, make_batch(4))
+        check_clip(
+            partial(clipped_sum, method=method), zoo.tiny_mae(), zoo.mae_losses, make_batch(4)
+        )
 
     check()
     with planted_norm(method, lambda: lambda name, _: name.endswith("bias"), MORE):
         check()
-    with planted_norm(method, lambda: lambda _, shape: len(shape) == 1, MORE):  # vectors: LayerNorms, too
+    with planted_norm(
+        method, lambda: lambda _, shape: len(shape) == 1, MORE
+    ):  # vectors: LayerNorms, too
         check()
 
 
@@ -122,7 +172,12 @@ def test_tied_parameter_unclipped(method: str) -> None:
     check()
     if method == "vmap":
         with caught(MORE):
-            check_clip(clip_each_use(untied, {"up.weight": "down.weight"}), model, class_losses, make_batch(4))
+            check_clip(
+                clip_each_use(untied, {"up.weight": "down.weight"}),
+                model,
+                class_losses,
+                make_batch(4),
+            )
     else:
         with planted(Slot, "square_norms", norms_of_uses, f"{MORE}|{OTHER}"):
             check()
@@ -171,7 +226,9 @@ def test_thawed_parameter_unclipped(method: str) -> None:
         check_clip(partial(clipped_sum, method=method), model, class_losses, make_batch(4))
 
     def thawed() -> LeaveOut:
-        """Norms over the parameters of the first call: the third call asks for the bias for the first time."""
+        """Norms over the parameters of the first call: the third call asks for the bias for the
+        first time.
+        """
         return lambda name, _: name == "body.0.bias"
 
     check()
@@ -180,8 +237,13 @@ def test_thawed_parameter_unclipped(method: str) -> None:
 
 
 def test_rows_of_another_record() -> None:
-    """Two views one after the other in the batch, and tokens before records; by clipping, and by the gate of single records."""
-    members = [zoo_tokens.TOKENS[name] for name in ("views_one_after_the_other", "tokens_first", "attention_tokens_first")]
+    """Two views one after the other in the batch, and tokens before records; by clipping, and by
+    the gate of single records.
+    """
+    members = [
+        zoo_tokens.TOKENS[name]
+        for name in ("views_one_after_the_other", "tokens_first", "attention_tokens_first")
+    ]
 
     def check_sum(build: Any, loss_fn: Any) -> None:
         check_clip(clipped_sum, seeded(build), loss_fn, make_batch(4))
@@ -192,13 +254,17 @@ def test_rows_of_another_record() -> None:
     for check in (check_sum, check_gate):
         for build, loss_fn in members:
             check(build, loss_fn)
-            words = f"{MORE}|{OTHER}" if check is check_sum else "differ from those of single records"
+            words = (
+                f"{MORE}|{OTHER}" if check is check_sum else "differ from those of single records"
+            )
             with planted(batch_dims, "_ordered", lambda found, rows: found, words):
                 check(build, loss_fn)
 
 
 def test_loss_averaged_before_clip() -> None:
-    """A clip of the batch's mean gradient breaks the contract; a loss that is a mean does not pass the gate."""
+    """A clip of the batch's mean gradient breaks the contract; a loss that is a mean does not pass
+    the gate.
+    """
 
     def mean_first(loss_fn, model, batch, key, *, max_grad_norm):
         total = clipped_sum(loss_fn, model, batch, key, max_grad_norm=None)
@@ -216,16 +282,27 @@ def test_loss_averaged_before_clip() -> None:
     with caught("Do not average over the batch"):
         check_separable(mean_losses, model, make_batch(4), KEY)
     with caught("loss function mixes records"):
-        check_separable(lambda *args: mean_losses(*args).expand_as(args[1].record_id_B), model, make_batch(4), KEY)
+        check_separable(
+            lambda *args: mean_losses(*args).expand_as(args[1].record_id_B),
+            model,
+            make_batch(4),
+            KEY,
+        )
 
 
 def test_views_clipped_separately() -> None:
     """With the product's own loss of several views."""
 
     def view_by_view(loss_fn, model, batch, key, *, max_grad_norm):
-        views = [batch._replace(image_BVCHW=batch.image_BVCHW[:, v : v + 1]) for v in range(batch.image_BVCHW.shape[1])]
+        views = [
+            batch._replace(image_BVCHW=batch.image_BVCHW[:, v : v + 1])
+            for v in range(batch.image_BVCHW.shape[1])
+        ]
         return sum(
-            (clipped_sum(loss_fn, model, view, key, max_grad_norm=max_grad_norm) for view in views[1:]),
+            (
+                clipped_sum(loss_fn, model, view, key, max_grad_norm=max_grad_norm)
+                for view in views[1:]
+            ),
             start=clipped_sum(loss_fn, model, views[0], key, max_grad_norm=max_grad_norm),
         )
 
@@ -236,17 +313,34 @@ def test_views_clipped_separately() -> None:
 
 def test_padding_counted() -> None:
     def check(clipped_sum: ClippedSumFn) -> None:
-        model, batch, valid = seeded(zoo.Bare), make_batch(5), torch.tensor([True, False, True, True, False])
-        padded = clipped_sum(class_losses, model, batch._replace(valid_B=valid), KEY, max_grad_norm=C)
+        model, batch, valid = (
+            seeded(zoo.Bare),
+            make_batch(5),
+            torch.tensor([True, False, True, True, False]),
+        )
+        padded = clipped_sum(
+            class_losses, model, batch._replace(valid_B=valid), KEY, max_grad_norm=C
+        )
         without = clipped_sum(class_losses, model, rows(batch, valid), KEY, max_grad_norm=C)
-        assert (flat(padded.grads) - flat(without.grads)).norm() <= 1e-6 * C, "padding is in the sum"
+        assert (flat(padded.grads) - flat(without.grads)).norm() <= 1e-6 * C, (
+            "padding is in the sum"
+        )
         assert padded.num_records == 3 == len(padded.losses_B), "padding is counted"
 
     def all_valid(loss_fn, model, batch, key, *, max_grad_norm):
-        return clipped_sum(loss_fn, model, batch._replace(valid_B=torch.ones_like(batch.valid_B)), key, max_grad_norm=max_grad_norm)
+        return clipped_sum(
+            loss_fn,
+            model,
+            batch._replace(valid_B=torch.ones_like(batch.valid_B)),
+            key,
+            max_grad_norm=max_grad_norm,
+        )
 
     def counted(loss_fn, model, batch, key, *, max_grad_norm):
-        return changed(clipped_sum(loss_fn, model, batch, key, max_grad_norm=max_grad_norm), num_records=len(batch.valid_B))
+        return changed(
+            clipped_sum(loss_fn, model, batch, key, max_grad_norm=max_grad_norm),
+            num_records=len(batch.valid_B),
+        )
 
     check(clipped_sum)
     with caught("padding is in the sum"):
@@ -256,7 +350,9 @@ def test_padding_counted() -> None:
 
 
 def test_checked_by_code_alone() -> None:
-    """A term that compares records has weight 0 in the first step; later the loss's code is the same."""
+    """A term that compares records has weight 0 in the first step; later the loss's code is the
+    same.
+    """
 
     def loss_of(weight: float):
         def losses(model, batch, key):
@@ -268,35 +364,62 @@ def test_checked_by_code_alone() -> None:
     def check() -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
         clipped_sum(loss_of(0.0), model, make_batch(4), KEY, max_grad_norm=C)
-        assert_refused(lambda: clipped_sum(loss_of(1.0), model, make_batch(4), KEY, max_grad_norm=C), "a term that mixes records")
+        assert_refused(
+            lambda: clipped_sum(loss_of(1.0), model, make_batch(4), KEY, max_grad_norm=C),
+            "a term that mixes records",
+        )
 
     check()
-    with planted(separable, "held", lambda loss_fn: loss_fn.__code__, "a term that mixes records was accepted"):
+    with planted(
+        separable,
+        "held",
+        lambda loss_fn: loss_fn.__code__,
+        "a term that mixes records was accepted",
+    ):
         check()
 
 
 def test_mask_keyed_by_row(scenes: Store, config: RunConfig, tmp_path: Path) -> None:
-    """Masks, which the model draws, by the gate; crops, flips and captions, which the loader draws, by leaving out a record."""
+    """Masks, which the model draws, by the gate; crops, flips and captions, which the loader draws,
+    by leaving out a record.
+    """
 
     def check_masks() -> None:
         check_separable(mae_losses, zoo.tiny_mae(), make_batch(4), KEY)
 
     def check_crops() -> None:
         def images(chosen: list[int]) -> dict[int, Tensor]:
-            batches = physical_batches(scenes, np.array(chosen), KEY, config.data, 16, physical_batch_size=8, workers=1)
-            return {int(i): x for batch in batches for i, x in zip(batch.record_id_B, batch.image_BVCHW, strict=True)}
+            batches = physical_batches(
+                scenes, np.array(chosen), KEY, config.data, 16, physical_batch_size=8, workers=1
+            )
+            return {
+                int(i): x
+                for batch in batches
+                for i, x in zip(batch.record_id_B, batch.image_BVCHW, strict=True)
+            }
 
         whole, fewer = images([0, 1, 2, 3]), images([1, 2, 3])
-        assert all(torch.equal(whole[i], x) for i, x in fewer.items()), "one record less, and the others get other crops"
+        assert all(torch.equal(whole[i], x) for i, x in fewer.items()), (
+            "one record less, and the others get other crops"
+        )
 
-    several = [Sample(f"{i}", scenes.read(i), {"captions": [f"{word} {i}" for word in ("one", "two", "three", "four")]}) for i in range(6)]
+    several = [
+        Sample(
+            f"{i}",
+            scenes.read(i),
+            {"captions": [f"{word} {i}" for word in ("one", "two", "three", "four")]},
+        )
+        for i in range(6)
+    ]
     told = import_samples(several, tmp_path / "told")
     words = CaptionReader(train_tokenizer(["a scene"] * 9, 259), 12)
 
     def check_captions() -> None:
         whole, _ = words.read(told, np.arange(6), KEY, 1)
         fewer, _ = words.read(told, np.arange(1, 6), KEY, 1)
-        assert np.array_equal(whole[1:], fewer), "one record less, and the others get other captions"
+        assert np.array_equal(whole[1:], fewer), (
+            "one record less, and the others get other captions"
+        )
 
     def bits_by_row(key, record_id_B, stream, count):
         return bits(key, torch.arange(len(record_id_B)), stream, count)

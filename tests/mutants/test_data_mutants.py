@@ -1,4 +1,6 @@
-"""Mistakes with what is read and what follows from it: planted, and caught. The ids are those of docs/pitfalls.md, section "Data"."""
+"""Mistakes with what is read and what follows from it: planted, and caught. The ids are those of
+docs/pitfalls.md, section "Data".
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +31,9 @@ from .ranks import Ranks
 def test_ranks_read_other_records(new_run: NewRun) -> None:
     def check() -> None:
         with new_run() as first, new_run() as second:
-            second.rows = second.rows[::-1].copy()  # as a copy of the store in another order has them
+            second.rows = second.rows[
+                ::-1
+            ].copy()  # as a copy of the store in another order has them
 
             def work(group: Group) -> None:
                 session = (first, second)[group.rank]
@@ -39,7 +43,12 @@ def test_ranks_read_other_records(new_run: NewRun) -> None:
             assert_refused(lambda: Ranks(2).run(work), "another order of the records")
 
     check()
-    with planted(same, "_digest_of_records", lambda store, rows: str(len(rows)), "another order of the records was accepted"):
+    with planted(
+        same,
+        "_digest_of_records",
+        lambda store, rows: str(len(rows)),
+        "another order of the records was accepted",
+    ):
         check()
 
 
@@ -49,7 +58,9 @@ def test_classes_from_private_names(tmp_path: Path, scenes: Store) -> None:
             yield Sample(str(i), scenes.read(i), {"label": name})
 
     def numbers(extra: bool, rule: ClassRule | None) -> list[int]:
-        store = import_samples(samples(extra), tmp_path / f"s{len(list(tmp_path.iterdir()))}", classes=rule)
+        store = import_samples(
+            samples(extra), tmp_path / f"s{len(list(tmp_path.iterdir()))}", classes=rule
+        )
         return store.labels.tolist()[:3]
 
     def check() -> None:
@@ -75,7 +86,9 @@ def test_person_lost_in_a_join(tmp_path: Path) -> None:
         folder.mkdir()
         for i, pixels in enumerate(np.arange(3 * 192, dtype=np.uint8).reshape(3, 8, 8, 3)):
             Image.fromarray(pixels).save(folder / f"{i}.png")
-        (folder / "metadata.csv").write_text("file_name,patient\n0.png,p1\n01.png,p1\n2.png,p2\n")  # 1.png is of p1 too
+        (folder / "metadata.csv").write_text(
+            "file_name,patient\n0.png,p1\n01.png,p1\n2.png,p2\n"
+        )  # 1.png is of p1 too
         try:
             store = import_source(folder, tmp_path / f"store-{folder.name}", unit_from="patient")
         except DataError:
@@ -91,12 +104,18 @@ def test_person_lost_in_a_join(tmp_path: Path) -> None:
 def test_person_spelled_twice(tmp_path: Path, scenes: Store) -> None:
     def check() -> None:
         people = ["7", "7.0", "007", "p\u00a01", "p 1"]
-        samples = [Sample(str(i), scenes.read(i), {"patient": person}) for i, person in enumerate(people)]
+        samples = [
+            Sample(str(i), scenes.read(i), {"patient": person}) for i, person in enumerate(people)
+        ]
         try:
-            store = import_samples(samples, tmp_path / f"s{len(list(tmp_path.iterdir()))}", unit_from="patient")
+            store = import_samples(
+                samples, tmp_path / f"s{len(list(tmp_path.iterdir()))}", unit_from="patient"
+            )
         except DataError:
             return
-        assert len(np.unique(store.index["unit"])) == 2, "a person spelled in two ways is two persons"
+        assert len(np.unique(store.index["unit"])) == 2, (
+            "a person spelled in two ways is two persons"
+        )
 
     check()
     with planted(importer, "refuse_alike", lambda field, names: None, "is two persons"):
@@ -106,15 +125,24 @@ def test_person_spelled_twice(tmp_path: Path, scenes: Store) -> None:
 def test_image_of_two_persons(tmp_path: Path, scenes: Store) -> None:
     def check() -> None:
         people = ["p1", "p2", "p2"]
-        samples = [Sample(str(i), scenes.read(i // 2), {"patient": person}) for i, person in enumerate(people)]
+        samples = [
+            Sample(str(i), scenes.read(i // 2), {"patient": person})
+            for i, person in enumerate(people)
+        ]
         try:
-            store = import_samples(samples, tmp_path / f"s{len(list(tmp_path.iterdir()))}", unit_from="patient")
+            store = import_samples(
+                samples, tmp_path / f"s{len(list(tmp_path.iterdir()))}", unit_from="patient"
+            )
         except DataError:
             return
-        assert store.num_records == len(samples), "without p1, the image is p2's: removing one person changes another"
+        assert store.num_records == len(samples), (
+            "without p1, the image is p2's: removing one person changes another"
+        )
 
     check()
-    with planted(importer, "refuse_shared", lambda field, found: None, "removing one person changes another"):
+    with planted(
+        importer, "refuse_shared", lambda field, found: None, "removing one person changes another"
+    ):
         check()
 
 
@@ -123,22 +151,39 @@ def test_ids_under_a_published_key(tmp_path: Path) -> None:
         store = write_scenes(tmp_path / f"s{len(list(tmp_path.iterdir()))}", 4, 16, public=False)
         published = [store.store_id.encode(), bytes.fromhex(store.store_id), b""]
         found = {keyed_hash(key, store.read(row)) for key in published for row in range(4)}
-        assert not found & set(store.index["id"].tolist()), "whoever has an image can test whether it is there"
+        assert not found & set(store.index["id"].tolist()), (
+            "whoever has an image can test whether it is there"
+        )
 
     check()
-    with planted(importer, "keyed_hash", lambda key, data: keyed_hash(b"", data), "whoever has an image can test"):
+    with planted(
+        importer,
+        "keyed_hash",
+        lambda key, data: keyed_hash(b"", data),
+        "whoever has an image can test",
+    ):
         check()
 
 
 def test_twins_counted_by_a_score(tmp_path: Path) -> None:
-    public, private = write_scenes(tmp_path / "public", 40, 16), write_scenes(tmp_path / "mine", 8, 16, public=False)
+    public, private = (
+        write_scenes(tmp_path / "public", 40, 16),
+        write_scenes(tmp_path / "mine", 8, 16, public=False),
+    )
     clean = write_without(public, tmp_path / "clean", np.arange(8), private, ["identical bytes"])
     train = write_scenes(tmp_path / "train", 40, 16, first=1000)
 
     def check() -> None:
         for score in evaluate("pixels", train, clean, protocols=(KNN(),), against=(), cache=False):
-            assert score.visibility == "private" or score.n == public.num_records, "a public score tells how many twins there are"
+            assert score.visibility == "private" or score.n == public.num_records, (
+                "a public score tells how many twins there are"
+            )
 
     check()
-    with planted(Store, "results_visibility", property(lambda store: store.visibility), "tells how many twins"):
+    with planted(
+        Store,
+        "results_visibility",
+        property(lambda store: store.visibility),
+        "tells how many twins",
+    ):
         check()

@@ -1,4 +1,6 @@
-"""Mistakes with frozen features and heads on them: planted, and caught. The ids are those of docs/pitfalls.md, section "Features"."""
+"""Mistakes with frozen features and heads on them: planted, and caught. The ids are those of
+docs/pitfalls.md, section "Features".
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +23,27 @@ from .planting import assert_refused, planted
 
 
 def test_encoder_sees_batch(tmp_path: Path) -> None:
-    config, base = head_config(write_digits(tmp_path / "s", 0, 60), "prototypes", spec="pixels"), vit_encoder()
+    config, base = (
+        head_config(write_digits(tmp_path / "s", 0, 60), "prototypes", spec="pixels"),
+        vit_encoder(),
+    )
 
     def whitened(x_BCHW: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: (x_BD - x_BD.mean(0)) / (x_BD.std(0, correction=0) + 1) for name, x_BD in base.poolings(x_BCHW).items()}
+        return {
+            name: (x_BD - x_BD.mean(0)) / (x_BD.std(0, correction=0) + 1)
+            for name, x_BD in base.poolings(x_BCHW).items()
+        }
 
     def check() -> None:
         assert_refused(lambda: prepare(config), "an encoder that sees its batch")
 
     encoder = replace(base, poolings=whitened)
-    with_it = planted(prepare_module, "check_alone", lambda *args: ("mean", 32), "an encoder that sees its batch was accepted")
+    with_it = planted(
+        prepare_module,
+        "check_alone",
+        lambda *args: ("mean", 32),
+        "an encoder that sees its batch was accepted",
+    )
     opened = prepare_module.open_public
     try:
         prepare_module.open_public = lambda cfg, device: encoder
@@ -44,7 +57,9 @@ def test_encoder_sees_batch(tmp_path: Path) -> None:
 
 def test_unreadable_row_shifts(tmp_path: Path) -> None:
     store, encoder, rows = write_digits(tmp_path / "s", 0, 30), vit_encoder(), np.arange(30)
-    whole = np.array(feature_array(encoder, "mean", 32, store, rows, keep=False, batch_size=8, workers=1))
+    whole = np.array(
+        feature_array(encoder, "mean", 32, store, rows, keep=False, batch_size=8, workers=1)
+    )
     with open(store.shard_paths[0], "r+b") as shard:
         shard.seek(int(store.index["offset"][11]))
         shard.write(b"\0" * int(store.index["size"][11]))
@@ -52,7 +67,9 @@ def test_unreadable_row_shifts(tmp_path: Path) -> None:
     def check() -> None:
         found = feature_array(encoder, "mean", 32, store, rows, keep=False, batch_size=8, workers=1)
         others = rows != 11
-        assert found.shape == whole.shape and np.array_equal(found[others], whole[others]), "a record has another's features"
+        assert found.shape == whole.shape and np.array_equal(found[others], whole[others]), (
+            "a record has another's features"
+        )
         assert np.isnan(found[11]).all(), "a record that does not decode has features"
 
     check()
@@ -75,7 +92,9 @@ def test_release_without_charge(tmp_path: Path) -> None:
         with new_head_session(head_config(store, "many_steps"), root) as session:
             adapt(session)
         ledger = read_ledger(root / "ledger.jsonl")
-        assert ledger.steps == ledger.plan.steps, "a head was made of releases that nobody was charged for"
+        assert ledger.steps == ledger.plan.steps, (
+            "a head was made of releases that nobody was charged for"
+        )
 
     def free(session: object) -> object:
         count = iter(range(1000))
@@ -92,8 +111,15 @@ def test_stale_features(tmp_path: Path) -> None:
 
     def check() -> None:
         first = np.array(feature_array(one, "mean", 32, store, rows, workers=1))
-        assert not np.array_equal(feature_array(other, "mean", 32, store, rows, workers=1), first), "another encoder's features were served"
+        assert not np.array_equal(
+            feature_array(other, "mean", 32, store, rows, workers=1), first
+        ), "another encoder's features were served"
 
     check()
-    with planted(feature_file, "fingerprint", lambda encoder, device: encoder.name, "another encoder's features were served"):
+    with planted(
+        feature_file,
+        "fingerprint",
+        lambda encoder, device: encoder.name,
+        "another encoder's features were served",
+    ):
         check()

@@ -1,4 +1,6 @@
-"""Mistakes with the noise and its divisor: planted, and caught. The ids are those of docs/pitfalls.md, section "Noise and divisor"."""
+"""Mistakes with the noise and its divisor: planted, and caught. The ids are those of
+docs/pitfalls.md, section "Noise and divisor".
+"""
 
 import itertools
 import math
@@ -49,14 +51,28 @@ def as_sum(values: torch.Tensor, num_records: int = 40, clip: float = 0.5) -> Cl
 def test_divide_by_realised_batch(plan: DPPlan) -> None:
     def check(privatize) -> None:
         values = torch.linspace(-3, 3, 1000)
-        noise = privatize(as_sum(torch.zeros(1000)), plan.another_run(), 0, key()).grads["a"] * plan.expected_batch_size
+        noise = (
+            privatize(as_sum(torch.zeros(1000)), plan.another_run(), 0, key()).grads["a"]
+            * plan.expected_batch_size
+        )
         for num_records in (1, 20, 39, 40):
-            released = privatize(as_sum(values, num_records), plan.another_run(), 0, key()).grads["a"]
-            torch.testing.assert_close(released * plan.expected_batch_size - noise, values, msg="the divisor follows the realised batch")
+            released = privatize(as_sum(values, num_records), plan.another_run(), 0, key()).grads[
+                "a"
+            ]
+            torch.testing.assert_close(
+                released * plan.expected_batch_size - noise,
+                values,
+                msg="the divisor follows the realised batch",
+            )
 
     def by_realised(total, plan, step, key):
         real = privatize(total, plan, step, key)
-        return released({name: value * plan.expected_batch_size / total.num_records for name, value in real.grads.items()})
+        return released(
+            {
+                name: value * plan.expected_batch_size / total.num_records
+                for name, value in real.grads.items()
+            }
+        )
 
     check(privatize)
     with caught("divisor follows the realised batch"):
@@ -64,28 +80,44 @@ def test_divide_by_realised_batch(plan: DPPlan) -> None:
 
 
 def test_divisor_of_the_store() -> None:
-    """A release is a multiple of grid / divisor: whoever divides by the store's own number of records publishes it exactly."""
+    """A release is a multiple of grid / divisor: whoever divides by the store's own number of
+    records publishes it exactly.
+    """
     declared = full_batch_plan(100, 1.0)
     feature_ND = np.random.default_rng(0).normal(size=(100, 12)).astype(np.float32)
 
     def values_of(count: int) -> np.ndarray:
         stream = FeatureStream(feature_ND[:count], np.arange(count) % 4, 4, unit=True)
-        releases = Releases(declared.another_run(), itertools.count().__next__, key(), key(bytes(reversed(RAW))))
-        _, noisy = releases.release(stream, lambda blocks: sum_at_zero(blocks, stream.width, torch.zeros(4), "softmax", declared))
+        releases = Releases(
+            declared.another_run(), itertools.count().__next__, key(), key(bytes(reversed(RAW)))
+        )
+        _, noisy = releases.release(
+            stream,
+            lambda blocks: sum_at_zero(blocks, stream.width, torch.zeros(4), "softmax", declared),
+        )
         return noisy.grads["weight"].numpy().ravel()
 
     def divisors(values: np.ndarray) -> list[int]:
-        """Numbers of records for which all values are multiples of grid / number, to the rounding of the division."""
+        """Numbers of records for which all values are multiples of grid / number, to the rounding
+        of the division.
+        """
         grids = values / noise_module.grid_of(declared.noise_std)
         return [n for n in range(90, 110) if np.abs(grids * n - np.rint(grids * n)).max() < 1e-6]
 
     def check() -> None:
         for count in (100, 99, 97):
-            assert divisors(values_of(count)) == [100], "a release shows how many records the store holds"
+            assert divisors(values_of(count)) == [100], (
+                "a release shows how many records the store holds"
+            )
 
     def by_store(total: ClippedSum, plan: DPPlan, *args: object, **settings: object) -> DPGradient:
         real = privatize(total, plan, *args, **settings)
-        return released({name: value * (plan.expected_batch_size / total.num_records) for name, value in real.grads.items()})
+        return released(
+            {
+                name: value * (plan.expected_batch_size / total.num_records)
+                for name, value in real.grads.items()
+            }
+        )
 
     check()
     with planted(release, "privatize", by_store, "shows how many records"):
@@ -97,15 +129,23 @@ def test_noise_per_physical_batch(new_run: NewRun) -> None:
         sums = []
         with new_run() as session:
             for size in (5, 16, 40):
-                settings = replace(session.config, hardware=replace(session.config.hardware, physical_batch_size=size))
+                settings = replace(
+                    session.config,
+                    hardware=replace(session.config.hardware, physical_batch_size=size),
+                )
                 total, _ = step.step_sum(0, replace(session, config=settings), key())
                 sums.append(torch.cat([value.flatten() for value in total.grads.values()]))
         for one, other in itertools.pairwise(sums):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg="the sum depends on the physical batches")
+            torch.testing.assert_close(
+                one, other, rtol=1e-4, atol=1e-5, msg="the sum depends on the physical batches"
+            )
 
     def noisy(loss_fn, model, batch, key, *, max_grad_norm, **settings):
         total = clipped_sum(loss_fn, model, batch, key, max_grad_norm=max_grad_norm, **settings)
-        grads = {name: value + 4.0 * max_grad_norm * torch.randn_like(value) for name, value in total.grads.items()}
+        grads = {
+            name: value + 4.0 * max_grad_norm * torch.randn_like(value)
+            for name, value in total.grads.items()
+        }
         return changed(total, grads=grads)
 
     check()
@@ -117,7 +157,9 @@ def test_noise_per_physical_batch(new_run: NewRun) -> None:
 
 
 def test_noise_per_rank(new_run: NewRun) -> None:
-    """Two ranks must end with the weights that one process has, noise included; only rank 0 knows its keys."""
+    """Two ranks must end with the weights that one process has, noise included; only rank 0 knows
+    its keys.
+    """
     with new_run() as session:
         fit(session, secrets=secrets(), quiet=True)
         expected = state_tensors(session.model)
@@ -135,7 +177,13 @@ def test_noise_per_rank(new_run: NewRun) -> None:
 
             for weights in Ranks(2).run(work):
                 for name, value in expected.items():
-                    torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-5, msg="two ranks add other noise than one")
+                    torch.testing.assert_close(
+                        weights[name],
+                        value,
+                        rtol=1e-3,
+                        atol=2e-5,
+                        msg="two ranks add other noise than one",
+                    )
 
     def own_noise_key(secrets, group):
         own = secrets.noise.secret()
@@ -158,7 +206,9 @@ def test_noise_per_rank(new_run: NewRun) -> None:
 
 
 def test_noise_wrong_norm(config: RunConfig, scenes: Store) -> None:
-    """Noise in units of the longest contribution that the clip lets through, measured: the plan's noise multiplier."""
+    """Noise in units of the longest contribution that the clip lets through, measured: the plan's
+    noise multiplier.
+    """
     num = 100_000
 
     def huge_losses(model, batch, key):
@@ -168,27 +218,49 @@ def test_noise_wrong_norm(config: RunConfig, scenes: Store) -> None:
         for clip in (0.1, 2.0):
             plan = make_plan(replace(config.privacy, max_grad_norm=clip))
             model = GradientIsImage(3, 16, 16)
-            one, _ = step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, model, huge_losses, ALONE), key())
-            noise = privatize(as_sum(torch.zeros(num), clip=clip), plan, 0, key()).grads["a"].double() * plan.expected_batch_size
+            one, _ = step.step_sum(
+                0,
+                step.Training(config, plan, scenes, np.array([3]), None, model, huge_losses, ALONE),
+                key(),
+            )
+            noise = (
+                privatize(as_sum(torch.zeros(num), clip=clip), plan, 0, key()).grads["a"].double()
+                * plan.expected_batch_size
+            )
             ratio = noise.std() / one.grads["weight"].double().norm()
-            assert abs(ratio / config.privacy.noise_multiplier - 1) < 5 / (2 * num) ** 0.5, "noise has another norm than the clip's"
+            assert abs(ratio / config.privacy.noise_multiplier - 1) < 5 / (2 * num) ** 0.5, (
+                "noise has another norm than the clip's"
+            )
 
     def clip_at_one(loss_fn, model, batch, key, *, max_grad_norm, **settings):
-        return changed(clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, **settings), max_grad_norm=max_grad_norm)
+        return changed(
+            clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, **settings),
+            max_grad_norm=max_grad_norm,
+        )
 
     check()
-    with planted(DPPlan, "noise_std", property(lambda plan: plan.noise_multiplier * plan.max_grad_norm**2), "another norm than the clip's"):
+    with planted(
+        DPPlan,
+        "noise_std",
+        property(lambda plan: plan.noise_multiplier * plan.max_grad_norm**2),
+        "another norm than the clip's",
+    ):
         check()
     with planted(step, "clipped_sum", clip_at_one, "another norm than the clip's"):
         check()
 
 
 def test_sum_of_another_clip_norm(config: RunConfig, plan: DPPlan, scenes: Store) -> None:
-    """A sum says what it was clipped to: it is refused where it would join the step's sum, and before the noise."""
+    """A sum says what it was clipped to: it is refused where it would join the step's sum, and
+    before the noise.
+    """
 
     def check(privatize=privatize) -> None:
         for clip in (0.4999, 5.0, None):
-            assert_refused(lambda clip=clip: privatize(as_sum(torch.zeros(3), clip=clip), plan, 0, key()), "a sum of another clip norm")
+            assert_refused(
+                lambda clip=clip: privatize(as_sum(torch.zeros(3), clip=clip), plan, 0, key()),
+                "a sum of another clip norm",
+            )
 
     def trusting(total, plan, step, key):
         return privatize(changed(total, max_grad_norm=plan.max_grad_norm), plan, step, key)
@@ -197,7 +269,20 @@ def test_sum_of_another_clip_norm(config: RunConfig, plan: DPPlan, scenes: Store
         return clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, **settings)
 
     def one_step() -> None:
-        step.step_sum(0, step.Training(config, plan, scenes, np.array([3]), None, GradientIsImage(3, 16, 16), image_losses, ALONE), key())
+        step.step_sum(
+            0,
+            step.Training(
+                config,
+                plan,
+                scenes,
+                np.array([3]),
+                None,
+                GradientIsImage(3, 16, 16),
+                image_losses,
+                ALONE,
+            ),
+            key(),
+        )
 
     check()
     with caught("a sum of another clip norm was accepted"):
@@ -215,7 +300,14 @@ def test_replayed_noise(new_run: NewRun) -> None:
 
         def watch(total, plan, step, key, **owners):
             gradient = release(total, plan, step, key, **owners)
-            noises.append(torch.cat([(gradient.grads[n] * plan.expected_batch_size - v).flatten() for n, v in total.grads.items()]))
+            noises.append(
+                torch.cat(
+                    [
+                        (gradient.grads[n] * plan.expected_batch_size - v).flatten()
+                        for n, v in total.grads.items()
+                    ]
+                )
+            )
             return gradient
 
         release = loop.privatize
@@ -226,12 +318,18 @@ def test_replayed_noise(new_run: NewRun) -> None:
                     fit(session, quiet=True)
         assert len(noises) == 4
         correlation = np.corrcoef(torch.stack(noises).numpy())[~np.eye(4, dtype=bool)]
-        assert np.abs(correlation).max() < 5 / len(noises[0]) ** 0.5, "noise of one step comes again in another"
+        assert np.abs(correlation).max() < 5 / len(noises[0]) ** 0.5, (
+            "noise of one step comes again in another"
+        )
 
     check()
-    with planted(loop, "Secrets", lambda *keys: Secrets(*keys) if keys else secrets(), "comes again"):
+    with planted(
+        loop, "Secrets", lambda *keys: Secrets(*keys) if keys else secrets(), "comes again"
+    ):
         check()
-    at_zero = lambda total, plan, step, key, owners: privatize(changed(total, step=0), plan.another_run(), 0, key, owners=owners)  # noqa: E731
+    at_zero = lambda total, plan, step, key, owners: privatize(  # noqa: E731
+        changed(total, step=0), plan.another_run(), 0, key, owners=owners
+    )
     with planted(loop, "privatize", at_zero, "not drawn under this key before"):
         check()
 
@@ -240,7 +338,9 @@ def test_predictable_generator(plan: DPPlan) -> None:
     """Noise against ChaCha20 called directly, and a formula of one line."""
     # With sum 0 the release is the noise on the grid; the grid is far below the tolerance.
     secret = subkey(key(), "noise", step=0, parameter="a").secret()
-    stream = Cipher(algorithms.ChaCha20(secret, bytes(16)), None).encryptor().update(bytes(8 * 1000))
+    stream = (
+        Cipher(algorithms.ChaCha20(secret, bytes(16)), None).encryptor().update(bytes(8 * 1000))
+    )
     word_H2 = np.frombuffer(stream, dtype="<u8").reshape(-1, 2).astype(float) * 2.0**-64
     expected = np.sqrt(-2 * np.log(word_H2[:, 0])) * np.exp(2j * np.pi * word_H2[:, 1])
 
@@ -250,7 +350,9 @@ def test_predictable_generator(plan: DPPlan) -> None:
             * plan.expected_batch_size
             / plan.noise_std
         )
-        assert np.allclose(noise.numpy().view(complex), expected, atol=1e-5), "noise is not that of the cryptographic stream"
+        assert np.allclose(noise.numpy().view(complex), expected, atol=1e-5), (
+            "noise is not that of the cryptographic stream"
+        )
 
     class Mersenne(Keystream):
         def fill(self, out_W):
@@ -262,11 +364,23 @@ def test_predictable_generator(plan: DPPlan) -> None:
 
 
 def test_low_bits(plan: DPPlan) -> None:
-    """Every number is a multiple of the public grid, whatever the sum was (``tests/attacks`` has what it was good for)."""
+    """Every number is a multiple of the public grid, whatever the sum was (``tests/attacks`` has
+    what it was good for).
+    """
 
     def check() -> None:
-        released = privatize(as_sum(torch.zeros(20_000)), plan.another_run(), 0, key(), dtype=torch.float64).grads["a"].numpy()
-        steps = released * plan.expected_batch_size / 2.0 ** (math.floor(math.log2(plan.noise_std)) - 20)
+        released = (
+            privatize(
+                as_sum(torch.zeros(20_000)), plan.another_run(), 0, key(), dtype=torch.float64
+            )
+            .grads["a"]
+            .numpy()
+        )
+        steps = (
+            released
+            * plan.expected_batch_size
+            / 2.0 ** (math.floor(math.log2(plan.noise_std)) - 20)
+        )
         assert np.abs(steps - np.rint(steps)).max() < 1e-6, "low bits tell of the sum"
 
     check()
@@ -275,12 +389,19 @@ def test_low_bits(plan: DPPlan) -> None:
 
 
 def test_noise_of_a_step_twice(plan: DPPlan) -> None:
-    """One key, one step, two models of one size: the difference of the releases is that of the sums."""
+    """One key, one step, two models of one size: the difference of the releases is that of the
+    sums.
+    """
 
     def check() -> None:
         once = key()
         first = privatize(as_sum(torch.zeros(9)), plan.another_run(), 0, once).grads["a"]
-        assert_refused(lambda: privatize(as_sum(torch.ones(9)), plan.another_run(), 0, once).grads["a"] - first, "noise drawn before")
+        assert_refused(
+            lambda: (
+                privatize(as_sum(torch.ones(9)), plan.another_run(), 0, once).grads["a"] - first
+            ),
+            "noise drawn before",
+        )
 
     check()
     with planted(Key, "spend", lambda self, step: None, "noise drawn before was accepted"):
@@ -303,7 +424,15 @@ def test_step_released_again(plan: DPPlan) -> None:
 
 def test_stale_batch_released() -> None:
     """The sum, or the records, of a step in a later one."""
-    plan = make_plan(PrivacyConfig(dataset_size=1000, expected_batch_size=500, steps=4, noise_multiplier=9.0, max_grad_norm=0.5))
+    plan = make_plan(
+        PrivacyConfig(
+            dataset_size=1000,
+            expected_batch_size=500,
+            steps=4,
+            noise_multiplier=9.0,
+            max_grad_norm=0.5,
+        )
+    )
     ids = np.arange(400)
 
     def check(same_sum: bool) -> None:
@@ -339,5 +468,7 @@ def test_key_across_a_fork(plan: DPPlan) -> None:
         os.close(read)
 
     check()
-    with planted(Key, "secret", lambda self: self._secret, "a forked child adds its parent's noise"):
+    with planted(
+        Key, "secret", lambda self: self._secret, "a forked child adds its parent's noise"
+    ):
         check()

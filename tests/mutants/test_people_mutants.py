@@ -1,4 +1,6 @@
-"""Mistakes with drawn people: planted, and caught. The ids are those of docs/pitfalls.md, section "People"."""
+"""Mistakes with drawn people: planted, and caught. The ids are those of docs/pitfalls.md, section
+"People".
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +44,12 @@ def config(store: Store) -> RunConfig:
     """All people in every batch, without the cost of accounting."""
     base = people_config(store)
     privacy = replace(
-        base.privacy, guarantee="simulated", sampling="full_batch", expected_batch_size=PEOPLE, max_records_per_unit=3, steps=1
+        base.privacy,
+        guarantee="simulated",
+        sampling="full_batch",
+        expected_batch_size=PEOPLE,
+        max_records_per_unit=3,
+        steps=1,
     )
     return replace(base, privacy=privacy)
 
@@ -69,9 +76,11 @@ def check_contract(config: RunConfig, folder: Path) -> None:
             start_P = np.concatenate([[0], np.cumsum(kept)])[session.people.start_P]
             some = np.diff(start_P) > 0
             fewer = People(
-                session.people.id_P[some], session.people.row_N[kept], np.append(start_P[:-1][some], start_P[-1]),
+                session.people.id_P[some],
+                session.people.row_N[kept],
+                np.append(start_P[:-1][some], start_P[-1]),
                 session.people.record_id_N[kept],
-            )  # fmt: skip
+            )
             moved = float((whole - sums(replace(session, people=fewer))[0]).norm())
             assert moved <= C, "a person moves the sum by more than the clip norm"
 
@@ -100,12 +109,19 @@ def test_images_clipped_then_added(config: RunConfig, folders: Iterator[Path]) -
         check_contract(config, next(folders))
 
 
-def test_images_chosen_by_a_persons_place(store: Store, config: RunConfig, folders: Iterator[Path]) -> None:
-    """Which images a person shows follows from their place in the batch, so that one person less gives all others new images."""
+def test_images_chosen_by_a_persons_place(
+    store: Store, config: RunConfig, folders: Iterator[Path]
+) -> None:
+    """Which images a person shows follows from their place in the batch, so that one person less
+    gives all others new images.
+    """
     real = People.images
 
     def by_place(self, place_B, key, count):
-        rows = [real(self, np.array([p]), StepKey(key.seed, 1000 * key.step + at), count) for at, p in enumerate(place_B)]
+        rows = [
+            real(self, np.array([p]), StepKey(key.seed, 1000 * key.step + at), count)
+            for at, p in enumerate(place_B)
+        ]
         return np.concatenate(rows) if rows else real(self, place_B, key, count)
 
     def check_choice() -> None:
@@ -113,7 +129,9 @@ def test_images_chosen_by_a_persons_place(store: Store, config: RunConfig, folde
         for p in range(PEOPLE):
             rows = people.images(np.arange(PEOPLE), StepKey(0, 5), 3)
             fewer = without(people, p).images(np.arange(PEOPLE - 1), StepKey(0, 5), 3)
-            assert np.array_equal(fewer, np.delete(rows, p, 0)), "the choice depends on other people"
+            assert np.array_equal(fewer, np.delete(rows, p, 0)), (
+                "the choice depends on other people"
+            )
 
     check_choice()
     with planted(People, "images", by_place, "the choice depends on other people"):
@@ -129,32 +147,46 @@ def test_rate_and_divisor_by_images(config: RunConfig, folders: Iterator[Path]) 
         plan, secret = draft_plan(asked), key()
         sizes = [len(plan.draw(i, PEOPLE, derive_rng(secret, i))) for i in range(4000)]
         error = 5 * (4 * 0.6 / 4000) ** 0.5
-        assert abs(np.mean(sizes) - plan.expected_batch_size) < error, "the divisor is not the mean number of people in a batch"
+        assert abs(np.mean(sizes) - plan.expected_batch_size) < error, (
+            "the divisor is not the mean number of people in a batch"
+        )
 
     def check_divisor() -> None:
-        """Without noise, a step of plain SGD is the rate times the sum over the number of people."""
+        """Without noise, a step of plain SGD is the rate times the sum over the number of
+        people.
+        """
         quiet = replace(config, privacy=replace(config.privacy, noise_multiplier=0.0))
         with new_session(quiet, next(folders)) as session:
             total, names = sums(session)[0], sorted(dict(session.model.named_parameters()))
-            trained = [name for name in names if dict(session.model.named_parameters())[name].requires_grad]
+            trained = [
+                name for name in names if dict(session.model.named_parameters())[name].requires_grad
+            ]
             before = {name: p.detach().clone() for name, p in session.model.named_parameters()}
             fit(session, quiet=True)
             after = dict(session.model.named_parameters())
-            moved = torch.cat([(before[name] - after[name].detach()).flatten().double() for name in trained])
+            moved = torch.cat(
+                [(before[name] - after[name].detach()).flatten().double() for name in trained]
+            )
         expected = config.optim.rate * total / PEOPLE
-        assert (moved - expected).norm() < 1e-4 * expected.norm(), "the sum is not divided by the number of people"
+        assert (moved - expected).norm() < 1e-4 * expected.norm(), (
+            "the sum is not divided by the number of people"
+        )
 
     def by_images(self):
         return self.dataset_size
 
     def divided(total, plan, *args, **kwargs):
-        wrong = replace(plan, sampling_unit="record", expected_batch_size=float(NUM_IMAGES), sample_rate=1.0)
+        wrong = replace(
+            plan, sampling_unit="record", expected_batch_size=float(NUM_IMAGES), sample_rate=1.0
+        )
         return privatize(total, wrong, *args, **kwargs)
 
     check_rate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrivacyConfig, "sampled_from", property(by_images))
-        with planted(DPPlan, "sampled_from", property(by_images), "not the mean number of people in a batch"):
+        with planted(
+            DPPlan, "sampled_from", property(by_images), "not the mean number of people in a batch"
+        ):
             check_rate()
     check_divisor()
     with planted(loop, "privatize", divided, "not divided by the number of people"):
@@ -163,15 +195,27 @@ def test_rate_and_divisor_by_images(config: RunConfig, folders: Iterator[Path]) 
 
 def test_delta_by_images(config: RunConfig) -> None:
     asked = PrivacyConfig(
-        dataset_size=10**6, num_units=10**4, expected_batch_size=10**4, sampling="full_batch", steps=1, noise_multiplier=2.0,
+        dataset_size=10**6,
+        num_units=10**4,
+        expected_batch_size=10**4,
+        sampling="full_batch",
+        steps=1,
+        noise_multiplier=2.0,
         sampling_unit="person",
-    )  # fmt: skip
+    )
 
     def check() -> None:
-        assert draft_plan(asked).delta == 1 / (2 * 10**4), "delta does not follow the number of people"
+        assert draft_plan(asked).delta == 1 / (2 * 10**4), (
+            "delta does not follow the number of people"
+        )
 
     check()
-    with planted(plans, "default_delta", lambda population: 1 / (2 * asked.dataset_size), "delta does not follow the number of people"):
+    with planted(
+        plans,
+        "default_delta",
+        lambda population: 1 / (2 * asked.dataset_size),
+        "delta does not follow the number of people",
+    ):
         check()
 
 
@@ -192,12 +236,19 @@ def test_images_as_rows_of_a_head(store: Store) -> None:
         return PersonImages(row_M, np.arange(len(row_M)), np.arange(len(row_M) + 1))
 
     check_heads(store)
-    with planted(PersonImages, "chosen", staticmethod(each_image), "moves a head's sum by more than the clip norm"):
+    with planted(
+        PersonImages,
+        "chosen",
+        staticmethod(each_image),
+        "moves a head's sum by more than the clip norm",
+    ):
         check_heads(store)
 
 
 def test_images_of_a_row_chosen_by_the_store(store: Store) -> None:
-    """One generator for the whole store chooses: which images make a row follows from how many others there are."""
+    """One generator for the whole store chooses: which images make a row follows from how many
+    others there are.
+    """
     real = PersonImages.chosen
 
     def by_store(store: Store, count: int, seed: int) -> PersonImages:
@@ -211,11 +262,20 @@ def test_images_of_a_row_chosen_by_the_store(store: Store) -> None:
             for p in range(len(images.start_P) - 1):
                 own = images.row_M[images.place_M[images.start_P[p] : images.start_P[p + 1]]]
                 rows[int(other.index["unit"][own[0]])].add(tuple(other.index["id"][own].tolist()))
-        assert all(len(found) == 1 for found in rows.values()), "a person's row depends on other people"
+        assert all(len(found) == 1 for found in rows.values()), (
+            "a person's row depends on other people"
+        )
 
     check_rows()
-    with planted(PersonImages, "chosen", staticmethod(by_store), "a person's row depends on other people"):
+    with planted(
+        PersonImages, "chosen", staticmethod(by_store), "a person's row depends on other people"
+    ):
         check_rows()
     check_heads(store)
-    with planted(PersonImages, "chosen", staticmethod(by_store), "moves a head's sum by more than the clip norm"):
+    with planted(
+        PersonImages,
+        "chosen",
+        staticmethod(by_store),
+        "moves a head's sum by more than the clip norm",
+    ):
         check_heads(store)

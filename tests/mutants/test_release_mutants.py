@@ -1,4 +1,6 @@
-"""Mistakes with what leaves: planted, and caught. The ids are those of docs/pitfalls.md, section "What leaves"."""
+"""Mistakes with what leaves: planted, and caught. The ids are those of docs/pitfalls.md, section
+"What leaves".
+"""
 
 import copy
 from dataclasses import replace
@@ -14,7 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from zoo import KEY, class_losses, make_batch
 
-from dpvision.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint, state_tensors
+from dpvision.checkpoint import (
+    find_checkpoint,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    state_tensors,
+)
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
 from dpvision.dp import clip, one_pass, separable
@@ -64,14 +72,23 @@ def test_buffers_updated() -> None:
     def check_buffers(model: nn.Module, max_grad_norm: float | None) -> None:
         before = copy.deepcopy(model.state_dict())
         clipped_sum(class_losses, model, make_batch(4), KEY, max_grad_norm=max_grad_norm)
-        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, msg="the data are left in a buffer")
+        torch.testing.assert_close(
+            model.state_dict(), before, rtol=0, atol=0, msg="the data are left in a buffer"
+        )
 
     def check_gate() -> None:
-        assert_refused(lambda: check_separable(class_losses, net(), make_batch(4), KEY), "batch statistics")
+        assert_refused(
+            lambda: check_separable(class_losses, net(), make_batch(4), KEY), "batch statistics"
+        )
 
     for module, model, max_grad_norm in ((clip, net(), None), (one_pass, Averaging(), 0.1)):
         check_buffers(model, max_grad_norm)
-        with planted(module, "copied_buffers", lambda model: dict(model.named_buffers()), "the data are left in a buffer"):
+        with planted(
+            module,
+            "copied_buffers",
+            lambda model: dict(model.named_buffers()),
+            "the data are left in a buffer",
+        ):
             check_buffers(model, max_grad_norm)
     check_gate()
     # Not recognised by their class they are still measured ...
@@ -98,19 +115,30 @@ def test_ema_unnoised(new_run: NewRun) -> None:
                 before = session.model.mask_token.detach().clone()
                 apply(gradient, learning_rate)
                 after = session.model.mask_token.detach()
-                torch.testing.assert_close(after, before - learning_rate * gradient.grads["mask_token"])
+                torch.testing.assert_close(
+                    after, before - learning_rate * gradient.grads["mask_token"]
+                )
                 kept = min(decay, (1 + updates) / (10 + updates))
                 expected, updates = kept * expected + (1 - kept) * after, updates + 1
 
             session.optimizer.step = follow
             fit(session, quiet=True)
-            torch.testing.assert_close(session.ema["mask_token"], expected, msg="the average is not that of the released weights")
+            torch.testing.assert_close(
+                session.ema["mask_token"],
+                expected,
+                msg="the average is not that of the released weights",
+            )
 
     noise: dict[str, torch.Tensor] = {}
 
     def remember_noise(total, plan, step, key, **owners):
         gradient = privatize(total, plan, step, key, **owners)
-        noise.update({n: gradient.grads[n] - value / plan.expected_batch_size for n, value in total.grads.items()})
+        noise.update(
+            {
+                n: gradient.grads[n] - value / plan.expected_batch_size
+                for n, value in total.grads.items()
+            }
+        )
         return gradient
 
     def of_clean_weights(average, model, decay, updates):
@@ -128,14 +156,21 @@ def test_ema_unnoised(new_run: NewRun) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "privatize", remember_noise)
         for mistake in (of_clean_weights, twice_a_step):
-            with planted(ema, "update_ema", mistake, "the average is not that of the released weights"):
+            with planted(
+                ema, "update_ema", mistake, "the average is not that of the released weights"
+            ):
                 check()
 
 
 SECRETS = StepMetrics(
-    loss=0.123456789, batch_size=987654, grad_norm_mean=3.21987654, grad_norm_median=2.71654321, clip_fraction=0.765432101,
-    num_non_finite=456789, step_s=0.0314159265,
-)  # fmt: skip
+    loss=0.123456789,
+    batch_size=987654,
+    grad_norm_mean=3.21987654,
+    grad_norm_median=2.71654321,
+    clip_fraction=0.765432101,
+    num_non_finite=456789,
+    step_s=0.0314159265,
+)
 
 
 def test_checkpoint_by_the_clock(new_run: NewRun, config: RunConfig) -> None:
@@ -146,10 +181,17 @@ def test_checkpoint_by_the_clock(new_run: NewRun, config: RunConfig) -> None:
         with new_run(often) as session:
             fit(session, quiet=True)
             found = [path.name for path in session.run.folder.root.glob("checkpoints/*")]
-        assert found == [f"step-{session.plan.steps:08d}"], "a checkpoint that the clock asked for may leave"
+        assert found == [f"step-{session.plan.steps:08d}"], (
+            "a checkpoint that the clock asked for may leave"
+        )
 
     check()
-    with planted(RunFolder, "checkpoints", lambda folder, *, timed=False: folder.base / "checkpoints", "the clock asked for may leave"):
+    with planted(
+        RunFolder,
+        "checkpoints",
+        lambda folder, *, timed=False: folder.base / "checkpoints",
+        "the clock asked for may leave",
+    ):
         check()
 
 
@@ -174,13 +216,19 @@ def test_private_loss_public_file(tmp_path: Path, plan: DPPlan) -> None:
     def check_scores() -> None:
         folder = fresh()
         runs.make_store(folder / "store")
-        run = runs.make_run(folder / "run", folder / "store", privacy=replace(runs.PRIVACY, steps=2), charged=2)
-        write_json(run / "scores.json", [runs.score_entry("encoder", 0.41, "k-NN, mean", "private")])
+        run = runs.make_run(
+            folder / "run", folder / "store", privacy=replace(runs.PRIVACY, steps=2), charged=2
+        )
+        write_json(
+            run / "scores.json", [runs.score_entry("encoder", 0.41, "k-NN, mean", "private")]
+        )
         try:
             scores = make_statement(run)["scores"]
         except PrivacyError:
             return
-        assert all(score["visibility"] == "public" for score in scores), "a private score is in the statement"
+        assert all(score["visibility"] == "public" for score in scores), (
+            "a private score is in the statement"
+        )
 
     class Chatty(RunLog):
         def step(self, step: int, metrics: StepMetrics) -> None:
@@ -197,8 +245,18 @@ def test_private_loss_public_file(tmp_path: Path, plan: DPPlan) -> None:
 
 def entry(store_id: str, visibility: str, guaranteed: bool) -> dict[str, Any]:
     plan = make_plan(replace(runs.PRIVACY, steps=1)).to_dict()
-    guarantee = {"epsilon": 1.0, "epsilon_rdp": 1.0, "delta": 1e-5, "steps": 1, "plan": plan} if guaranteed else None
-    return {"store_id": store_id, "visibility": visibility, "licence": None, "run_id": "parent", "guarantee": guarantee}
+    guarantee = (
+        {"epsilon": 1.0, "epsilon_rdp": 1.0, "delta": 1e-5, "steps": 1, "plan": plan}
+        if guaranteed
+        else None
+    )
+    return {
+        "store_id": store_id,
+        "visibility": visibility,
+        "licence": None,
+        "run_id": "parent",
+        "guarantee": guarantee,
+    }
 
 
 def test_lineage_lost_in_a_file(tmp_path: Path, config: RunConfig, new_run: NewRun) -> None:
@@ -219,19 +277,34 @@ def test_lineage_lost_in_a_file(tmp_path: Path, config: RunConfig, new_run: NewR
         for path in (file, copied, tmp_path / "exported.safetensors"):
             weights = weights_file.open_weights(path, unknown)
             try:
-                exported = list(weights.lineage) == [unknown]  # what the file carries has to do, where it carries anything
+                exported = list(weights.lineage) == [
+                    unknown
+                ]  # what the file carries has to do, where it carries anything
                 lineages.inherit(
-                    weights.lineage, store, make_plan(config.privacy), declaration="A; B; C" if exported else None,
+                    weights.lineage,
+                    store,
+                    make_plan(config.privacy),
+                    declaration="A; B; C" if exported else None,
                     tensors=weights.tensors.values() if path.name == "exported.safetensors" else (),
-                )  # fmt: skip
+                )
             except PrivacyError:
                 continue
             raise AssertionError(f"tainted weights of {path.name} were accepted as public")
 
     check()
-    with planted(weights_file, "unpack", lambda path: (load_file(path), None), "weights of copied.safetensors were accepted"):
+    with planted(
+        weights_file,
+        "unpack",
+        lambda path: (load_file(path), None),
+        "weights of copied.safetensors were accepted",
+    ):
         check()
-    with planted(lineages, "runs_with_these_weights", lambda store, tensors: [], "weights of exported.safetensors were accepted"):
+    with planted(
+        lineages,
+        "runs_with_these_weights",
+        lambda store, tensors: [],
+        "weights of exported.safetensors were accepted",
+    ):
         check()
 
 
@@ -240,7 +313,9 @@ def test_parents_left_out(tmp_path: Path) -> None:
     parent = runs.make_run(tmp_path / "parent", tmp_path / "store", run_id="parent")
     parents = tuple(read_manifest(find_checkpoint(parent))["lineage"])
     child = runs.make_run(tmp_path / "child", tmp_path / "store", run_id="child", parents=parents)
-    two = dp_accounting.get_epsilon_gaussian(runs.PRIVACY.noise_multiplier / (2 * runs.STEPS) ** 0.5, 1 / (2 * runs.PRIVACY.dataset_size))
+    two = dp_accounting.get_epsilon_gaussian(
+        runs.PRIVACY.noise_multiplier / (2 * runs.STEPS) ** 0.5, 1 / (2 * runs.PRIVACY.dataset_size)
+    )
 
     def check() -> None:
         found = make_statement(child, tuning="none")["guarantee"]
@@ -248,13 +323,22 @@ def test_parents_left_out(tmp_path: Path) -> None:
             assert found[name] == pytest.approx(two), f"{name} is not that of both runs"
         alone = guarantee.figures_of(((make_plan(runs.PRIVACY), runs.STEPS),), fixed=True)
         assert found["epsilon_rdp"] > alone["epsilon_rdp"], "the Renyi bound is that of one run"
-        assert found["attack"]["coin_accuracy"] > alone["attack"]["coin_accuracy"], "the bound on attacks is that of one run"
+        assert found["attack"]["coin_accuracy"] > alone["attack"]["coin_accuracy"], (
+            "the bound on attacks is that of one run"
+        )
 
     check()
-    with planted(guarantee, "runs_on", lambda lineage, store_id: (), "epsilon is not that of both runs"):
+    with planted(
+        guarantee, "runs_on", lambda lineage, store_id: (), "epsilon is not that of both runs"
+    ):
         check()
     one = composition.curve
-    with planted(guarantee, "curve", lambda parts, fprs, fixed: one(parts[:1], fprs, fixed=fixed), "bound on attacks is that of one run"):
+    with planted(
+        guarantee,
+        "curve",
+        lambda parts, fprs, fixed: one(parts[:1], fprs, fixed=fixed),
+        "bound on attacks is that of one run",
+    ):
         check()
 
 
@@ -264,25 +348,54 @@ def test_kept_after_private_images(tmp_path: Path) -> None:
     parent = runs.make_run(tmp_path / "parent", tmp_path / "store", run_id="parent")
     lineage = tuple(read_manifest(find_checkpoint(parent))["lineage"])
     none = replace(runs.PRIVACY, guarantee="none", noise_multiplier=None, max_grad_norm=None)
-    made = make_statement(runs.make_run(tmp_path / "child", tmp_path / "public", privacy=none, run_id="child", charged=2, parents=lineage))
+    made = make_statement(
+        runs.make_run(
+            tmp_path / "child",
+            tmp_path / "public",
+            privacy=none,
+            run_id="child",
+            charged=2,
+            parents=lineage,
+        )
+    )
     assert made["headline"].startswith("Differential privacy with epsilon")
-    private = runs.make_run(tmp_path / "private", tmp_path / "store", privacy=none, run_id="private", charged=2, parents=lineage)
+    private = runs.make_run(
+        tmp_path / "private",
+        tmp_path / "store",
+        privacy=none,
+        run_id="private",
+        charged=2,
+        parents=lineage,
+    )
 
     def check() -> None:
         assert_refused(lambda: make_statement(private), "Do not release it")
         made["history"]["lineage"][-1]["visibility"] = "private"
         write_json(tmp_path / "forged.json", made)
-        failed = {found.name for found in verify_statement(tmp_path / "forged.json") if found.status == "failed"}
+        failed = {
+            found.name
+            for found in verify_statement(tmp_path / "forged.json")
+            if found.status == "failed"
+        }
         assert "figures" in failed, "the headline of private images passes"
 
     check()
-    with planted(statement, "shaped_in_confidence", lambda lineage: False, "headline of private images passes"):
+    with planted(
+        statement,
+        "shaped_in_confidence",
+        lambda lineage: False,
+        "headline of private images passes",
+    ):
         check()
 
 
 def test_tainted_parent(tmp_path: Path, scenes: Store, config: RunConfig, new_run: NewRun) -> None:
     own = scenes.store_id
-    good = [entry("5701e1", "private", True), entry("5701e2", "public", False), entry(own, "private", True)]
+    good = [
+        entry("5701e1", "private", True),
+        entry("5701e2", "public", False),
+        entry(own, "private", True),
+    ]
     tainted = {
         "another private store": [entry("5701e1", "private", False)],
         "this store": [entry(own, "private", False)],
@@ -293,7 +406,15 @@ def test_tainted_parent(tmp_path: Path, scenes: Store, config: RunConfig, new_ru
     def start_from(lineage: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Lineage in the manifest of a run that starts from a parent with ``lineage``."""
         folder = tmp_path / f"parent{len(list(tmp_path.iterdir()))}"
-        about = {"run_id": "parent", "ledger_steps": 1, "updates": 1, "config": {}, "plan": {}, "ledger_digest": "", "lineage": lineage}
+        about = {
+            "run_id": "parent",
+            "ledger_steps": 1,
+            "updates": 1,
+            "config": {},
+            "plan": {},
+            "ledger_digest": "",
+            "lineage": lineage,
+        }
         save_checkpoint(folder, about, state_tensors(make_model(config.model, 1)))
         with new_run(replace(config, init_from=str(folder))) as session:
             session.run.ledger.append()
@@ -321,7 +442,10 @@ def test_tainted_parent(tmp_path: Path, scenes: Store, config: RunConfig, new_ru
 
     check()
     for mistake, words in (
-        (lambda lineage, store, plan, **more: lineage, "tainted by another private store was accepted"),
+        (
+            lambda lineage, store, plan, **more: lineage,
+            "tainted by another private store was accepted",
+        ),
         (last_only, "tainted by a grandparent was accepted"),
         (by_visibility, "tainted by this store, then called public was accepted"),
         (last_named, "a store behind the weights is not named"),

@@ -1,4 +1,6 @@
-"""Mistakes with draws and steps: planted, and caught. The ids are those of docs/pitfalls.md, section "Sampling and steps"."""
+"""Mistakes with draws and steps: planted, and caught. The ids are those of docs/pitfalls.md,
+section "Sampling and steps".
+"""
 
 import itertools
 from dataclasses import replace
@@ -32,7 +34,15 @@ N, RATE, DRAWS = 400, 0.1, 4000
 @pytest.fixture(scope="module")
 def poisson(config: RunConfig) -> DPPlan:
     """A Poisson plan of which only the draws and the event are looked at."""
-    return draft_plan(replace(config.privacy, sampling="poisson", dataset_size=N, expected_batch_size=N * RATE, steps=DRAWS))
+    return draft_plan(
+        replace(
+            config.privacy,
+            sampling="poisson",
+            dataset_size=N,
+            expected_batch_size=N * RATE,
+            steps=DRAWS,
+        )
+    )
 
 
 def counts(plan: DPPlan, num_records: int) -> np.ndarray:
@@ -53,16 +63,28 @@ def test_loader_sample_rate(poisson: DPPlan) -> None:
         rate = poisson.event(1).event.sample_rate
         for num_records in (N, N + 4):  # within the 1% by which a store may differ
             drawn = counts(poisson, num_records)
-            assert_share(drawn.sum(), drawn.size, rate, "records are drawn at another rate than the accounted one")
+            assert_share(
+                drawn.sum(),
+                drawn.size,
+                rate,
+                "records are drawn at another rate than the accounted one",
+            )
             # A binomial's variance, whose own standard error is sqrt(2 / draws) of it.
             spread = drawn.sum(1).var() / (num_records * rate * (1 - rate))
-            assert abs(spread - 1) < 5 * (2 / DRAWS) ** 0.5, "batch sizes do not vary as Poisson draws do"
+            assert abs(spread - 1) < 5 * (2 / DRAWS) ** 0.5, (
+                "batch sizes do not vary as Poisson draws do"
+            )
 
     def shuffled(num_records, rate, rng):
         return rng.subset(num_records, round(num_records * rate))
 
     check()
-    with planted(sampling, "draw_poisson", lambda n, rate, rng: draw_poisson(n, 1.05 * rate, rng), "another rate than the accounted"):
+    with planted(
+        sampling,
+        "draw_poisson",
+        lambda n, rate, rng: draw_poisson(n, 1.05 * rate, rng),
+        "another rate than the accounted",
+    ):
         check()
     with planted(sampling, "draw_poisson", shuffled, "do not vary as Poisson draws do"):
         check()
@@ -72,14 +94,18 @@ def test_shared_coins(poisson: DPPlan, new_run: NewRun, poisson_config: RunConfi
     def check_records() -> None:
         drawn = counts(poisson, N)
         correlation = np.corrcoef(drawn.T)[~np.eye(N, dtype=bool)]
-        assert np.abs(correlation).max() < 6 / DRAWS**0.5, "two records are decided by the same coin"
+        assert np.abs(correlation).max() < 6 / DRAWS**0.5, (
+            "two records are decided by the same coin"
+        )
 
     def same_positions_on_every_rank(num_records, rate, rng):
         part = draw_poisson(num_records // 2, rate, rng)
         return np.concatenate([part, part + num_records // 2])
 
     check_records()
-    with planted(sampling, "draw_poisson", same_positions_on_every_rank, "decided by the same coin"):
+    with planted(
+        sampling, "draw_poisson", same_positions_on_every_rank, "decided by the same coin"
+    ):
         check_records()
 
     def check_slices() -> None:
@@ -97,11 +123,16 @@ def test_shared_coins(poisson: DPPlan, new_run: NewRun, poisson_config: RunConfi
                 group = Group(rank, size, torch.device("cpu"))
                 step.step_sum(0, replace(session, group=group), KEY)
         whole, first, second = seen
-        assert sorted(first + second) == sorted(whole) and len(whole) > 2, "the slices of the ranks do not add up to the draw"
+        assert sorted(first + second) == sorted(whole) and len(whole) > 2, (
+            "the slices of the ranks do not add up to the draw"
+        )
 
     check_slices()
     with planted(
-        step, "passes", lambda key, ids, count, most, rank, size: passes(key, ids, count, most), "slices of the ranks do not add up"
+        step,
+        "passes",
+        lambda key, ids, count, most, rank, size: passes(key, ids, count, most),
+        "slices of the ranks do not add up",
     ):
         check_slices()
 
@@ -132,7 +163,9 @@ def test_one_step_too_many(new_run: NewRun) -> None:
 
 
 def test_skipped_empty_batch(new_run: NewRun, poisson_config: RunConfig) -> None:
-    rare = replace(poisson_config, privacy=replace(poisson_config.privacy, expected_batch_size=1e-6))
+    rare = replace(
+        poisson_config, privacy=replace(poisson_config.privacy, expected_batch_size=1e-6)
+    )
 
     def check() -> None:
         sizes, weights = [], []
@@ -152,10 +185,14 @@ def test_skipped_empty_batch(new_run: NewRun, poisson_config: RunConfig) -> None
 
             session.optimizer.step = record
             fit(session, quiet=True)
-            assert session.run.ledger.steps == session.updates == len(sizes) == rare.privacy.steps, "a step was skipped"
+            assert (
+                session.run.ledger.steps == session.updates == len(sizes) == rare.privacy.steps
+            ), "a step was skipped"
             weights.append(session.model.mask_token.detach().clone())
         assert sizes == [0, 0], "an empty draw was drawn again"
-        assert all((after != before).all() for before, after in itertools.pairwise(weights)), "an empty batch was not noised"
+        assert all((after != before).all() for before, after in itertools.pairwise(weights)), (
+            "an empty batch was not noised"
+        )
 
     def silent(total, *args, **owners):
         return privatize(total, *args, **owners) if total.num_records else released(total.grads)
@@ -173,7 +210,9 @@ def test_skipped_empty_batch(new_run: NewRun, poisson_config: RunConfig) -> None
 
 
 def test_replayed_draws(new_run: NewRun, poisson_config: RunConfig) -> None:
-    """Four draws of 40 records at rate 1/2, from two starts: two are the same with probability 6 in 2^40."""
+    """Four draws of 40 records at rate 1/2, from two starts: two are the same with probability 6 in
+    2^40.
+    """
 
     def check() -> None:
         draws = set()
@@ -192,7 +231,9 @@ def test_replayed_draws(new_run: NewRun, poisson_config: RunConfig) -> None:
         assert len(draws) == 4, "a batch comes again"
 
     check()
-    with planted(loop, "Secrets", lambda *keys: Secrets(*keys) if keys else secrets(), "a batch comes again"):
+    with planted(
+        loop, "Secrets", lambda *keys: Secrets(*keys) if keys else secrets(), "a batch comes again"
+    ):
         check()
     with planted(step, "derive_rng", lambda key, number: derive_rng(key, 0), "a batch comes again"):
         check()
@@ -200,17 +241,29 @@ def test_replayed_draws(new_run: NewRun, poisson_config: RunConfig) -> None:
 
 def test_truncation_of_tail(poisson: DPPlan) -> None:
     truncated = replace(
-        poisson, sampling="truncated_poisson", max_batch_size=round(N * RATE), guarantee="simulated", epsilon=None, epsilon_rdp=None
+        poisson,
+        sampling="truncated_poisson",
+        max_batch_size=round(N * RATE),
+        guarantee="simulated",
+        epsilon=None,
+        epsilon_rdp=None,
     )
 
     def check() -> None:
         drawn = counts(truncated, N)
         assert drawn.sum(1).max() <= truncated.max_batch_size, "a batch is larger than the cap"
         first, last = drawn[:, : N // 4].sum(), drawn[:, -N // 4 :].sum()
-        assert abs(first - last) < 5 * (first + last) ** 0.5, "the last records of the store are drawn less often"
+        assert abs(first - last) < 5 * (first + last) ** 0.5, (
+            "the last records of the store are drawn less often"
+        )
 
     check()
-    with planted(sampling, "truncate", lambda index, cap, rng: index[:cap], "the last records of the store are drawn less often"):
+    with planted(
+        sampling,
+        "truncate",
+        lambda index, cap, rng: index[:cap],
+        "the last records of the store are drawn less often",
+    ):
         check()
 
 
@@ -220,7 +273,10 @@ def test_record_twice() -> None:
     def check() -> None:
         model, batch = GradientIsImage(3, 8, 8), make_batch(2)
         twice = batch._replace(record_id_B=batch.record_id_B[[0, 0]])
-        assert_refused(lambda: clip.clipped_sum(image_losses, model, twice, STEP_KEY, max_grad_norm=0.1), "a record in two rows")
+        assert_refused(
+            lambda: clip.clipped_sum(image_losses, model, twice, STEP_KEY, max_grad_norm=0.1),
+            "a record in two rows",
+        )
         one = clip.clipped_sum(image_losses, model, batch, STEP_KEY, max_grad_norm=0.1)
         assert_refused(lambda: one + one, "a record in two batches")
 
@@ -253,8 +309,12 @@ def test_epsilon_of_another_plan(config: RunConfig) -> None:
     def check() -> None:
         low = replace(plan, noise_multiplier=plan.noise_multiplier / 1000)
         total = made_sum({"a": torch.zeros(3)}, 40, 0.5)
-        assert_refused(lambda: privatize(total, low, 0, key()), "a plan with the epsilon of another")
+        assert_refused(
+            lambda: privatize(total, low, 0, key()), "a plan with the epsilon of another"
+        )
 
     check()
-    with planted(stated, "require_true", lambda plan: None, "a plan with the epsilon of another was accepted"):
+    with planted(
+        stated, "require_true", lambda plan: None, "a plan with the epsilon of another was accepted"
+    ):
         check()

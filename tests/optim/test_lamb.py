@@ -1,4 +1,6 @@
-"""LAMB against the paper's update written out slowly (You et al. 2020, algorithm 2), and its state there and back."""
+"""LAMB against the paper's update written out slowly (You et al. 2020, algorithm 2), and its state
+there and back.
+"""
 
 import pytest
 import torch
@@ -19,11 +21,24 @@ def _model() -> nn.Module:
 
 def _gradients(model: nn.Module, steps: int) -> list[DPGradient]:
     g = torch.Generator().manual_seed(5)
-    return [released({n: 3 * torch.randn(p.shape, generator=g) for n, p in model.named_parameters()}) for _ in range(steps)]
+    return [
+        released({n: 3 * torch.randn(p.shape, generator=g) for n, p in model.named_parameters()})
+        for _ in range(steps)
+    ]
 
 
-def _published(weight: Tensor, gradients: list[Tensor], rates: list[float], beta1: float, beta2: float, eps: float, decay: float) -> Tensor:
-    """w <- w - rate x ||w|| / ||u|| x u, u = m^ / (sqrt(v^) + eps) + decay x w; a norm of zero gives the ratio 1."""
+def _published(
+    weight: Tensor,
+    gradients: list[Tensor],
+    rates: list[float],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> Tensor:
+    """w <- w - rate x ||w|| / ||u|| x u, u = m^ / (sqrt(v^) + eps) + decay x w; a norm of zero
+    gives the ratio 1.
+    """
     weight = weight.double().clone()
     m, v = torch.zeros_like(weight), torch.zeros_like(weight)
     for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
@@ -36,16 +51,31 @@ def _published(weight: Tensor, gradients: list[Tensor], rates: list[float], beta
 
 @pytest.mark.parametrize(("decay", "decayed"), [(0.0, "all"), (0.1, "all"), (0.1, "matrices")])
 def test_lamb_is_the_published_update(decay: float, decayed: str) -> None:
-    """Without decay, too, where timm by itself leaves the adaptation out; and with gradients far longer than 1, which it would clip."""
+    """Without decay, too, where timm by itself leaves the adaptation out; and with gradients far
+    longer than 1, which it would clip.
+    """
     model = _model()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    config = OptimConfig(name="lamb", learning_rate=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=decay, decayed=decayed)  # type: ignore[arg-type]
-    optimizer, gradients, rates = Optimizer(config, model), _gradients(model, 5), [0.1, 0.07, 0.05, 0.03, 0.02]
+    config = OptimConfig(
+        name="lamb",
+        learning_rate=0.1,
+        betas=(0.8, 0.9),
+        eps=1e-6,
+        weight_decay=decay,
+        decayed=decayed,
+    )  # type: ignore[arg-type]
+    optimizer, gradients, rates = (
+        Optimizer(config, model),
+        _gradients(model, 5),
+        [0.1, 0.07, 0.05, 0.03, 0.02],
+    )
     for gradient, rate in zip(gradients, rates, strict=True):
         optimizer.step(gradient, rate)
     for name, p in model.named_parameters():
         own = decay if decayed == "all" or p.ndim >= 2 else 0.0
-        slow = _published(start[name], [g.grads[name].double() for g in gradients], rates, 0.8, 0.9, 1e-6, own)
+        slow = _published(
+            start[name], [g.grads[name].double() for g in gradients], rates, 0.8, 0.9, 1e-6, own
+        )
         torch.testing.assert_close(p.detach().double(), slow, rtol=1e-4, atol=1e-6)
 
 

@@ -1,4 +1,6 @@
-"""Optimizers against torch used by hand; schedules against the papers' formula; state there and back."""
+"""Optimizers against torch used by hand; schedules against the papers' formula; state there and
+back.
+"""
 
 import math
 
@@ -24,7 +26,16 @@ def _model() -> nn.Module:
 
 def _gradients(model: nn.Module, steps: int) -> list[DPGradient]:
     g = torch.Generator().manual_seed(5)
-    return [released({n: torch.randn(p.shape, generator=g) for n, p in model.named_parameters() if p.requires_grad}) for _ in range(steps)]
+    return [
+        released(
+            {
+                n: torch.randn(p.shape, generator=g)
+                for n, p in model.named_parameters()
+                if p.requires_grad
+            }
+        )
+        for _ in range(steps)
+    ]
 
 
 def test_adamw_is_the_published_update() -> None:
@@ -37,13 +48,17 @@ def test_adamw_is_the_published_update() -> None:
         optimizer.step(gradient, 0.1 / t)
         g = gradient.grads["0.weight"].double()
         m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
-        weight = weight * (1 - 0.1 / t * 0.05) - 0.1 / t * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-6)
+        weight = weight * (1 - 0.1 / t * 0.05) - 0.1 / t * (m / (1 - 0.8**t)) / (
+            (v / (1 - 0.9**t)).sqrt() + 1e-6
+        )
     torch.testing.assert_close(model[0].weight.detach().double(), weight, rtol=1e-5, atol=1e-6)
 
 
 def test_sgd_momentum_with_decoupled_decay() -> None:
     model = _model()
-    optimizer = Optimizer(OptimConfig(name="sgd", learning_rate=0.1, momentum=0.5, weight_decay=0.2), model)
+    optimizer = Optimizer(
+        OptimConfig(name="sgd", learning_rate=0.1, momentum=0.5, weight_decay=0.2), model
+    )
     weight, velocity = model[0].weight.detach().clone(), 0.0
     for gradient in _gradients(model, 3):
         optimizer.step(gradient, 0.1)
@@ -110,7 +125,9 @@ def test_ema_is_the_weighted_sum_of_the_weights_seen() -> None:
 
 
 def test_ema_forgets_the_start_in_a_short_run() -> None:
-    """150 updates at decay 0.999: the weights that the run began with count for nothing, those of its second half for most."""
+    """150 updates at decay 0.999: the weights that the run began with count for nothing, those of
+    its second half for most.
+    """
     model = nn.Linear(1, 1)
     ema = {"weight": torch.full((1, 1), 1000.0), "bias": torch.zeros(1)}
     for t in range(150):

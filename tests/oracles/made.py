@@ -1,4 +1,6 @@
-"""Sums, gradients and keys that no mechanism made, for tests: the one place that seals by hand and knows the bytes of keys."""
+"""Sums, gradients and keys that no mechanism made, for tests: the one place that seals by hand and
+knows the bytes of keys.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -25,9 +27,15 @@ def secrets(draw: bytes = b"d" * 32, noise: bytes = b"n" * 32) -> Secrets:
     return Secrets(Key.for_tests(draw), Key.for_tests(noise))
 
 
-def made_sum(grads: dict[str, Tensor], num_records: int = 1, max_grad_norm: float | None = 1.0) -> ClippedSum:
+def made_sum(
+    grads: dict[str, Tensor], num_records: int = 1, max_grad_norm: float | None = 1.0
+) -> ClippedSum:
     """A sum of these numbers."""
-    return seal(ClippedSum(grads, num_records, torch.ones(num_records), torch.ones(num_records), max_grad_norm))
+    return seal(
+        ClippedSum(
+            grads, num_records, torch.ones(num_records), torch.ones(num_records), max_grad_norm
+        )
+    )
 
 
 def changed(total: ClippedSum, **changes: Any) -> ClippedSum:

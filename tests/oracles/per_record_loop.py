@@ -1,4 +1,6 @@
-"""Clipped sum the slow, obvious way: one record at a time, plain autograd, float64. No vmap, no chunks, no functional calls."""
+"""Clipped sum the slow, obvious way: one record at a time, plain autograd, float64. No vmap, no
+chunks, no functional calls.
+"""
 
 import copy
 
@@ -9,8 +11,12 @@ from dpvision.dp.rounding import reserve
 
 
 def usable(model, max_grad_norm):
-    """What a contribution of norm above C is clipped to: in float32 a public 0.5% below C, in float64 nothing to speak of."""
-    return max_grad_norm * (1 - reserve(next(p.dtype for p in model.parameters() if p.requires_grad)))
+    """What a contribution of norm above C is clipped to: in float32 a public 0.5% below C, in
+    float64 nothing to speak of.
+    """
+    return max_grad_norm * (
+        1 - reserve(next(p.dtype for p in model.parameters() if p.requires_grad))
+    )
 
 
 def per_record_gradients(loss_fn, model, batch: Batch, key):
@@ -25,15 +31,25 @@ def per_record_gradients(loss_fn, model, batch: Batch, key):
         model.zero_grad()
         loss = loss_fn(model, one, key)[0]
         loss.backward()
-        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        grads = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for n, p in model.named_parameters()
+            if p.requires_grad
+        }
         results.append((loss.item(), grads))
     return results
 
 
 def clipped_sum_loop(loss_fn, model, batch: Batch, key, max_grad_norm):
-    """({name: sum of clipped gradients}, [norms], [losses]), float64; clipped to C less the part that is kept free for rounding."""
+    """({name: sum of clipped gradients}, [norms], [losses]), float64; clipped to C less the part
+    that is kept free for rounding.
+    """
     limit = usable(model, max_grad_norm)
-    total = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters() if p.requires_grad}
+    total = {
+        n: torch.zeros(p.shape, dtype=torch.float64)
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
     norms, losses = [], []
     for loss, grads in per_record_gradients(loss_fn, model, batch, key):
         norm = torch.cat([g.flatten() for g in grads.values()]).norm().item()
@@ -52,5 +68,7 @@ def flat(grads) -> torch.Tensor:
 
 def middle_norm(loss_fn, model, batch: Batch, key) -> float:
     """A clip norm that half of the records exceed."""
-    norms = sorted(flat(grads).norm().item() for _, grads in per_record_gradients(loss_fn, model, batch, key))
+    norms = sorted(
+        flat(grads).norm().item() for _, grads in per_record_gradients(loss_fn, model, batch, key)
+    )
     return norms[len(norms) // 2] * 0.999

@@ -1,7 +1,9 @@
-"""Small batches, their losses, and a zoo of networks that each hide one difficulty of per-record gradients.
+"""Small batches, their losses, and a zoo of networks that each hide one difficulty of per-record
+gradients.
 
-Here stand the ways of holding and sharing parameters; ``zoo_layers`` has the kinds of layers, ``zoo_tokens`` what is built of tokens, and
-``zoo_published`` architectures as others wrote them. A member is (builder, loss function).
+Here stand the ways of holding and sharing parameters; ``zoo_layers`` has the kinds of layers,
+``zoo_tokens`` what is built of tokens, and ``zoo_published`` architectures as others wrote them. A
+member is (builder, loss function).
 """
 
 import torch
@@ -17,12 +19,16 @@ KEY = StepKey(seed=7, step=3)
 VOCABULARY = 11
 
 
-def make_batch(num: int, size: int = 8, views: int = 1, seed: int = 0, dtype=torch.float32) -> Batch:
+def make_batch(
+    num: int, size: int = 8, views: int = 1, seed: int = 0, dtype=torch.float32
+) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     return Batch(
         record_id_B=torch.randint(0, 2**62, (num,), generator=generator),
         valid_B=torch.ones(num, dtype=torch.bool),
-        image_BVCHW=torch.randn(num, views, 3, size, size, generator=generator, dtype=torch.float64).to(dtype),
+        image_BVCHW=torch.randn(
+            num, views, 3, size, size, generator=generator, dtype=torch.float64
+        ).to(dtype),
         label_B=torch.randint(0, 5, (num,), generator=generator),
         token_BVL=torch.randint(0, VOCABULARY, (num, 1, 7), generator=generator),
     )
@@ -34,7 +40,10 @@ def rows(batch: Batch, index) -> Batch:
 
 def class_losses(model: nn.Module, batch: Batch, key: StepKey) -> torch.Tensor:
     """Cross-entropy of every view, averaged over the views of a record."""
-    views = [F.cross_entropy(model(batch.image_BVCHW[:, v]), batch.label_B, reduction="none") for v in range(batch.image_BVCHW.shape[1])]
+    views = [
+        F.cross_entropy(model(batch.image_BVCHW[:, v]), batch.label_B, reduction="none")
+        for v in range(batch.image_BVCHW.shape[1])
+    ]
     return torch.stack(views).mean(0)
 
 
@@ -87,7 +96,9 @@ class Reused(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A frozen weight in the middle, a frozen bias, and a parameter that the loss does not reach."""
+    """A frozen weight in the middle, a frozen bias, and a parameter that the loss does not
+    reach.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +128,9 @@ class TwoBiases(nn.Module):
 
 
 class BareInLinear(nn.Module):
-    """A bare weight inside F.linear whose rows, and whose sum, are used outside of it as well; the bias is a scale, too."""
+    """A bare weight inside F.linear whose rows, and whose sum, are used outside of it as well; the
+    bias is a scale, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +163,9 @@ class TwoTowers(nn.Module):
         self.upper, self.lower, self.head = nn.Linear(96, 6), nn.Linear(96, 6), nn.Linear(6, 5)
 
     def forward(self, x):
-        return self.head(torch.tanh(self.upper(x[:, :, :4].flatten(1)))) + self.head(torch.sin(self.lower(x[:, :, 4:].flatten(1))))
+        return self.head(torch.tanh(self.upper(x[:, :, :4].flatten(1)))) + self.head(
+            torch.sin(self.lower(x[:, :, 4:].flatten(1)))
+        )
 
 
 class Reversed(nn.Module):
@@ -167,7 +182,9 @@ class Reversed(nn.Module):
 
 
 class WithoutRule(nn.Module):
-    """Parameters in an einsum, in a bilinear form and written into another tensor: no rule knows these."""
+    """Parameters in an einsum, in a bilinear form and written into another tensor: no rule knows
+    these.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +215,9 @@ class RuleAndUnknown(nn.Module):
 
 
 class HiddenUse(nn.Module):
-    """A weight used in F.linear, and again inside an autograd function of the model's own, where no rule sees it."""
+    """A weight used in F.linear, and again inside an autograd function of the model's own, where no
+    rule sees it.
+    """
 
     class Scale(torch.autograd.Function):
         generate_vmap_rule = True
@@ -234,12 +253,18 @@ class WatchedWithoutGrad(nn.Module):
     def forward(self, x):
         y = self.body(x.flatten(1))
         with torch.no_grad():
-            scale = 1 / (1 + F.linear(x.flatten(1), self.body.weight).abs().mean(1, keepdim=True) + self.body.weight.norm())
+            scale = 1 / (
+                1
+                + F.linear(x.flatten(1), self.body.weight).abs().mean(1, keepdim=True)
+                + self.body.weight.norm()
+            )
         return self.head(torch.tanh(y * scale))
 
 
 class AsWideAsTheBatch(nn.Module):
-    """Six tokens, six channels, six heads' worth of width: a batch of six looks like each of them."""
+    """Six tokens, six channels, six heads' worth of width: a batch of six looks like each of
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,17 +287,27 @@ def patches(x: torch.Tensor) -> torch.Tensor:
 
 def convnet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.LayerNorm(32), nn.Linear(32, 5)
+        nn.Conv2d(3, 8, 3),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.LayerNorm(32),
+        nn.Linear(32, 5),
     )
 
 
 def tiny_mae() -> nn.Module:
     encoder = ViTConfig(image_size=8, patch_size=2, depth=2, width=16, num_heads=2)
-    return make_model(MAEConfig(encoder=encoder, decoder_depth=1, decoder_width=8, decoder_num_heads=2), seed=1)
+    return make_model(
+        MAEConfig(encoder=encoder, decoder_depth=1, decoder_width=8, decoder_num_heads=2), seed=1
+    )
 
 
 class GradientIsImage(nn.Module):
-    """Loss <w, x>: the gradient is the record's own image, so a test can make any gradient it likes."""
+    """Loss <w, x>: the gradient is the record's own image, so a test can make any gradient it
+    likes.
+    """
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -280,10 +315,11 @@ class GradientIsImage(nn.Module):
 
 
 class TokenSums(nn.Module):
-    """A linear layer whose inputs and output gradients are both the record's own image; ``token_sum_losses`` is the loss.
+    """A linear layer whose inputs and output gradients are both the record's own image;
+    ``token_sum_losses`` is the loss.
 
-    Weight (P, Q). An image (1, T, Q + P) holds T tokens: their inputs x_t and the gradients w_t of their outputs, so that the gradient is
-    sum over t of w_t x_t^T.
+    Weight (P, Q). An image (1, T, Q + P) holds T tokens: their inputs x_t and the gradients w_t of
+    their outputs, so that the gradient is sum over t of w_t x_t^T.
     """
 
     def __init__(self, rows: int, columns: int) -> None:
@@ -292,7 +328,9 @@ class TokenSums(nn.Module):
 
 
 def token_sum_losses(model: nn.Module, batch: Batch, key: StepKey) -> torch.Tensor:
-    x_BTQ, w_BTP = batch.image_BVCHW[:, 0, 0].split((model.map.in_features, model.map.out_features), 2)
+    x_BTQ, w_BTP = batch.image_BVCHW[:, 0, 0].split(
+        (model.map.in_features, model.map.out_features), 2
+    )
     return (model.map(x_BTQ) * w_BTP).sum((1, 2))
 
 

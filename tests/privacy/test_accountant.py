@@ -8,11 +8,21 @@ from scipy import integrate, stats
 
 from dpvision.errors import PrivacyError
 from dpvision.privacy import accountant, mechanism, renyi
-from dpvision.privacy.events import Composed, Event, Gaussian, GaussianMixture, NonPrivate, NoRelease, Repeated, to_library
+from dpvision.privacy.events import (
+    Composed,
+    Event,
+    Gaussian,
+    GaussianMixture,
+    NonPrivate,
+    NoRelease,
+    Repeated,
+    to_library,
+)
 
 N = 233_804_767
 PAPERS = {
-    # name: (dataset_size, batch, noise, steps, delta, epsilon that the paper prints, PLD of the issue or None)
+    # name: (dataset_size, batch, noise, steps, delta, epsilon that the paper prints, PLD of the
+    # issue or None)
     "vip": (N, 98304, 0.48, 6100, 0.5 / N, 8, 6.84),
     "vip, eps 2": (N, 98304, 0.787, 1500, 0.5 / N, 2, None),
     "vip, eps 4": (N, 98304, 0.603, 3000, 0.5 / N, 4, None),
@@ -34,7 +44,9 @@ def poisson(rate: float, noise: float, steps: int) -> Event:
 
 
 def hockey_stick(weights: list[float], noise: float, epsilon: float) -> float:
-    """delta of one step whose sum moves by k with chance weights[k], by direct integration: nothing shared with the PLD."""
+    """delta of one step whose sum moves by k with chance weights[k], by direct integration: nothing
+    shared with the PLD.
+    """
     x = np.linspace(-14 * noise, len(weights) + 14 * noise, 400_001)
     null = stats.norm.pdf(x, 0, noise)
     moved = sum(w * stats.norm.pdf(x, k, noise) for k, w in enumerate(weights))
@@ -67,8 +79,12 @@ def check_paper(name: str) -> None:
         assert abs(by_rdp - {"vip": 8.00, "dpcap": 8.05}[name]) < 0.005
 
 
-@pytest.mark.parametrize(("rate", "noise", "epsilon"), [(0.01, 1.0, 0.1), (0.5, 2.0, 0.3), (0.001, 0.5, 2.0)])
-def test_one_sampled_step_agrees_with_the_integral(rate: float, noise: float, epsilon: float) -> None:
+@pytest.mark.parametrize(
+    ("rate", "noise", "epsilon"), [(0.01, 1.0, 0.1), (0.5, 2.0, 0.3), (0.001, 0.5, 2.0)]
+)
+def test_one_sampled_step_agrees_with_the_integral(
+    rate: float, noise: float, epsilon: float
+) -> None:
     exact = hockey_stick([1 - rate, rate], noise, epsilon)
     bound = float(accountant.deltas(poisson(rate, noise, 1), np.array([epsilon]), 1e-4)[0])
     assert exact * (1 - 1e-6) <= bound <= exact * (1 + 1e-3)
@@ -89,7 +105,8 @@ def test_fifty_sampled_steps_agree_with_simulated_privacy_losses() -> None:
 
 @pytest.mark.parametrize("noise", [0.5, 2.0, 20.0])
 def test_pld_at_sample_rate_one_agrees_with_the_closed_form(noise: float) -> None:
-    # Two events that are nearly one Gaussian: rate 1 - 1e-12 goes the PLD way, rate 1 the analytic one.
+    # Two events that are nearly one Gaussian: rate 1 - 1e-12 goes the PLD way, rate 1 the analytic
+    # one.
     exact = accountant.epsilon(poisson(1.0, noise, 10), 1e-6)
     assert isinstance(poisson(1.0, noise, 10), Gaussian)
     assert exact <= accountant.epsilon(poisson(1 - 1e-12, noise, 10), 1e-6, 1e-3) <= exact * 1.001
@@ -97,9 +114,12 @@ def test_pld_at_sample_rate_one_agrees_with_the_closed_form(noise: float) -> Non
 
 def test_full_batches_over_many_steps_are_one_gaussian() -> None:
     event = mechanism.record_event("full_batch", 1000, 1.0, None, 30.0, 100)
-    # Balle and Wang's condition, written out: delta = Phi(1/2s - e s) - exp(e) Phi(-1/2s - e s) with s = 30 / sqrt(100).
+    # Balle and Wang's condition, written out: delta = Phi(1/2s - e s) - exp(e) Phi(-1/2s - e s)
+    # with s = 30 / sqrt(100).
     e, s = accountant.epsilon(event, 1e-5), 3.0
-    assert stats.norm.cdf(0.5 / s - e * s) - math.exp(e) * stats.norm.cdf(-0.5 / s - e * s) == pytest.approx(1e-5, rel=1e-6)
+    assert stats.norm.cdf(0.5 / s - e * s) - math.exp(e) * stats.norm.cdf(
+        -0.5 / s - e * s
+    ) == pytest.approx(1e-5, rel=1e-6)
 
 
 def test_epsilon_is_monotone_in_every_argument() -> None:
@@ -109,7 +129,10 @@ def test_epsilon_is_monotone_in_every_argument() -> None:
         v = base | change
         return accountant.epsilon(poisson(v["rate"], v["noise"], int(v["steps"])), v["delta"], 1e-3)
 
-    for name, values in {"rate": (0.005, 0.01, 0.02, 0.2, 1.0), "steps": (1, 10, 200, 2000)}.items():
+    for name, values in {
+        "rate": (0.005, 0.01, 0.02, 0.2, 1.0),
+        "steps": (1, 10, 200, 2000),
+    }.items():
         series = [eps(**{name: v}) for v in values]
         assert all(a < b for a, b in pairwise(series)), (name, series)
     for name, values in {"noise": (0.5, 0.8, 2.0, 8.0), "delta": (1e-9, 1e-6, 1e-4)}.items():
@@ -124,11 +147,21 @@ def test_epsilon_is_monotone_in_every_argument() -> None:
         mechanism.record_event("truncated_poisson", 1000, 0.1, 115, 2.0, 10),
         mechanism.unit_event("poisson", 0.05, 3.0, 10, 3),
         Composed((poisson(0.02, 0.9, 30), Gaussian(5.0), NoRelease())),
-        Composed((poisson(0.02, 0.9, 30), poisson(0.3, 4.0, 7), mechanism.unit_event("poisson", 0.05, 3.0, 10, 3))),
+        Composed(
+            (
+                poisson(0.02, 0.9, 30),
+                poisson(0.3, 4.0, 7),
+                mechanism.unit_event("poisson", 0.05, 3.0, 10, 3),
+            )
+        ),
     ],
 )
 def test_events_are_read_as_by_dp_accountings_own_accountant(event: Event) -> None:
-    theirs = pld.PLDAccountant(value_discretization_interval=1e-2).compose(to_library(event)).get_epsilon(1e-6)
+    theirs = (
+        pld.PLDAccountant(value_discretization_interval=1e-2)
+        .compose(to_library(event))
+        .get_epsilon(1e-6)
+    )
     assert accountant.epsilon(event, 1e-6, 1e-2) == pytest.approx(theirs, rel=1e-9)
 
 
@@ -139,7 +172,10 @@ def test_a_coarser_grid_is_only_more_pessimistic() -> None:
 
 
 def test_grid_follows_the_size_of_epsilon() -> None:
-    grids = {noise: accountant.discretization_interval(poisson(0.5, noise, 100)) for noise in (0.02, 2.0, 1000.0)}
+    grids = {
+        noise: accountant.discretization_interval(poisson(0.5, noise, 100))
+        for noise in (0.02, 2.0, 1000.0)
+    }
     assert grids[2.0] == 1e-4
     assert grids[0.02] > 1e-2
     assert grids[1000.0] <= 1e-5
@@ -147,13 +183,19 @@ def test_grid_follows_the_size_of_epsilon() -> None:
 
 def test_a_unit_of_one_record_costs_what_the_record_costs() -> None:
     one = mechanism.unit_event("poisson", 0.01, 0.8, 100, 1)
-    assert accountant.epsilon(one, 1e-6, 1e-3) == pytest.approx(accountant.epsilon(poisson(0.01, 0.8, 100), 1e-6, 1e-3), rel=1e-6)
+    assert accountant.epsilon(one, 1e-6, 1e-3) == pytest.approx(
+        accountant.epsilon(poisson(0.01, 0.8, 100), 1e-6, 1e-3), rel=1e-6
+    )
 
 
 def test_a_unit_of_two_agrees_with_the_integral_over_three_gaussians() -> None:
     rate, noise, epsilon = 0.2, 1.5, 0.5
     exact = hockey_stick([(1 - rate) ** 2, 2 * rate * (1 - rate), rate**2], noise, epsilon)
-    bound = float(accountant.deltas(mechanism.unit_event("poisson", rate, noise, 1, 2), np.array([epsilon]), 1e-3)[0])
+    bound = float(
+        accountant.deltas(
+            mechanism.unit_event("poisson", rate, noise, 1, 2), np.array([epsilon]), 1e-3
+        )[0]
+    )
     assert exact * (1 - 1e-6) <= bound <= exact * (1 + 1e-3)
 
 
@@ -176,7 +218,9 @@ def test_attack_bound_holds_for_the_likelihood_ratio_test_of_sampled_steps() -> 
     threshold = np.quantile(out, 0.99)
     bound = accountant.attack_tpr(poisson(rate, noise, 1), 0.01)
     attained = (inside > threshold).mean()
-    assert abs(bound - attained) < 0.004  # the test is the best one, so that the bound is also reached
+    assert (
+        abs(bound - attained) < 0.004
+    )  # the test is the best one, so that the bound is also reached
 
 
 def test_profile_starts_at_total_variation_and_falls() -> None:
@@ -206,21 +250,33 @@ def test_epsilon_rdp_is_that_of_the_best_order_also_where_a_series_does_not_conv
     event = poisson(81920 / 1_281_167, 0.5, 10_000)
     assert accountant.epsilon_rdp(event, 3.9027e-07) == pytest.approx(478.03, abs=0.01)
     rate, noise = 81920 / 1_281_167, 0.5
-    for order in (1.05, 1.2, 1.6, 3.7):  # the integral by another rule; the divergence of the other direction is smaller
+    for order in (
+        1.05,
+        1.2,
+        1.6,
+        3.7,
+    ):  # the integral by another rule; the divergence of the other direction is smaller
         x, width = np.linspace(-8, 14, 2_000_001), 22 / 2_000_000
         ratio = np.log1p(rate * np.expm1((2 * x - 1) / (2 * noise**2)))
-        by_hand = np.log(integrate.simpson(np.exp(order * ratio) * stats.norm.pdf(x, 0, noise), dx=width)) / (order - 1)
+        by_hand = np.log(
+            integrate.simpson(np.exp(order * ratio) * stats.norm.pdf(x, 0, noise), dx=width)
+        ) / (order - 1)
         chosen = np.argmin(np.abs(renyi.ORDERS - order))
         if renyi.ORDERS[chosen] == pytest.approx(order):
             assert renyi.poisson_gaussian(rate, noise)[chosen] == pytest.approx(by_hand, rel=1e-6)
 
 
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2, 0.5])
-@pytest.mark.parametrize("event", [poisson(0.02, 0.9, 30), poisson(0.3, 50.0, 1), Gaussian(0.3), Gaussian(200.0), NoRelease()])
+@pytest.mark.parametrize(
+    "event",
+    [poisson(0.02, 0.9, 30), poisson(0.3, 50.0, 1), Gaussian(0.3), Gaussian(200.0), NoRelease()],
+)
 def test_the_renyi_conversion_is_dp_accountings(event: Event, delta: float) -> None:
     curve = accountant.rdp_curve(event)
     assert curve is not None
-    assert accountant.epsilon_rdp(event, delta) == pytest.approx(rdp.compute_epsilon(*curve, delta)[0], rel=1e-12)
+    assert accountant.epsilon_rdp(event, delta) == pytest.approx(
+        rdp.compute_epsilon(*curve, delta)[0], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("k", [2, 5, 40])
@@ -228,14 +284,22 @@ def test_the_renyi_conversion_is_dp_accountings(event: Event, delta: float) -> N
 def test_a_units_records_in_a_batch_follow_the_binomial_law(k: int, rate: float) -> None:
     step = mechanism.unit_event("poisson", rate, 1.0, 1, k)
     assert isinstance(step, Repeated) and isinstance(step.event, GaussianMixture)
-    assert step.event.probabilities == pytest.approx(stats.binom.pmf(np.arange(k + 1), k, rate), rel=1e-10, abs=1e-300)
+    assert step.event.probabilities == pytest.approx(
+        stats.binom.pmf(np.arange(k + 1), k, rate), rel=1e-10, abs=1e-300
+    )
 
 
-@pytest.mark.parametrize(("rate", "noise"), [(0.001, 0.5), (0.01, 1.0), (0.2, 3.0), (0.5, 50.0), (0.9, 0.1), (1.0, 2.0)])
-def test_renyi_divergences_are_at_most_dp_accountings_and_equal_at_integer_orders(rate: float, noise: float) -> None:
+@pytest.mark.parametrize(
+    ("rate", "noise"), [(0.001, 0.5), (0.01, 1.0), (0.2, 3.0), (0.5, 50.0), (0.9, 0.1), (1.0, 2.0)]
+)
+def test_renyi_divergences_are_at_most_dp_accountings_and_equal_at_integer_orders(
+    rate: float, noise: float
+) -> None:
     theirs = rdp.RdpAccountant()
     theirs.compose(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(noise)))
-    ours = dict(zip(renyi.ORDERS.round(9).tolist(), renyi.poisson_gaussian(rate, noise), strict=True))
+    ours = dict(
+        zip(renyi.ORDERS.round(9).tolist(), renyi.poisson_gaussian(rate, noise), strict=True)
+    )
     for order, divergence in zip(theirs.orders.round(9).tolist(), theirs.rdp, strict=True):
         assert ours[order] <= divergence * (1 + 1e-6) + 1e-11
         if order == round(order):

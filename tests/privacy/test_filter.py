@@ -1,4 +1,6 @@
-"""The Renyi filter of a budget fixed beforehand: it admits exactly what the sum at its one order allows, and the ledgers never say more."""
+"""The Renyi filter of a budget fixed beforehand: it admits exactly what the sum at its one order
+allows, and the ledgers never say more.
+"""
 
 import math
 
@@ -20,12 +22,17 @@ def _conversion(order: float, delta: float) -> float:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    budget=st.floats(0.2, 30.0), delta=st.sampled_from([1e-7, 1e-5, 1e-3]),
+    budget=st.floats(0.2, 30.0),
+    delta=st.sampled_from([1e-7, 1e-5, 1e-3]),
     noises=st.lists(st.floats(0.8, 40.0), min_size=1, max_size=12),
-)  # fmt: skip
-def test_it_admits_exactly_while_the_sum_at_the_fixed_order_fits(budget: float, delta: float, noises: list[float]) -> None:
+)
+def test_it_admits_exactly_while_the_sum_at_the_fixed_order_fits(
+    budget: float, delta: float, noises: list[float]
+) -> None:
     made = RenyiFilter.of(budget, delta)
-    assert made.epsilon <= budget < 1.0024 * made.epsilon, "rounded down, by less than a step of the grid"
+    assert made.epsilon <= budget < 1.0024 * made.epsilon, (
+        "rounded down, by less than a step of the grid"
+    )
     limit = made.epsilon - _conversion(made.order, delta)
     for count in range(1, len(noises) + 1):
         spent = math.fsum(made.order / (2 * noise**2) for noise in noises[:count])
@@ -35,10 +42,15 @@ def test_it_admits_exactly_while_the_sum_at_the_fixed_order_fits(budget: float, 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    budget=st.floats(0.2, 30.0), noise=st.floats(1.0, 40.0), rate=st.sampled_from([0.01, 0.1, 1.0]), steps=st.integers(1, 50),
+    budget=st.floats(0.2, 30.0),
+    noise=st.floats(1.0, 40.0),
+    rate=st.sampled_from([0.01, 0.1, 1.0]),
+    steps=st.integers(1, 50),
     count=st.integers(1, 30),
-)  # fmt: skip
-def test_what_it_admitted_the_ledgers_total_never_exceeds(budget: float, noise: float, rate: float, steps: int, count: int) -> None:
+)
+def test_what_it_admitted_the_ledgers_total_never_exceeds(
+    budget: float, noise: float, rate: float, steps: int, count: int
+) -> None:
     delta, sampling = 1e-5, "full_batch" if rate == 1 else "poisson"
     made = RenyiFilter.of(budget, delta)
     events = [record_event(sampling, 1000, rate, None, noise, steps)] * count
@@ -48,13 +60,20 @@ def test_what_it_admitted_the_ledgers_total_never_exceeds(budget: float, noise: 
         assert said[0] <= made.epsilon
     again = RenyiFilter.of(said[0], delta) if 1e-3 <= said[0] < math.inf else None
     if again is not None:
-        assert again.epsilon == said[0] and again.order == said[1] and again.admits(events), "the smallest budget that admits them does"
+        assert again.epsilon == said[0] and again.order == said[1] and again.admits(events), (
+            "the smallest budget that admits them does"
+        )
     if rate == 1:  # what it really costs if all settings had been fixed
-        assert said[0] >= gaussian_mechanism.get_epsilon_gaussian(noise / math.sqrt(steps * count), delta)
+        assert said[0] >= gaussian_mechanism.get_epsilon_gaussian(
+            noise / math.sqrt(steps * count), delta
+        )
 
 
 def test_the_order_follows_from_the_budget_alone_and_bad_budgets_are_refused() -> None:
-    assert RenyiFilter.of(4.0, 1e-5) == RenyiFilter.of(4.0, 1e-5) and RenyiFilter.of(4.0, 1e-5).order != RenyiFilter.of(1.0, 1e-5).order
+    assert (
+        RenyiFilter.of(4.0, 1e-5) == RenyiFilter.of(4.0, 1e-5)
+        and RenyiFilter.of(4.0, 1e-5).order != RenyiFilter.of(1.0, 1e-5).order
+    )
     for bad in (0.0, -1.0, math.nan, math.inf, 1e-4):
         with pytest.raises(ConfigError, match="expected a number from"):
             RenyiFilter.of(bad, 1e-5)

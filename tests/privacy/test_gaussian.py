@@ -1,4 +1,6 @@
-"""The closed form of one Gaussian release: dp-accounting's figures, from the private side, and its laws."""
+"""The closed form of one Gaussian release: dp-accounting's figures, from the private side, and its
+laws.
+"""
 
 import math
 from itertools import pairwise
@@ -26,7 +28,9 @@ def delta_of(noise: float, epsilon: float) -> mpmath.mpf:
 @pytest.mark.parametrize("delta", DELTAS)
 def test_epsilon_is_dp_accountings_and_keeps_delta(noise: float, delta: float) -> None:
     epsilon = gaussian.epsilon_at(noise, delta)
-    assert epsilon == pytest.approx(gaussian_mechanism.get_epsilon_gaussian(noise, delta), rel=1e-9, abs=1e-11)
+    assert epsilon == pytest.approx(
+        gaussian_mechanism.get_epsilon_gaussian(noise, delta), rel=1e-9, abs=1e-11
+    )
     assert delta_of(noise, epsilon) <= delta * (1 + 1e-9)
     if epsilon > 0:
         assert delta_of(noise, epsilon) == pytest.approx(delta, rel=1e-6)
@@ -47,7 +51,9 @@ def test_more_noise_costs_less_and_the_ends_are_exact() -> None:
     assert gaussian.epsilon_at(0.0, 1e-5) == math.inf and gaussian.epsilon_at(math.inf, 1e-5) == 0.0
     assert gaussian.epsilon_at(1e6, 1e-5) == 0.0, "delta alone covers it"
     log = gaussian.log_delta(1.0, np.linspace(0, 40, 200))
-    assert (np.diff(log[np.isfinite(log)]) < 0).all() and log[0] == pytest.approx(math.log(delta_of(1.0, 0.0)))
+    assert (np.diff(log[np.isfinite(log)]) < 0).all() and log[0] == pytest.approx(
+        math.log(delta_of(1.0, 0.0))
+    )
 
 
 def test_nan_ends_without_a_guarantee() -> None:

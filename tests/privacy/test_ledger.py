@@ -19,14 +19,23 @@ from dpvision.privacy.events import Gaussian
 from dpvision.privacy.ledger import Ledger, read_ledger, set_cap, store_account
 from dpvision.privacy.plan import DPPlan, make_plan
 
-FULL = PrivacyConfig(dataset_size=100, expected_batch_size=100, sampling="full_batch", noise_multiplier=20.0, steps=50, delta=1e-3)
+FULL = PrivacyConfig(
+    dataset_size=100,
+    expected_batch_size=100,
+    sampling="full_batch",
+    noise_multiplier=20.0,
+    steps=50,
+    delta=1e-3,
+)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     folder = tmp_path / "store"
     folder.mkdir()
-    (folder / "store.json").write_text(json.dumps({"store_id": "5701e5701e", "visibility": "private"}))
+    (folder / "store.json").write_text(
+        json.dumps({"store_id": "5701e5701e", "visibility": "private"})
+    )
     return folder
 
 
@@ -44,7 +53,13 @@ def run(store: Path, plan: DPPlan, steps: int, run_id: str = "a", resume: bool =
 
 def marks_of(store: Path) -> dict[Path, bytes]:
     """Both files of marks as they are now, to be put back."""
-    return {path: path.read_bytes() for path in (store / "ledger_marks.json", store.parent / "LEDGERS" / "5701e5701e" / "marks.json")}
+    return {
+        path: path.read_bytes()
+        for path in (
+            store / "ledger_marks.json",
+            store.parent / "LEDGERS" / "5701e5701e" / "marks.json",
+        )
+    }
 
 
 def put_back(marks: dict[Path, bytes]) -> None:
@@ -53,14 +68,19 @@ def put_back(marks: dict[Path, bytes]) -> None:
         path.write_bytes(data)
 
 
-def test_steps_are_numbered_from_zero_and_the_plan_is_the_only_budget(store: Path, plan: DPPlan) -> None:
+def test_steps_are_numbered_from_zero_and_the_plan_is_the_only_budget(
+    store: Path, plan: DPPlan
+) -> None:
     short = dataclasses.replace(plan, steps=3)
     with Ledger.open(store, "a", short, resume=False) as ledger:
         assert [ledger.append() for _ in range(3)] == [0, 1, 2]
         with pytest.raises(PrivacyError, match="used up"):
             ledger.append()
         assert ledger.steps == 3
-    with Ledger.open(store, "a", short, resume=True) as ledger, pytest.raises(PrivacyError, match="used up"):
+    with (
+        Ledger.open(store, "a", short, resume=True) as ledger,
+        pytest.raises(PrivacyError, match="used up"),
+    ):
         ledger.append()
 
 
@@ -76,7 +96,9 @@ def test_the_ledger_lies_beside_the_store_and_chains_raw_lines(store: Path, plan
     assert contents.digest == hashlib.sha256(lines[-1]).hexdigest()
 
 
-def test_a_charge_is_on_the_disk_before_append_returns(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_charge_is_on_the_disk_before_append_returns(
+    store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
@@ -84,8 +106,12 @@ def test_a_charge_is_on_the_disk_before_append_returns(store: Path, plan: DPPlan
         for _ in range(3):
             synced.clear()
             ledger.append()
-            assert synced[0] == ledger.path.stat().st_size  # the ledger first, whole; then the marks
-            assert len(synced) == 5  # ledger; the store's marks and the shared ones, each a file and its folder
+            assert (
+                synced[0] == ledger.path.stat().st_size
+            )  # the ledger first, whole; then the marks
+            assert (
+                len(synced) == 5
+            )  # ledger; the store's marks and the shared ones, each a file and its folder
         assert ledger_module.read_ledger(ledger.path).steps == 3
 
 
@@ -122,13 +148,17 @@ def test_a_killed_process_never_under_counts(store: Path, plan: DPPlan, kill_aft
         assert ledger.append() >= seen + 1
 
 
-def test_a_crash_at_any_byte_of_the_last_line_charges_it(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_at_any_byte_of_the_last_line_charges_it(
+    store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # speed only: the crash is made by hand
     path = run(store, plan, 3)
     marks = marks_of(store)
     run(store, plan, 0, resume=True)
     before = path.read_bytes()
-    run_bytes = before + ledger_module.encode(ledger_module.step_line(read_ledger(path).digest, 3)) + b"\n"
+    run_bytes = (
+        before + ledger_module.encode(ledger_module.step_line(read_ledger(path).digest, 3)) + b"\n"
+    )
     for cut in range(len(before) + 1, len(run_bytes)):
         path.write_bytes(run_bytes[:cut])
         put_back(marks)
@@ -140,7 +170,9 @@ def test_a_crash_at_any_byte_of_the_last_line_charges_it(store: Path, plan: DPPl
         assert path.read_bytes().startswith(run_bytes[:cut] + b"\n")
 
 
-def test_cutting_the_file_anywhere_never_under_counts(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutting_the_file_anywhere_never_under_counts(
+    store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     path = run(store, plan, 4)
     whole, marks = path.read_bytes(), marks_of(store)
@@ -188,7 +220,9 @@ def test_removing_or_doubling_a_line_is_found(store: Path, plan: DPPlan) -> None
                 store_account(store)
 
 
-def test_a_rewritten_chain_with_the_same_count_is_found_by_the_mark(store: Path, plan: DPPlan) -> None:
+def test_a_rewritten_chain_with_the_same_count_is_found_by_the_mark(
+    store: Path, plan: DPPlan
+) -> None:
     about = (store / "store.json").read_bytes()
     path = run(store, plan, 2)
     marks = marks_of(store)
@@ -261,7 +295,9 @@ def test_two_openers_do_not_share_a_ledger(store: Path, plan: DPPlan) -> None:
     assert {r.run_id: r.steps for r in store_account(store).runs} == {"a": 2, "b": 1}
 
 
-def test_a_full_disk_is_a_clear_error_and_the_ledger_survives(store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_clear_error_and_the_ledger_survives(
+    store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Ledger.open(store, "a", plan, resume=False) as ledger:
         ledger.append()
         real = os.write
@@ -282,7 +318,9 @@ def test_a_full_disk_is_a_clear_error_and_the_ledger_survives(store: Path, plan:
         assert ledger.append() == 2
 
 
-def test_bad_names_and_missing_stores_are_clear_errors(store: Path, plan: DPPlan, tmp_path: Path) -> None:
+def test_bad_names_and_missing_stores_are_clear_errors(
+    store: Path, plan: DPPlan, tmp_path: Path
+) -> None:
     for name in ("", "../x", "a/b", ".hidden", "a" * 200):
         with pytest.raises(ConfigError, match="run_id"):
             Ledger.open(store, name, plan, resume=False)
@@ -290,7 +328,9 @@ def test_bad_names_and_missing_stores_are_clear_errors(store: Path, plan: DPPlan
         Ledger.open(tmp_path, "a", plan, resume=False)
 
 
-def test_a_run_costs_nothing_before_its_first_step_and_its_whole_plan_from_then_on(store: Path, plan: DPPlan) -> None:
+def test_a_run_costs_nothing_before_its_first_step_and_its_whole_plan_from_then_on(
+    store: Path, plan: DPPlan
+) -> None:
     run(store, plan, 0)
     assert store_account(store).runs[0].spent == plan.spent(0)
     run(store, plan, 10, resume=True)
@@ -303,36 +343,54 @@ def test_runs_add_up_to_the_composition_and_the_filter_is_dearer(store: Path, pl
     run(store, dataclasses.replace(plan, steps=20), 20, "a")
     run(store, dataclasses.replace(plan, steps=30), 30, "b")
     account = store_account(store)
-    assert account.epsilon == pytest.approx(plan.spent(50).epsilon, rel=1e-9)  # 20 + 30 steps of one Gaussian
+    assert account.epsilon == pytest.approx(
+        plan.spent(50).epsilon, rel=1e-9
+    )  # 20 + 30 steps of one Gaussian
     assert account.epsilon < account.epsilon_filter < 1.3 * account.epsilon  # type: ignore[operator]
     assert account.cap is None and account.left is None and account.unprotected == ()
 
 
 def test_an_empty_account_is_zero(store: Path) -> None:
     account = store_account(store)
-    assert (account.runs, account.epsilon, account.epsilon_filter, account.delta) == ((), 0.0, 0.0, None)
+    assert (account.runs, account.epsilon, account.epsilon_filter, account.delta) == (
+        (),
+        0.0,
+        0.0,
+        None,
+    )
 
 
 def test_the_filter_costs_a_gaussian_what_its_best_order_does() -> None:
-    # The order is chosen for Gaussians, so for them nothing is lost but the grids of caps and orders: RDP by hand over fine orders.
+    # The order is chosen for Gaussians, so for them nothing is lost but the grids of caps and
+    # orders: RDP by hand over fine orders.
     for noise in (0.5, 1.0, 5.0):
         figure = filter_epsilon([Gaussian(noise * 2) for _ in range(4)], 1e-6)
         orders = np.linspace(1.01, 200, 400_000)
-        best = np.min(orders / (2 * noise**2) + np.log1p(-1 / orders) - np.log(orders * 1e-6) / (orders - 1))
+        best = np.min(
+            orders / (2 * noise**2) + np.log1p(-1 / orders) - np.log(orders * 1e-6) / (orders - 1)
+        )
         assert best <= figure <= best * 1.006  # type: ignore[operator]
 
 
 def test_an_unprotected_run_leaves_no_total(store: Path, plan: DPPlan) -> None:
-    unprotected = make_plan(PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=5, guarantee="none"))
+    unprotected = make_plan(
+        PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=5, guarantee="none")
+    )
     run(store, plan, 2, "a")
     run(store, unprotected, 0, "idle")
     assert store_account(store).epsilon is not None  # it has not touched a record yet
     run(store, unprotected, 1, "bare")
     account = store_account(store)
-    assert account.unprotected == ("bare",) and account.epsilon is None and account.epsilon_filter is None
+    assert (
+        account.unprotected == ("bare",)
+        and account.epsilon is None
+        and account.epsilon_filter is None
+    )
 
 
-def test_the_owners_cap_counts_the_planned_steps_of_every_run_that_began(store: Path, plan: DPPlan) -> None:
+def test_the_owners_cap_counts_the_planned_steps_of_every_run_that_began(
+    store: Path, plan: DPPlan
+) -> None:
     whole, half = plan.epsilon, dataclasses.replace(plan, steps=25)
     assert whole is not None
     set_cap(store, whole * 1.001, 1e-3)
@@ -350,18 +408,32 @@ def test_the_owners_cap_counts_the_planned_steps_of_every_run_that_began(store: 
 
 
 def test_where_people_are_declared_the_cap_is_on_a_persons_total(store: Path) -> None:
-    """Against the closed form of the Gaussian mechanism: three records of a person have three times a record's sensitivity."""
-    of_people = make_plan(PrivacyConfig(
-        dataset_size=300, expected_batch_size=300, num_units=100, max_records_per_unit=3, sampling="full_batch", steps=1,
-        noise_multiplier=6.0, delta=1e-3,
-    ))  # fmt: skip
+    """Against the closed form of the Gaussian mechanism: three records of a person have three times
+    a record's sensitivity.
+    """
+    of_people = make_plan(
+        PrivacyConfig(
+            dataset_size=300,
+            expected_batch_size=300,
+            num_units=100,
+            max_records_per_unit=3,
+            sampling="full_batch",
+            steps=1,
+            noise_multiplier=6.0,
+            delta=1e-3,
+        )
+    )
     for_two = get_epsilon_gaussian(6.0 / 3 / math.sqrt(2), 1e-3)
     run(store, of_people, 1, "a")
     set_cap(store, for_two * 1.01, 1e-3)
     run(store, of_people, 1, "b")
     account = store_account(store)
-    assert account.unit_epsilon == pytest.approx(for_two, rel=1e-6) and account.left == pytest.approx(0.01 * for_two, rel=1e-3)
-    assert account.epsilon == pytest.approx(get_epsilon_gaussian(6.0 / math.sqrt(2), 1e-3), rel=1e-6)
+    assert account.unit_epsilon == pytest.approx(
+        for_two, rel=1e-6
+    ) and account.left == pytest.approx(0.01 * for_two, rel=1e-3)
+    assert account.epsilon == pytest.approx(
+        get_epsilon_gaussian(6.0 / math.sqrt(2), 1e-3), rel=1e-6
+    )
     with pytest.raises(PrivacyError, match="per person with this run"):
         Ledger.open(store, "c", of_people, resume=False)
 
@@ -376,28 +448,48 @@ def test_a_cap_counts_the_plan_of_a_run_that_is_still_open(store: Path, plan: DP
 
 def test_a_cap_refuses_unprotected_runs(store: Path) -> None:
     set_cap(store, 10.0, 1e-3)
-    unprotected = make_plan(PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=5, guarantee="none"))
+    unprotected = make_plan(
+        PrivacyConfig(dataset_size=100, expected_batch_size=10, steps=5, guarantee="none")
+    )
     with pytest.raises(PrivacyError, match="without a guarantee"):
         Ledger.open(store, "a", unprotected, resume=False)
 
 
 def test_a_caps_delta_makes_no_total_smaller(store: Path) -> None:
-    """The total beside a cap at a large delta was that at the cap's delta: 3.29 at 2.5e-5 became 0.00 at 0.4."""
-    plan = make_plan(PrivacyConfig(dataset_size=60_000, expected_batch_size=100, steps=5, noise_multiplier=1.0))
+    """The total beside a cap at a large delta was that at the cap's delta: 3.29 at 2.5e-5 became
+    0.00 at 0.4.
+    """
+    plan = make_plan(
+        PrivacyConfig(dataset_size=60_000, expected_batch_size=100, steps=5, noise_multiplier=1.0)
+    )
     for run_id in ("a", "b"):
         with Ledger.open(store, run_id, plan, resume=False) as ledger:
             ledger.append()
     before = store_account(store)
     set_cap(store, 20.0, 1e-3)
     after = store_account(store)
-    assert (after.delta, after.epsilon, after.epsilon_filter) == (before.delta, before.epsilon, before.epsilon_filter)
-    assert before.delta == plan.delta and after.left is not None and 20.0 - after.left < before.epsilon  # type: ignore[operator]
+    assert (after.delta, after.epsilon, after.epsilon_filter) == (
+        before.delta,
+        before.epsilon,
+        before.epsilon_filter,
+    )
+    assert (
+        before.delta == plan.delta and after.left is not None and 20.0 - after.left < before.epsilon
+    )  # type: ignore[operator]
     set_cap(store, 20.0, 1e-9)
     assert store_account(store).delta == 1e-9 and store_account(store).epsilon > before.epsilon  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "delta"), [(0.0, 1e-5), (float("nan"), 1e-5), (float("inf"), 1e-5), (1.0, 0.0), (1.0, 0.4), (1.0, float("nan"))]
+    ("epsilon", "delta"),
+    [
+        (0.0, 1e-5),
+        (float("nan"), 1e-5),
+        (float("inf"), 1e-5),
+        (1.0, 0.0),
+        (1.0, 0.4),
+        (1.0, float("nan")),
+    ],
 )
 def test_a_senseless_cap_is_refused(store: Path, epsilon: float, delta: float) -> None:
     with pytest.raises(ConfigError, match="cap"):

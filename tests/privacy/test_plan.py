@@ -14,7 +14,9 @@ from dpvision.privacy.events import Gaussian, NonPrivate
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.planner import what_if
 
-SMALL = PrivacyConfig(dataset_size=1000, expected_batch_size=100, steps=20, noise_multiplier=2.0, max_grad_norm=0.1)
+SMALL = PrivacyConfig(
+    dataset_size=1000, expected_batch_size=100, steps=20, noise_multiplier=2.0, max_grad_norm=0.1
+)
 
 
 def test_a_plan_is_frozen_and_survives_json() -> None:
@@ -35,7 +37,9 @@ def test_delta_defaults_to_half_of_one_over_n() -> None:
 
 
 @pytest.mark.parametrize(("delta", "refused"), [(1.0e-4, False), (1.5e-4, False), (1.6e-4, True)])
-def test_training_is_refused_when_n_times_delta_is_above_one_and_a_half(delta: float, refused: bool) -> None:
+def test_training_is_refused_when_n_times_delta_is_above_one_and_a_half(
+    delta: float, refused: bool
+) -> None:
     cfg = dataclasses.replace(SMALL, dataset_size=10_000, delta=delta)
     report = what_if(cfg)  # the planner computes it all the same, and says so
     assert report["n_times_delta"] == pytest.approx(10_000 * delta) and report["epsilon"] > 0
@@ -48,7 +52,16 @@ def test_training_is_refused_when_n_times_delta_is_above_one_and_a_half(delta: f
 
 
 def test_unprotected_plans_are_not_refused_and_claim_nothing() -> None:
-    none = make_plan(PrivacyConfig(dataset_size=1000, expected_batch_size=100, steps=20, guarantee="none", max_grad_norm=None, delta=0.9))
+    none = make_plan(
+        PrivacyConfig(
+            dataset_size=1000,
+            expected_batch_size=100,
+            steps=20,
+            guarantee="none",
+            max_grad_norm=None,
+            delta=0.9,
+        )
+    )
     simulated = make_plan(dataclasses.replace(SMALL, guarantee="simulated"))
     assert none.noise_std == 0.0 and simulated.noise_std == pytest.approx(0.2)
     for plan in (none, simulated):
@@ -68,7 +81,9 @@ def test_spent_grows_with_the_executed_steps_up_to_the_planned_epsilon() -> None
     plan = make_plan(SMALL)
     series = [plan.spent(steps) for steps in (0, 1, 5, 20)]
     epsilons = [s.epsilon for s in series]
-    assert epsilons[0] == 0.0 and series[0].epsilon_rdp == 0.0 and series[0].epsilon_unamplified == 0.0
+    assert (
+        epsilons[0] == 0.0 and series[0].epsilon_rdp == 0.0 and series[0].epsilon_unamplified == 0.0
+    )
     assert all(a < b for a, b in pairwise(epsilons))  # type: ignore[operator]
     assert series[-1].epsilon == plan.epsilon and series[-1].epsilon_rdp == plan.epsilon_rdp
     assert series[-1].epsilon_unamplified > series[-1].epsilon  # type: ignore[operator]
@@ -99,12 +114,15 @@ def test_truncation_is_refused_where_it_costs_more_than_one_percent() -> None:
         make_plan(dataclasses.replace(cfg, max_records_per_unit=2, num_units=600))
 
 
-def test_a_person_of_several_records_is_dearer_than_a_record_but_not_more_than_group_privacy() -> None:
+def test_a_person_of_several_records_is_dearer_than_a_record_but_not_more_than_group_privacy() -> (
+    None
+):
     plan = make_plan(dataclasses.replace(SMALL, max_records_per_unit=3, num_units=400, delta=5e-4))
     spent = plan.spent(20)
     assert plan.epsilon == make_plan(SMALL).epsilon and plan.unit_epsilon == spent.unit_epsilon
     assert make_plan(SMALL).spent(20).unit_epsilon is None
-    # Group privacy (Vadhan, lemma 2.2): (3 e, delta (1 + exp(e) + exp(2 e))) at the record's (e, delta).
+    # Group privacy (Vadhan, lemma 2.2): (3 e, delta (1 + exp(e) + exp(2 e))) at the record's (e,
+    # delta).
     tight = accountant.epsilon(plan.event(20), 1e-8)
     slack = 1e-8 * (1 + math.exp(tight) + math.exp(2 * tight))
     assert slack < plan.delta
@@ -124,38 +142,64 @@ def test_an_altered_plan_is_refused() -> None:
 def test_same_mechanism_ignores_last_digits_of_epsilon_only() -> None:
     plan = make_plan(SMALL)
     assert plan.same_mechanism(dataclasses.replace(plan, epsilon=plan.epsilon + 1e-9))  # type: ignore[operator]
-    for change in ({"noise_multiplier": 2.1}, {"steps": 21}, {"delta": 1e-4}, {"clipping": "automatic"}, {"max_grad_norm": 0.2}):
+    for change in (
+        {"noise_multiplier": 2.1},
+        {"steps": 21},
+        {"delta": 1e-4},
+        {"clipping": "automatic"},
+        {"max_grad_norm": 0.2},
+    ):
         assert not plan.same_mechanism(dataclasses.replace(plan, **change))
 
 
 @pytest.mark.parametrize(
-    ("batch", "target"), [(10.0, 0.3), pytest.param(100.0, 2.0, marks=pytest.mark.slow), (1000.0, 0.3), (1000.0, 15.0)]
+    ("batch", "target"),
+    [(10.0, 0.3), pytest.param(100.0, 2.0, marks=pytest.mark.slow), (1000.0, 0.3), (1000.0, 15.0)],
 )
-def test_calibration_is_never_over_target_and_one_digit_less_noise_would_be(batch: float, target: float) -> None:
-    cfg = dataclasses.replace(SMALL, expected_batch_size=batch, noise_multiplier=None, target_epsilon=target)
+def test_calibration_is_never_over_target_and_one_digit_less_noise_would_be(
+    batch: float, target: float
+) -> None:
+    cfg = dataclasses.replace(
+        SMALL, expected_batch_size=batch, noise_multiplier=None, target_epsilon=target
+    )
     plan = make_plan(cfg)
     assert plan.epsilon <= target  # type: ignore[operator]
     digit = 10.0 ** (math.floor(math.log10(plan.noise_multiplier)) - 4)
     assert float(f"{plan.noise_multiplier:.4e}") == plan.noise_multiplier
-    less = dataclasses.replace(cfg, target_epsilon=None, noise_multiplier=plan.noise_multiplier - digit)
+    less = dataclasses.replace(
+        cfg, target_epsilon=None, noise_multiplier=plan.noise_multiplier - digit
+    )
     assert make_plan(less).epsilon > target  # type: ignore[operator]
 
 
 @pytest.mark.slow
 def test_calibration_finds_the_papers_noise() -> None:
     n = 233_804_767
-    cfg = PrivacyConfig(dataset_size=n, expected_batch_size=1310720, steps=5708, delta=1 / n, target_epsilon=7.34)
+    cfg = PrivacyConfig(
+        dataset_size=n, expected_batch_size=1310720, steps=5708, delta=1 / n, target_epsilon=7.34
+    )
     assert make_plan(cfg).noise_multiplier == pytest.approx(0.728, abs=2e-4)
 
 
 def test_an_unreachable_target_says_what_can_be_reached() -> None:
-    cfg = PrivacyConfig(dataset_size=10**6, expected_batch_size=10**6, steps=10**9, sampling="full_batch", target_epsilon=1e-4, delta=1e-9)
+    cfg = PrivacyConfig(
+        dataset_size=10**6,
+        expected_batch_size=10**6,
+        steps=10**9,
+        sampling="full_batch",
+        target_epsilon=1e-4,
+        delta=1e-9,
+    )
     with pytest.raises(PrivacyError, match=r"target_epsilon=0.0001; expected at least 0\.\d+"):
         make_plan(cfg)
 
 
 def test_a_generous_target_does_not_ask_for_less_than_the_least_noise() -> None:
-    plan = make_plan(dataclasses.replace(SMALL, noise_multiplier=None, target_epsilon=1e7, allow_weak_guarantee=True))
+    plan = make_plan(
+        dataclasses.replace(
+            SMALL, noise_multiplier=None, target_epsilon=1e7, allow_weak_guarantee=True
+        )
+    )
     assert plan.noise_multiplier == 0.01 and plan.epsilon < 1e7  # type: ignore[operator]
 
 
@@ -166,10 +210,21 @@ def test_a_generous_target_does_not_ask_for_less_than_the_least_noise() -> None:
     steps=st.integers(1, 3000),
     delta=st.floats(1e-8, 1e-3),
 )
-def test_pld_is_below_rdp_and_below_no_amplification(batch: float, noise: float, steps: int, delta: float) -> None:
+def test_pld_is_below_rdp_and_below_no_amplification(
+    batch: float, noise: float, steps: int, delta: float
+) -> None:
     weak = {"allow_weak_guarantee": True}
-    cfg = PrivacyConfig(dataset_size=1000, expected_batch_size=batch, noise_multiplier=noise, steps=steps, delta=delta, **weak)
+    cfg = PrivacyConfig(
+        dataset_size=1000,
+        expected_batch_size=batch,
+        noise_multiplier=noise,
+        steps=steps,
+        delta=delta,
+        **weak,
+    )
     spent = make_plan(cfg).spent(steps)
     assert spent.epsilon is not None and spent.epsilon_unamplified is not None
     assert spent.epsilon_rdp is None or spent.epsilon <= spent.epsilon_rdp + 1e-9
-    assert spent.epsilon <= spent.epsilon_unamplified * (1 + 1e-3) + 1e-4  # the grid's pessimism; the right side is exact
+    assert (
+        spent.epsilon <= spent.epsilon_unamplified * (1 + 1e-3) + 1e-4
+    )  # the grid's pessimism; the right side is exact

@@ -10,7 +10,9 @@ from dpvision.privacy.stream import Key, Stream, subkey
 
 KEY = Key.for_tests(bytes(range(32)))
 RARE = 1e-6
-"""Chance that a right sampler fails a test of its law; the seeds are fixed, so it either does or does not."""
+"""Chance that a right sampler fails a test of its law; the seeds are fixed, so it either does or
+does not.
+"""
 
 
 def indicators(draws: list[np.ndarray], num_records: int) -> np.ndarray:
@@ -28,7 +30,8 @@ def test_every_record_is_drawn_at_the_rate_and_independently_of_every_other(rate
     z = (table.sum(0) - rounds * rate) / np.sqrt(rounds * rate * (1 - rate))
     assert np.abs(z).max() < stats.norm.isf(RARE / 2 / n)
     pairs = np.corrcoef(table.T)[np.triu_indices(n, 1)] * np.sqrt(rounds)
-    # Heads are rare at 0.02, so that products are far from normal: hence Bonferroni at a slightly wider quantile.
+    # Heads are rare at 0.02, so that products are far from normal: hence Bonferroni at a slightly
+    # wider quantile.
     assert np.abs(pairs).max() < 1.3 * stats.norm.isf(RARE / 2 / len(pairs))
     sizes = table.sum(1)
     assert stats.chisquare(*binomial_bins(sizes, n, rate)).pvalue > RARE
@@ -53,7 +56,16 @@ def test_gaps_between_drawn_records_are_geometric(rate: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "rate"), [(0, 0.5), (1, 1e-300), (10**9, 1e-18), (10**12, 3e-12), (1000, 1.0), (1000, 1 - 1e-12), (7, 0.999)]
+    ("n", "rate"),
+    [
+        (0, 0.5),
+        (1, 1e-300),
+        (10**9, 1e-18),
+        (10**12, 3e-12),
+        (1000, 1.0),
+        (1000, 1 - 1e-12),
+        (7, 0.999),
+    ],
 )
 def test_extreme_draws_are_sorted_distinct_and_in_range(n: int, rate: float) -> None:
     for step in range(20):
@@ -66,7 +78,8 @@ def test_extreme_draws_are_sorted_distinct_and_in_range(n: int, rate: float) -> 
 
 
 def test_the_last_record_is_not_left_out_by_a_short_first_chunk() -> None:
-    # 8 extra gaps and 6 standard deviations: force second rounds with a generator whose gaps are all 1.
+    # 8 extra gaps and 6 standard deviations: force second rounds with a generator whose gaps are
+    # all 1.
     class Ones:
         def gaps(self, rate: float, count: int, longest: int) -> np.ndarray:
             return np.ones(count, dtype=np.int64)
@@ -101,9 +114,17 @@ def test_draws_differ_between_steps_and_between_keys_and_repeat_for_one_key() ->
 
 
 def test_the_stream_of_a_draw_is_that_of_its_purpose_and_step() -> None:
-    assert np.array_equal(derive_rng(KEY, 9).words(20), Stream(subkey(KEY, "draw", step=9)).words(20))
-    firsts = {int(derive_rng(key, step).words(1)[0]) for key in (KEY, Key.for_tests(bytes(32))) for step in range(1000)}
-    assert len(firsts) == 2000 and int(Stream(subkey(KEY, "noise", step=9)).words(1)[0]) not in firsts
+    assert np.array_equal(
+        derive_rng(KEY, 9).words(20), Stream(subkey(KEY, "draw", step=9)).words(20)
+    )
+    firsts = {
+        int(derive_rng(key, step).words(1)[0])
+        for key in (KEY, Key.for_tests(bytes(32)))
+        for step in range(1000)
+    }
+    assert (
+        len(firsts) == 2000 and int(Stream(subkey(KEY, "noise", step=9)).words(1)[0]) not in firsts
+    )
 
 
 def test_bytes_are_no_key() -> None:
@@ -112,30 +133,70 @@ def test_bytes_are_no_key() -> None:
 
 
 def test_the_sample_rate_of_the_draw_is_the_accounted_one_whatever_the_store_holds() -> None:
-    plan = make_plan(PrivacyConfig(dataset_size=1000, expected_batch_size=100, steps=3, noise_multiplier=5.0))
+    plan = make_plan(
+        PrivacyConfig(dataset_size=1000, expected_batch_size=100, steps=3, noise_multiplier=5.0)
+    )
     for held in (500, 1000, 4000):
-        sizes = [len(plan.another_run().draw(0, held, derive_rng(Key.for_tests(i.to_bytes(32, "little")), 0))) for i in range(2000)]
+        sizes = [
+            len(
+                plan.another_run().draw(
+                    0, held, derive_rng(Key.for_tests(i.to_bytes(32, "little")), 0)
+                )
+            )
+            for i in range(2000)
+        ]
         error = np.sqrt(held * 0.1 * 0.9 / 2000)
         assert abs(np.mean(sizes) - 0.1 * held) < 5 * error
 
 
 def test_full_batch_is_every_record() -> None:
-    plan = make_plan(PrivacyConfig(dataset_size=50, expected_batch_size=50, steps=2, noise_multiplier=5.0, sampling="full_batch"))
+    plan = make_plan(
+        PrivacyConfig(
+            dataset_size=50,
+            expected_batch_size=50,
+            steps=2,
+            noise_multiplier=5.0,
+            sampling="full_batch",
+        )
+    )
     assert np.array_equal(plan.draw(1, 47, derive_rng(KEY, 0)), np.arange(47))
 
 
 def test_a_truncated_draw_obeys_its_cap_and_refuses_a_store_larger_than_accounted() -> None:
     cfg = PrivacyConfig(
-        dataset_size=1000, expected_batch_size=100, steps=20, noise_multiplier=2.0, sampling="truncated_poisson", max_batch_size=160
+        dataset_size=1000,
+        expected_batch_size=100,
+        steps=20,
+        noise_multiplier=2.0,
+        sampling="truncated_poisson",
+        max_batch_size=160,
     )
     plan = make_plan(cfg)
-    assert max(len(plan.another_run().draw(0, 1000, derive_rng(Key.for_tests(i.to_bytes(32, "little")), 0))) for i in range(200)) <= 160
+    assert (
+        max(
+            len(
+                plan.another_run().draw(
+                    0, 1000, derive_rng(Key.for_tests(i.to_bytes(32, "little")), 0)
+                )
+            )
+            for i in range(200)
+        )
+        <= 160
+    )
     with pytest.raises(PrivacyError, match="num_records=1001"):
         plan.draw(0, 1001, derive_rng(KEY, 0))
 
 
 def test_one_step_too_many_cannot_be_drawn() -> None:
-    plan = make_plan(PrivacyConfig(dataset_size=50, expected_batch_size=50, steps=2, noise_multiplier=5.0, sampling="full_batch"))
+    plan = make_plan(
+        PrivacyConfig(
+            dataset_size=50,
+            expected_batch_size=50,
+            steps=2,
+            noise_multiplier=5.0,
+            sampling="full_batch",
+        )
+    )
     for step in (-1, 2):
         with pytest.raises(PrivacyError, match="used up"):
             plan.draw(step, 50, derive_rng(KEY, 0))

@@ -1,4 +1,6 @@
-"""The secret stream: RFC 8439's own vectors, a second ChaCha20 written from its text, seeking, subkeys, and the laws of the draws."""
+"""The secret stream: RFC 8439's own vectors, a second ChaCha20 written from its text, seeking,
+subkeys, and the laws of the draws.
+"""
 
 import copy
 import hashlib
@@ -16,27 +18,33 @@ from dpvision.privacy.stream import MAX_WORDS, Key, Keystream, Stream, new_key, 
 
 KEY = bytes(range(32))
 RARE = 1e-6
-"""Chance that a right draw fails a test of its law; the keys are fixed, so it either does or does not."""
+"""Chance that a right draw fails a test of its law; the keys are fixed, so it either does or does
+not.
+"""
 
 # RFC 8439, appendix A.1, test vectors 1 to 4 (all with nonce 0): key, block counter, keystream.
 VECTORS = [
     (
-        bytes(32), 0,
+        bytes(32),
+        0,
         "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
     ),
     (
-        bytes(32), 1,
+        bytes(32),
+        1,
         "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
     ),
     (
-        bytes(31) + b"\1", 1,
+        bytes(31) + b"\1",
+        1,
         "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
     ),
     (
-        b"\0\xff" + bytes(30), 2,
+        b"\0\xff" + bytes(30),
+        2,
         "72d54dfbf12ec44b362692df94137f328fea8da73990265ec1bbbea1ae9af0ca13b25aa26cb4a648cb9b9d1be65b2c0924a66c54d545ec1b7374f4872e99f096",
     ),
-]  # fmt: skip
+]
 
 
 def words(key: bytes, block: int, num_blocks: int) -> np.ndarray:
@@ -83,13 +91,20 @@ def test_any_block_can_be_read_alone(block: int) -> None:
 
 def test_reading_on_is_reading_at_once() -> None:
     whole, keystream, parts = words(KEY, 0, 10_000), Keystream(Key.for_tests(KEY)), []
-    for num_blocks in (1, 4096, 4097, 1806):  # pieces on both sides of what the cipher takes at once
+    for num_blocks in (
+        1,
+        4096,
+        4097,
+        1806,
+    ):  # pieces on both sides of what the cipher takes at once
         part = np.empty(8 * num_blocks, dtype="<u8")
         keystream.fill(part)
         parts.append(part)
     assert np.array_equal(np.concatenate(parts), whole)
     rng = Stream(Key.for_tests(KEY))
-    assert np.array_equal(np.concatenate([rng.words(1), rng.words(8)]), whole[[0, *range(8, 16)]]), "a call starts at a new block"
+    assert np.array_equal(
+        np.concatenate([rng.words(1), rng.words(8)]), whole[[0, *range(8, 16)]]
+    ), "a call starts at a new block"
 
 
 def test_a_stream_ends_where_its_counter_does() -> None:
@@ -100,10 +115,24 @@ def test_a_stream_ends_where_its_counter_does() -> None:
 
 
 def test_a_subkey_is_a_keyed_hash_of_what_it_is_for() -> None:
-    expected = hashlib.blake2b(b'["noise", 2, 3, "a.weight"]', key=KEY, digest_size=32, person=b"dpvision.stream").digest()
-    assert subkey(Key.for_tests(KEY), "noise", run=2, step=3, parameter="a.weight").secret() == expected
-    uses = itertools.product((KEY, bytes(32)), ("noise", "draw"), (0, 1, 23), (0, 1, 3, 31), ("", "a", "b", 'a", "b', "1"))
-    keys = [subkey(Key.for_tests(key), use, run=run, step=step, parameter=name).secret() for key, use, run, step, name in uses]
+    expected = hashlib.blake2b(
+        b'["noise", 2, 3, "a.weight"]', key=KEY, digest_size=32, person=b"dpvision.stream"
+    ).digest()
+    assert (
+        subkey(Key.for_tests(KEY), "noise", run=2, step=3, parameter="a.weight").secret()
+        == expected
+    )
+    uses = itertools.product(
+        (KEY, bytes(32)),
+        ("noise", "draw"),
+        (0, 1, 23),
+        (0, 1, 3, 31),
+        ("", "a", "b", 'a", "b', "1"),
+    )
+    keys = [
+        subkey(Key.for_tests(key), use, run=run, step=step, parameter=name).secret()
+        for key, use, run, step, name in uses
+    ]
     assert len(set(keys)) == len(keys) == 2 * 2 * 3 * 4 * 5
 
 
@@ -143,8 +172,24 @@ def test_keys_come_fresh_from_the_operating_system(monkeypatch: pytest.MonkeyPat
 
 
 def test_uniforms_keep_the_precision_of_small_ones() -> None:
-    """Against exact rational numbers, within one unit in the last place: 2^-65 and not 0 at the lower end."""
-    special = [0, 1, 2, 3, 2**11, 2**52 + 1, 2**53 + 1, 2**62 - 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2**11 - 1, 2**64 - 1]
+    """Against exact rational numbers, within one unit in the last place: 2^-65 and not 0 at the
+    lower end.
+    """
+    special = [
+        0,
+        1,
+        2,
+        3,
+        2**11,
+        2**52 + 1,
+        2**53 + 1,
+        2**62 - 1,
+        2**63 - 1,
+        2**63,
+        2**63 + 1,
+        2**64 - 2**11 - 1,
+        2**64 - 1,
+    ]
     word_W = np.array(special + Stream(Key.for_tests(KEY)).words(2000).tolist(), dtype=np.uint64)
     got, spare = np.empty(len(word_W)), np.empty(len(word_W))
     uniforms(word_W.view(np.int64), got, spare)
@@ -167,9 +212,13 @@ def test_bounded_integers_are_uniform(bound: int) -> None:
 
 
 def test_bounded_integers_are_unbiased_by_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The words beyond the largest multiple of the bound would favour small numbers: they are drawn again."""
+    """The words beyond the largest multiple of the bound would favour small numbers: they are drawn
+    again.
+    """
     given = iter([2**64 - 1, 2**64 - 2, 5])
-    monkeypatch.setattr(Stream, "words", lambda self, count: np.array([next(given)], dtype=np.uint64))
+    monkeypatch.setattr(
+        Stream, "words", lambda self, count: np.array([next(given)], dtype=np.uint64)
+    )
     assert Stream(Key.for_tests(KEY)).integer(2**63 - 1) == 5
 
 
@@ -191,7 +240,9 @@ def test_a_tie_at_the_border_of_a_subset_is_drawn_again(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("rate", [1e-12, 0.3, 0.999])
 def test_a_gap_is_the_inverse_of_its_law(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
-    """P(gap > m) = (1 - rate)^m = P(u <= (1 - rate)^m): the gap at u is the least m + 1 with (1 - rate)^(m + 1) < u, by exact numbers."""
+    """P(gap > m) = (1 - rate)^m = P(u <= (1 - rate)^m): the gap at u is the least m + 1 with (1 -
+    rate)^(m + 1) < u, by exact numbers.
+    """
     monkeypatch.setattr(Stream, "uniforms", lambda self, count: np.array(given))
     given = [2.0**-65, 1e-15, 1e-3, 0.1, 0.29, 0.5, 0.7000001, 0.9, 1 - 2.0**-53, 1.0]
     with mp.workprec(400):

@@ -15,7 +15,9 @@ from .runs import PRIVACY, PUBLIC_SCORES, make_run, make_store
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete private run with public scores; its store is at ``../store``. Not to be changed: copy it."""
+    """A complete private run with public scores; its store is at ``../store``. Not to be changed:
+    copy it.
+    """
     folder = tmp_path_factory.mktemp("finished")
     make_store(folder / "store")
     run = make_run(folder / "run", folder / "store")
@@ -25,7 +27,9 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy_of(finished_run: Path, tmp_path: Path) -> Callable[[], Path]:
-    """Copies the finished run with its store and ledgers, to be altered; the copy's config still names the original store."""
+    """Copies the finished run with its store and ledgers, to be altered; the copy's config still
+    names the original store.
+    """
 
     def copy() -> Path:
         shutil.copytree(finished_run.parent, tmp_path / "copy")

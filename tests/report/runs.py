@@ -1,4 +1,6 @@
-"""Run folders as training leaves them, made by hand around a real ledger: seconds instead of a training run."""
+"""Run folders as training leaves them, made by hand around a real ledger: seconds instead of a
+training run.
+"""
 
 import hashlib
 import json
@@ -10,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from dpvision.checkpoint import save_checkpoint
-from dpvision.config import DataConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
+from dpvision.config import (
+    DataConfig,
+    MAEConfig,
+    OptimConfig,
+    PrivacyConfig,
+    RunConfig,
+    ViTConfig,
+    to_dict,
+)
 from dpvision.files import write_json
 from dpvision.models import make_model
 from dpvision.privacy.ledger import Ledger
@@ -19,11 +29,20 @@ from dpvision.runs.folder import FORMAT
 from dpvision.runs.versions import code_versions
 
 STEPS = 60
-POISSON = PrivacyConfig(dataset_size=50_000, expected_batch_size=5000, steps=STEPS, max_grad_norm=0.1, noise_multiplier=0.9)
+POISSON = PrivacyConfig(
+    dataset_size=50_000,
+    expected_batch_size=5000,
+    steps=STEPS,
+    max_grad_norm=0.1,
+    noise_multiplier=0.9,
+)
 PRIVACY = replace(POISSON, sampling="full_batch", expected_batch_size=50_000, noise_multiplier=12.0)
 """Full batches, which are accounted in closed form, at once."""
 MODEL = MAEConfig(
-    encoder=ViTConfig(image_size=32, patch_size=4, depth=1, width=32, num_heads=2), decoder_depth=1, decoder_width=32, decoder_num_heads=2
+    encoder=ViTConfig(image_size=32, patch_size=4, depth=1, width=32, num_heads=2),
+    decoder_depth=1,
+    decoder_width=32,
+    decoder_num_heads=2,
 )
 
 
@@ -45,7 +64,9 @@ def make_run(
     saved: int | None = None,
     parents: tuple[dict[str, Any], ...] = (),
 ) -> Path:
-    """A run folder of ``charged`` steps whose newest checkpoint was saved after ``saved`` of them."""
+    """A run folder of ``charged`` steps whose newest checkpoint was saved after ``saved`` of
+    them.
+    """
     meta = json.loads((store / "store.json").read_text())
     plan = make_plan(privacy)
     config = RunConfig(
@@ -64,10 +85,21 @@ def make_run(
     write_json(base / "config.json", to_dict(config))
     write_json(base / "plan.json", plan.to_dict())
     saved = charged if saved is None else saved
-    own = {"store_id": meta["store_id"], "visibility": meta["visibility"], "run_id": run_id, "guarantee": None}
+    own = {
+        "store_id": meta["store_id"],
+        "visibility": meta["visibility"],
+        "run_id": run_id,
+        "guarantee": None,
+    }
     if plan.guarantee == "dp":
         # Wrong on purpose: a report must take epsilon from the ledger.
-        own["guarantee"] = {"epsilon": 0.125, "epsilon_rdp": 0.125, "delta": plan.delta, "steps": saved, "plan": plan.to_dict()}
+        own["guarantee"] = {
+            "epsilon": 0.125,
+            "epsilon_rdp": 0.125,
+            "delta": plan.delta,
+            "steps": saved,
+            "plan": plan.to_dict(),
+        }
     with Ledger.open(store, run_id, plan, resume=False, lineage=parents) as ledger:
         for step in range(charged):
             ledger.append()
@@ -82,9 +114,15 @@ def make_run(
                     "lineage": [*parents, own],
                     "versions": code_versions(),
                 }
-                save_checkpoint(base / "checkpoints" / f"step-{saved:08d}", manifest, make_model(MODEL, 0).state_dict())
+                save_checkpoint(
+                    base / "checkpoints" / f"step-{saved:08d}",
+                    manifest,
+                    make_model(MODEL, 0).state_dict(),
+                )
                 shutil.copyfile(ledger.path, base / "ledger.jsonl")
-    (confidential / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in make_metrics(charged)))
+    (confidential / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in make_metrics(charged))
+    )
     return root
 
 
@@ -115,12 +153,26 @@ def make_metrics(steps: int, seed: int = 0) -> list[dict[str, Any]]:
     return lines
 
 
-def score_entry(name: str, value: float, protocol: str, visibility: str = "public", test_data: str = "cifar10-test") -> dict[str, Any]:
+def score_entry(
+    name: str,
+    value: float,
+    protocol: str,
+    visibility: str = "public",
+    test_data: str = "cifar10-test",
+) -> dict[str, Any]:
     """One entry of scores.json."""
     return {
-        "name": name, "value": value, "low": value - 0.01, "high": value + 0.01, "n": 10_000, "chance": 0.1, "protocol": protocol,
-        "visibility": visibility, "train_data": "cifar10-train", "test_data": test_data,
-    }  # fmt: skip
+        "name": name,
+        "value": value,
+        "low": value - 0.01,
+        "high": value + 0.01,
+        "n": 10_000,
+        "chance": 0.1,
+        "protocol": protocol,
+        "visibility": visibility,
+        "train_data": "cifar10-train",
+        "test_data": test_data,
+    }
 
 
 PUBLIC_SCORES = [

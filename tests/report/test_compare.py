@@ -1,4 +1,6 @@
-"""The page that compares runs says what was executed, and losses of private images cannot be written where they could leave."""
+"""The page that compares runs says what was executed, and losses of private images cannot be
+written where they could leave.
+"""
 
 import json
 import re
@@ -34,14 +36,28 @@ Maker = Callable[..., Path]
 
 @pytest.fixture
 def make(tmp_path: Path, small_privacy: PrivacyConfig) -> Maker:
-    """Makes a run: ``make(name, public=False, width=32, warm=None, **privacy)``; runs of one visibility share a store."""
+    """Makes a run: ``make(name, public=False, width=32, warm=None, **privacy)``; runs of one
+    visibility share a store.
+    """
 
-    def made(name: str, *, public: bool = False, width: int = 32, warm: str | None = None, charged: int = 4, **privacy: Any) -> Path:
+    def made(
+        name: str,
+        *,
+        public: bool = False,
+        width: int = 32,
+        warm: str | None = None,
+        charged: int = 4,
+        **privacy: Any,
+    ) -> Path:
         store = tmp_path / ("public" if public else "private")
         if not store.exists():
             make_store(store, store.name)
         run = make_run(
-            tmp_path / name, store, privacy=replace(small_privacy, **privacy), run_id=name.encode().hex() + "0" * 8, charged=charged
+            tmp_path / name,
+            store,
+            privacy=replace(small_privacy, **privacy),
+            run_id=name.encode().hex() + "0" * 8,
+            charged=charged,
         )
         base = run if (run / "config.json").exists() else run / "confidential"
         config = json.loads((base / "config.json").read_text())
@@ -52,10 +68,16 @@ def make(tmp_path: Path, small_privacy: PrivacyConfig) -> Maker:
     return made
 
 
-NO_GUARANTEE: dict[str, Any] = {"guarantee": "none", "noise_multiplier": None, "max_grad_norm": None}
+NO_GUARANTEE: dict[str, Any] = {
+    "guarantee": "none",
+    "noise_multiplier": None,
+    "max_grad_norm": None,
+}
 
 
-def test_losses_of_private_images_are_refused_outside_of_a_confidential_folder(make: Maker, tmp_path: Path) -> None:
+def test_losses_of_private_images_are_refused_outside_of_a_confidential_folder(
+    make: Maker, tmp_path: Path
+) -> None:
     runs = [make("open", public=True), make("closed")]
     with pytest.raises(PrivacyError, match=r"Drop --out.*confidential/"):
         make_compare_page(runs, tmp_path / "compare.html")
@@ -68,29 +90,43 @@ def test_losses_of_private_images_are_refused_outside_of_a_confidential_folder(m
         make_compare_page(runs, tmp_path / "confidential" / "compare.html")
 
 
-def test_the_page_goes_under_confidential_by_itself_or_where_it_is_told(make: Maker, tmp_path: Path) -> None:
+def test_the_page_goes_under_confidential_by_itself_or_where_it_is_told(
+    make: Maker, tmp_path: Path
+) -> None:
     run = make("a")
     page = make_compare_page([run])
-    assert page == run / "confidential" / "compare.html" and "Confidential: do not release" in page.read_text()
+    assert (
+        page == run / "confidential" / "compare.html"
+        and "Confidential: do not release" in page.read_text()
+    )
     told = make_compare_page([run], tmp_path / "new" / "confidential" / "compare.html")
     assert told.exists() and told.parent.stat().st_mode & 0o077 == 0
 
 
-def test_losses_of_public_images_may_lie_anywhere_but_private_scores_not_beside_them(make: Maker, tmp_path: Path) -> None:
+def test_losses_of_public_images_may_lie_anywhere_but_private_scores_not_beside_them(
+    make: Maker, tmp_path: Path
+) -> None:
     run = make("a", public=True)
     write_json(run / "scores.json", PUBLIC_SCORES[:5])
-    write_json(run / "confidential" / "scores.json", [score_entry("encoder", 0.4, "linear probe, mean", "private", SENTINEL)])
+    write_json(
+        run / "confidential" / "scores.json",
+        [score_entry("encoder", 0.4, "linear probe, mean", "private", SENTINEL)],
+    )
     page = make_compare_page([run], tmp_path / "compare.html").read_text()
     assert SENTINEL not in page and "Confidential" not in page and "cifar10-test" in page
     assert SENTINEL in make_compare_page([run]).read_text()
 
 
-def test_a_public_store_does_not_wash_a_parent_without_a_guarantee(make: Maker, tmp_path: Path) -> None:
+def test_a_public_store_does_not_wash_a_parent_without_a_guarantee(
+    make: Maker, tmp_path: Path
+) -> None:
     run = make("a", public=True)
     assert made_of_public_images(run)
     folder = find_checkpoint(run)
     manifest = read_manifest(folder)
-    manifest["lineage"].insert(0, {"store_id": "f00d", "visibility": "private", "run_id": "b", "guarantee": None})
+    manifest["lineage"].insert(
+        0, {"store_id": "f00d", "visibility": "private", "run_id": "b", "guarantee": None}
+    )
     save_checkpoint(folder, manifest, load_checkpoint(folder).model)
     assert not made_of_public_images(run)
     with pytest.raises(PrivacyError):
@@ -104,7 +140,9 @@ def test_a_start_whose_lineage_is_not_written_yet_is_not_taken_for_public(make: 
     assert made_of_public_images(fresh) and not made_of_public_images(started)
 
 
-def test_epsilon_is_that_of_the_plan_in_the_ledger_also_of_a_stopped_run(make: Maker, small_privacy: PrivacyConfig) -> None:
+def test_epsilon_is_that_of_the_plan_in_the_ledger_also_of_a_stopped_run(
+    make: Maker, small_privacy: PrivacyConfig
+) -> None:
     whole, half = make("whole"), make("half", charged=2)
     plan = make_plan(small_privacy)
     page = make_compare_page([whole, half]).read_text()
@@ -114,11 +152,20 @@ def test_epsilon_is_that_of_the_plan_in_the_ledger_also_of_a_stopped_run(make: M
     assert "4 of 4" in page and "2 of 4" in page
 
 
-def test_where_people_are_declared_the_epsilon_is_a_persons(make: Maker, small_privacy: PrivacyConfig) -> None:
-    people: dict[str, Any] = {"num_units": small_privacy.dataset_size // 2, "max_records_per_unit": 2}
+def test_where_people_are_declared_the_epsilon_is_a_persons(
+    make: Maker, small_privacy: PrivacyConfig
+) -> None:
+    people: dict[str, Any] = {
+        "num_units": small_privacy.dataset_size // 2,
+        "max_records_per_unit": 2,
+    }
     page = make_compare_page([make("people", **people)]).read_text()
     spent = make_plan(replace(small_privacy, **people)).spent(4)
-    assert spent.unit_epsilon is not None and spent.epsilon is not None and spent.unit_epsilon > 1.5 * spent.epsilon
+    assert (
+        spent.unit_epsilon is not None
+        and spent.epsilon is not None
+        and spent.unit_epsilon > 1.5 * spent.epsilon
+    )
     assert f"people: {SIZE}, ε {up(spent.unit_epsilon, 2)} per person" in page
 
 
@@ -137,7 +184,9 @@ def test_a_run_without_a_guarantee_says_so_in_its_name(make: Maker) -> None:
 
 def test_parameters_are_counted_as_the_model_has_them(make: Maker) -> None:
     read = read_compared(make("a"), "a")
-    assert read.num_parameters == sum(p.numel() for p in make_model(MODEL, 0).parameters() if p.requires_grad)
+    assert read.num_parameters == sum(
+        p.numel() for p in make_model(MODEL, 0).parameters() if p.requires_grad
+    )
 
 
 def test_work_is_drawn_only_where_batches_differ(make: Maker) -> None:
@@ -152,8 +201,13 @@ def test_work_is_drawn_only_where_batches_differ(make: Maker) -> None:
 def test_sizes_are_drawn_as_lines_and_one_size_as_bars(make: Maker) -> None:
     runs = [make("s", warm="x"), make("m", width=64, warm="x"), make("r"), make("q", width=64)]
     for i, run in enumerate(runs):
-        write_json(run / "scores.json", [score_entry("encoder", 0.4 + i / 100, "linear probe, mean")])
-    lines, bars = make_compare_page(runs).read_text(), make_compare_page([runs[0], runs[2]]).read_text()
+        write_json(
+            run / "scores.json", [score_entry("encoder", 0.4 + i / 100, "linear probe, mean")]
+        )
+    lines, bars = (
+        make_compare_page(runs).read_text(),
+        make_compare_page([runs[0], runs[2]]).read_text(),
+    )
     assert "Score against number of parameters" in lines and "Scores on public images" not in lines
     assert ">warm start<" in lines and ">random start<" in lines
     assert "Scores on public images" in bars and "Score against number of parameters" not in bars
@@ -174,7 +228,10 @@ def test_losses_of_different_things_come_with_a_word_of_caution(make: Maker) -> 
     config = json.loads((other / "config.json").read_text())
     config["model"]["mask_ratio"] = 0.5
     write_json(other / "config.json", config)
-    assert "have different losses (share of hidden patches)" in make_compare_page([same, other]).read_text()
+    assert (
+        "have different losses (share of hidden patches)"
+        in make_compare_page([same, other]).read_text()
+    )
     assert "(store)" in make_compare_page([same, make("c", public=True)]).read_text()
 
 
@@ -209,7 +266,12 @@ def test_the_page_is_whole_and_stands_alone(make: Maker) -> None:
     run = make("a<b")
     write_json(run / "scores.json", PUBLIC_SCORES)
     page = make_compare_page([run, make("c")]).read_text()
-    assert "<script" not in page and "url(http" not in page and "default-src 'none'" in page and "a<b" not in page
+    assert (
+        "<script" not in page
+        and "url(http" not in page
+        and "default-src 'none'" in page
+        and "a<b" not in page
+    )
     assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page)
     for tag in re.findall(r"<svg\b[^>]*>", page):
         assert re.search(r'aria-label="[^"]{10,}"', tag)
@@ -234,7 +296,9 @@ def test_the_page_is_whole_and_stands_alone(make: Maker) -> None:
     assert checker.still_open == [] and len(checker.ids) == len(set(checker.ids))
 
 
-def test_the_command_prints_the_page_or_one_clear_error(make: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_page_or_one_clear_error(
+    make: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [str(make("a")), str(make("b"))]
     assert main(["compare", *runs, "--json"]) == 0
     assert Path(json.loads(capsys.readouterr().out)["page"]).name == "compare.html"

@@ -1,4 +1,6 @@
-"""The pages begin with what was learned: the run's own scores and no control's, and predictions that the classifier makes."""
+"""The pages begin with what was learned: the run's own scores and no control's, and predictions
+that the classifier makes.
+"""
 
 import base64
 import io
@@ -36,34 +38,57 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Store]:
     config = RECIPES["transfer.prototypes"]()
     assert isinstance(config.model, HeadConfig)
     config = replace(
-        config, model=replace(config.model, encoder=FrozenEncoderConfig(spec="pixels", image_size=16), num_classes=10),
+        config,
+        model=replace(
+            config.model, encoder=FrozenEncoderConfig(spec="pixels", image_size=16), num_classes=10
+        ),
         data=replace(config.data, store=str(private.path)),
-        privacy=replace(config.privacy, dataset_size=60, expected_batch_size=60, target_epsilon=4.0),
-    )  # fmt: skip
+        privacy=replace(
+            config.privacy, dataset_size=60, expected_batch_size=60, target_epsilon=4.0
+        ),
+    )
     with new_head_session(config, folder / "run") as session:
         adapt(session)
     return folder / "run", write_scenes(folder / "test", 30, 16, first=100, label="colour")
 
 
-def test_predictions_are_those_of_the_classifier_beside_the_true_classes(classifier: tuple[Path, Store]) -> None:
+def test_predictions_are_those_of_the_classifier_beside_the_true_classes(
+    classifier: tuple[Path, Store],
+) -> None:
     run, test = classifier
     shown, names = predict_some(run, test, 8), test.label_names
     assert shown is not None and names is not None and len(shown.examples) == 8
     rows = {decode(test.read(row)).tobytes(): row for row in range(30)}
     ready = load_classifier(run)
     for example in shown.examples:
-        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(example.image.partition(",")[2]))))
+        pixels = np.asarray(
+            Image.open(io.BytesIO(base64.b64decode(example.image.partition(",")[2])))
+        )
         row = rows[pixels.tobytes()]
         assert example.true == names[test.labels[row]]
-        assert example.predicted == names[int(ready(torch.from_numpy(ready.preprocess(pixels))[None]).argmax())]
+        assert (
+            example.predicted
+            == names[int(ready(torch.from_numpy(ready.preprocess(pixels))[None]).argmax())]
+        )
     assert shown == predict_some(run, test, 8)
 
 
-def test_the_page_opens_with_predictions_before_the_guarantee(classifier: tuple[Path, Store]) -> None:
+def test_the_page_opens_with_predictions_before_the_guarantee(
+    classifier: tuple[Path, Store],
+) -> None:
     run, test = classifier
     write_json(run / "scores.json", [score_entry("own head", 0.531, OWN) | {"chance": 0.121}])
     page = make_report(run, test.path).read_text()
-    places = [page.index(text) for text in ("What it learned", "53%", "predicted as", "What is promised", "strongest attacker")]
+    places = [
+        page.index(text)
+        for text in (
+            "What it learned",
+            "53%",
+            "predicted as",
+            "What is promised",
+            "strongest attacker",
+        )
+    ]
     assert places == sorted(places) and page.count("predicted as") == 12
     assert "What it learned" in make_operator_page(run, test_store=test.path).read_text()
 
@@ -78,18 +103,40 @@ def test_a_run_without_a_head_predicts_nothing_and_its_page_opens_with_the_guara
 
 
 def test_what_was_learned_is_said_of_the_run_and_never_of_a_control() -> None:
-    controls = [score_entry(name, 0.9, TRIE) for name in ("random weights", "captioner, other images", PARENT)]
+    controls = [
+        score_entry(name, 0.9, TRIE)
+        for name in ("random weights", "captioner, other images", PARENT)
+    ]
     assert learned_of(controls) == []
-    (fact,) = learned_of([score_entry("captioner", 0.5, TRIE) | {"low": 0.4, "high": 0.6, "chance": 0.2}, *controls])
-    assert fact.value == "50%" and "40.0 to 60.0%" in fact.text and "Before this run: 90.0%" in fact.text and "20.0%" in fact.text
+    (fact,) = learned_of(
+        [score_entry("captioner", 0.5, TRIE) | {"low": 0.4, "high": 0.6, "chance": 0.2}, *controls]
+    )
+    assert (
+        fact.value == "50%"
+        and "40.0 to 60.0%" in fact.text
+        and "Before this run: 90.0%" in fact.text
+        and "20.0%" in fact.text
+    )
     assert [bar[1:] for bar in fact.bars] == [(0.5, True), (0.9, False), (0.2, False)]
 
 
 def test_bars_of_a_measure_that_is_no_share_are_no_longer_than_the_page() -> None:
-    (fact,) = learned_of([score_entry("captioner", 1.7, "CIDEr-D, greedy captions"), score_entry(PARENT, 3.4, "CIDEr-D, greedy captions")])
-    assert fact.value == "170.0" and max(bar[1] for bar in fact.bars) == 1 and fact.bars[0][1] == 0.5
+    (fact,) = learned_of(
+        [
+            score_entry("captioner", 1.7, "CIDEr-D, greedy captions"),
+            score_entry(PARENT, 3.4, "CIDEr-D, greedy captions"),
+        ]
+    )
+    assert (
+        fact.value == "170.0" and max(bar[1] for bar in fact.bars) == 1 and fact.bars[0][1] == 0.5
+    )
 
 
 def test_captions_that_score_nothing_have_bars_of_no_length() -> None:
-    (fact,) = learned_of([score_entry("captioner", 0.0, "CIDEr-D, greedy captions") | {"low": 0.0, "high": 0.0, "chance": 0.0}])
+    (fact,) = learned_of(
+        [
+            score_entry("captioner", 0.0, "CIDEr-D, greedy captions")
+            | {"low": 0.0, "high": 0.0, "chance": 0.0}
+        ]
+    )
     assert fact.value == "0.0" and [bar[1] for bar in fact.bars] == [0, 0]

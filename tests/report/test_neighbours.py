@@ -1,4 +1,6 @@
-"""Images that are shown beside each other are the ones that the numbers name, and "before" is what the run started from."""
+"""Images that are shown beside each other are the ones that the numbers name, and "before" is what
+the run started from.
+"""
 
 import base64
 import io
@@ -28,7 +30,13 @@ from dpvision.report.html import render
 from dpvision.report.neighbours import find_neighbours, nearest_others, neighbours_of_run
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import make_report
-from dpvision.report.reconstructions import INITIAL, LOST_START, WARM_START, reconstruct, reconstruct_some
+from dpvision.report.reconstructions import (
+    INITIAL,
+    LOST_START,
+    WARM_START,
+    reconstruct,
+    reconstruct_some,
+)
 
 from .runs import MODEL, make_run, make_store
 
@@ -44,7 +52,9 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def flat(name: str = "pixels") -> Encoder:
-    return Encoder(name, 32, MEAN, STD, lambda x: {"flat": x.flatten(1), "other": -x.flatten(1)}, "fixed")
+    return Encoder(
+        name, 32, MEAN, STD, lambda x: {"flat": x.flatten(1), "other": -x.flatten(1)}, "fixed"
+    )
 
 
 def tiles(strip: str) -> list[np.ndarray]:
@@ -56,12 +66,18 @@ def tiles(strip: str) -> list[np.ndarray]:
 def test_neighbours_are_those_of_another_library() -> None:
     digits = load_digits().data[:400].astype(np.float32) + 1e-3
     found = nearest_others(torch.from_numpy(digits), 7)
-    _, expected = NearestNeighbors(n_neighbors=8, metric="cosine", algorithm="brute").fit(digits).kneighbors(digits)
+    _, expected = (
+        NearestNeighbors(n_neighbors=8, metric="cosine", algorithm="brute")
+        .fit(digits)
+        .kneighbors(digits)
+    )
     cosine = (digits @ digits.T) / np.outer(*[np.linalg.norm(digits, axis=1)] * 2)
     for i in range(400):
         assert i not in found[i]
         others = [j for j in expected[i] if j != i][:7]
-        assert np.allclose(cosine[i, found[i].numpy()], cosine[i, others], atol=1e-5)  # ties may come in another order
+        assert np.allclose(
+            cosine[i, found[i].numpy()], cosine[i, others], atol=1e-5
+        )  # ties may come in another order
 
 
 def test_length_of_a_feature_does_not_matter_and_its_direction_does() -> None:
@@ -73,15 +89,26 @@ def test_length_of_a_feature_does_not_matter_and_its_direction_does() -> None:
 
 def test_the_grid_shows_the_images_that_are_nearest(scenes: Store) -> None:
     made = find_neighbours({"One": flat(), "Two": flat()}, scenes, num_queries=4, k=5)
-    assert made is not None and made.pooling == "flat" and (made.k, made.num_candidates, len(made.rows)) == (5, NUM, 4)
-    images = np.stack([np.asarray(Image.open(io.BytesIO(blob)).convert("RGB")) for blob in scenes.read_many(np.arange(NUM))])
+    assert (
+        made is not None
+        and made.pooling == "flat"
+        and (made.k, made.num_candidates, len(made.rows)) == (5, NUM, 4)
+    )
+    images = np.stack(
+        [
+            np.asarray(Image.open(io.BytesIO(blob)).convert("RGB"))
+            for blob in scenes.read_many(np.arange(NUM))
+        ]
+    )
     x = ((images / 255 - MEAN) / STD).transpose(0, 3, 1, 2).reshape(NUM, -1)
     _, expected = NearestNeighbors(n_neighbors=6, metric="cosine").fit(x).kneighbors(x)
     for query, (one, two) in made.rows:
         assert one == two
         (shown,) = tiles(query)
         row = int(np.abs(images.astype(int) - shown).sum(axis=(1, 2, 3)).argmin())
-        assert [np.array_equal(a, images[i]) for a, i in zip(tiles(one), expected[row, 1:], strict=True)] == [True] * 5
+        assert [
+            np.array_equal(a, images[i]) for a, i in zip(tiles(one), expected[row, 1:], strict=True)
+        ] == [True] * 5
     labels = scenes.labels[np.arange(NUM)]
     share = (labels[expected[:, 1:]] == labels[:, None]).mean()
     assert made.same_class == pytest.approx((share, share))
@@ -98,20 +125,30 @@ def test_a_store_of_one_image_has_no_neighbours_and_one_of_three_has_two(tmp_pat
 
 
 @pytest.mark.slow
-def test_random_weights_stand_beside_a_trained_encoder(copy_of: Callable[[], Path], scenes: Store) -> None:
+def test_random_weights_stand_beside_a_trained_encoder(
+    copy_of: Callable[[], Path], scenes: Store
+) -> None:
     run = copy_of()
     made = neighbours_of_run(run, scenes, num_queries=3)
-    assert made is not None and all(trained == untrained for _, (trained, untrained) in made.rows)  # the run's weights are the initial ones
+    assert made is not None and all(
+        trained == untrained for _, (trained, untrained) in made.rows
+    )  # the run's weights are the initial ones
     _retrain(run, seed=3)
     made = neighbours_of_run(run, scenes, num_queries=3)
     assert made is not None and any(trained != untrained for _, (trained, untrained) in made.rows)
 
 
-def test_the_report_shows_neighbours_of_a_public_store_and_of_none_else(copy_of: Callable[[], Path], scenes: Store, tmp_path: Path) -> None:
+def test_the_report_shows_neighbours_of_a_public_store_and_of_none_else(
+    copy_of: Callable[[], Path], scenes: Store, tmp_path: Path
+) -> None:
     run = copy_of()
     assert "Nearest neighbours" not in make_report(run).read_text()
     page = make_report(run, scenes.path).read_text()
-    assert "Nearest neighbours among public images" in page and "By random weights" in page and f"Before: {INITIAL}" in page
+    assert (
+        "Nearest neighbours among public images" in page
+        and "By random weights" in page
+        and f"Before: {INITIAL}" in page
+    )
     write_scenes(tmp_path / "private", 8, 32, workers=1, public=False)
     operator = make_operator_page(run, tmp_path / "private")
     assert operator.parent.name == "confidential" and "Nearest neighbours" in operator.read_text()
@@ -126,14 +163,23 @@ def child_and_parent(tmp_path: Path, small_privacy: PrivacyConfig) -> tuple[Path
     make_store(tmp_path / "public", "public")
     make_store(tmp_path / "store")
     privacy = replace(small_privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None)
-    parent = make_run(tmp_path / "parent", tmp_path / "public", privacy=privacy, run_id="a1", charged=2)
+    parent = make_run(
+        tmp_path / "parent", tmp_path / "public", privacy=privacy, run_id="a1", charged=2
+    )
     _retrain(parent, seed=5)
     child = make_run(tmp_path / "child", tmp_path / "store", privacy=small_privacy, charged=2)
-    _retrain(child, seed=6, init_from=str(parent), lineage=read_manifest(find_checkpoint(parent))["lineage"])
+    _retrain(
+        child,
+        seed=6,
+        init_from=str(parent),
+        lineage=read_manifest(find_checkpoint(parent))["lineage"],
+    )
     return child, parent
 
 
-def _retrain(run: Path, seed: int, init_from: str | None = None, lineage: tuple | list = ()) -> None:
+def _retrain(
+    run: Path, seed: int, init_from: str | None = None, lineage: tuple | list = ()
+) -> None:
     """Give a run other weights, as if it had been trained, and ancestors."""
     folder = find_checkpoint(run)
     manifest = read_manifest(folder)
@@ -141,14 +187,19 @@ def _retrain(run: Path, seed: int, init_from: str | None = None, lineage: tuple 
     manifest["lineage"] = [*lineage, manifest["lineage"][-1]]
     save_checkpoint(folder, manifest, make_model(MODEL, seed).state_dict())
     base = folder.parent.parent
-    write_json(base / "config.json", json.loads((base / "config.json").read_text()) | {"init_from": init_from})
+    write_json(
+        base / "config.json",
+        json.loads((base / "config.json").read_text()) | {"init_from": init_from},
+    )
 
 
 def _config(run: Path) -> RunConfig:
     return from_dict(RunConfig, load_checkpoint(run).manifest["config"])
 
 
-def test_before_is_the_warm_start_and_after_is_the_run(child_and_parent: tuple[Path, Path], scenes: Store) -> None:
+def test_before_is_the_warm_start_and_after_is_the_run(
+    child_and_parent: tuple[Path, Path], scenes: Store
+) -> None:
     child, parent = child_and_parent
     made = reconstruct_some(child, scenes, 4)
     assert made is not None and list(made.fills) == [f"Before: {WARM_START}", "After the run"]
@@ -158,15 +209,21 @@ def test_before_is_the_warm_start_and_after_is_the_run(child_and_parent: tuple[P
     assert made.seen == alone.seen and made.original == alone.original
 
 
-def test_a_warm_start_that_is_gone_is_not_made_up(child_and_parent: tuple[Path, Path], scenes: Store) -> None:
+def test_a_warm_start_that_is_gone_is_not_made_up(
+    child_and_parent: tuple[Path, Path], scenes: Store
+) -> None:
     child, parent = child_and_parent
     shutil.rmtree(parent)
     made = reconstruct_some(child, scenes, 4)
     assert made is not None and next(iter(made.fills)) == f"Before: {LOST_START}"
-    assert next(iter(made.fills.values())) == reconstruct({"": None}, _config(child), scenes, 4).filled
+    assert (
+        next(iter(made.fills.values())) == reconstruct({"": None}, _config(child), scenes, 4).filled
+    )
 
 
-def test_weights_that_took_the_place_of_the_warm_start_are_not_shown(child_and_parent: tuple[Path, Path], scenes: Store) -> None:
+def test_weights_that_took_the_place_of_the_warm_start_are_not_shown(
+    child_and_parent: tuple[Path, Path], scenes: Store
+) -> None:
     child, parent = child_and_parent
     folder = find_checkpoint(parent)
     manifest = read_manifest(folder)
@@ -176,18 +233,26 @@ def test_weights_that_took_the_place_of_the_warm_start_are_not_shown(child_and_p
     assert made is not None and next(iter(made.fills)) == f"Before: {LOST_START}"
 
 
-def test_checkpoints_of_two_architectures_are_refused_in_one_figure(child_and_parent: tuple[Path, Path], scenes: Store) -> None:
+def test_checkpoints_of_two_architectures_are_refused_in_one_figure(
+    child_and_parent: tuple[Path, Path], scenes: Store
+) -> None:
     child, parent = child_and_parent
     other = save_checkpoint(
-        parent / "other", read_manifest(find_checkpoint(parent)), make_model(replace(MODEL, decoder_depth=2), 0).state_dict()
+        parent / "other",
+        read_manifest(find_checkpoint(parent)),
+        make_model(replace(MODEL, decoder_depth=2), 0).state_dict(),
     )
     with pytest.raises(CheckpointError, match="another architecture"):
         reconstruct({"other": load_checkpoint(other)}, _config(child), scenes, 2)
 
 
 @pytest.mark.parametrize("target", ["pixels", "normalised_pixels", "gradients"])
-def test_other_targets_are_shown_for_what_they_are(tmp_path: Path, scenes: Store, target: str) -> None:
-    """Gradients fill in no image, so the report has none; lent brightness and contrast are named as lent."""
+def test_other_targets_are_shown_for_what_they_are(
+    tmp_path: Path, scenes: Store, target: str
+) -> None:
+    """Gradients fill in no image, so the report has none; lent brightness and contrast are named as
+    lent.
+    """
     run = make_run(tmp_path / "run", _store_of(tmp_path))
     folder = find_checkpoint(run)
     manifest = read_manifest(folder)
@@ -197,7 +262,9 @@ def test_other_targets_are_shown_for_what_they_are(tmp_path: Path, scenes: Store
     assert (made is None) == (target == "gradients")
     if made is not None:
         assert made.borrowed == (target == "normalised_pixels")
-        assert ("taken from the originals" in render("strips_part.html", images=made)) == made.borrowed
+        assert (
+            "taken from the originals" in render("strips_part.html", images=made)
+        ) == made.borrowed
 
 
 def _store_of(folder: Path) -> Path:

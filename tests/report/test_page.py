@@ -1,4 +1,6 @@
-"""Both pages stand alone, hold what belongs to them and nothing else, and can be read by everybody."""
+"""Both pages stand alone, hold what belongs to them and nothing else, and can be read by
+everybody.
+"""
 
 import base64
 import html
@@ -41,7 +43,9 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pages(finished_run: Path, scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def pages(
+    finished_run: Path, scenes: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(finished_run.parent, folder / "copy")
     run = folder / "copy" / "run"
@@ -49,16 +53,25 @@ def pages(finished_run: Path, scenes: Path, tmp_path_factory: pytest.TempPathFac
     write_json(run / "confidential" / "scores.json", private)
     lines = (run / "confidential" / "metrics.jsonl").read_text().splitlines()
     lines[-1] = json.dumps({**json.loads(lines[-1]), "loss": float(SENTINEL)})
-    (run / "confidential" / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"step": 61, "lo')  # cut by a crash
+    (run / "confidential" / "metrics.jsonl").write_text(
+        "\n".join(lines) + "\n" + '{"step": 61, "lo'
+    )  # cut by a crash
     written = {"report": make_report(run, scenes), "operator": make_operator_page(run, scenes)}
     assert written["operator"].parent.name == "confidential"
     return {name: path.read_text() for name, path in written.items()}
 
 
 @pytest.mark.parametrize("name", ["report", "operator"])
-def test_a_page_asks_nothing_of_other_machines_and_runs_no_script(pages: dict[str, str], name: str) -> None:
+def test_a_page_asks_nothing_of_other_machines_and_runs_no_script(
+    pages: dict[str, str], name: str
+) -> None:
     page = pages[name]
-    assert "<script" not in page and "javascript:" not in page and "@import" not in page and "url(http" not in page
+    assert (
+        "<script" not in page
+        and "javascript:" not in page
+        and "@import" not in page
+        and "url(http" not in page
+    )
     assert "default-src 'none'" in page
     for target in re.findall(r'(?:src|href)="([^"]*)"', page):
         assert target.startswith(("data:image/png;base64,", "#")), target[:80]
@@ -103,21 +116,39 @@ def test_figures_follow_the_theme_of_the_page(pages: dict[str, str], name: str) 
 
 def test_nothing_confidential_reaches_the_report(pages: dict[str, str]) -> None:
     assert SENTINEL not in pages["report"] and "ward-b" not in pages["report"]
-    assert SENTINEL in pages["operator"] and "ward-b" in pages["operator"] and "Confidential: do not release" in pages["operator"]
+    assert (
+        SENTINEL in pages["operator"]
+        and "ward-b" in pages["operator"]
+        and "Confidential: do not release" in pages["operator"]
+    )
 
 
 def test_the_guarantee_comes_in_words_before_figures_and_settings(pages: dict[str, str]) -> None:
-    places = [pages["report"].index(text) for text in ("strongest attacker", "<h2>Figures", "Settings", "The full statement")]
+    places = [
+        pages["report"].index(text)
+        for text in ("strongest attacker", "<h2>Figures", "Settings", "The full statement")
+    ]
     assert places == sorted(places)
 
 
-def test_the_page_shows_every_text_of_the_statement(finished_run: Path, pages: dict[str, str]) -> None:
+def test_the_page_shows_every_text_of_the_statement(
+    finished_run: Path, pages: dict[str, str]
+) -> None:
     made = make_statement(finished_run)
     shown = html.unescape(pages["report"])
-    for part in (made["scope"], made["mechanism"], {k: v for k, v in made["history"].items() if k not in ("lineage", "ledger")}):
+    for part in (
+        made["scope"],
+        made["mechanism"],
+        {k: v for k, v in made["history"].items() if k not in ("lineage", "ledger")},
+    ):
         for text in texts(part):
             assert text in shown, text
-    for digest in (*made["hashes"]["weights"].values(), made["hashes"]["ledger"], made["hashes"]["config"], made["hashes"]["code"]):
+    for digest in (
+        *made["hashes"]["weights"].values(),
+        made["hashes"]["ledger"],
+        made["hashes"]["config"],
+        made["hashes"]["code"],
+    ):
         assert digest in shown
 
 
@@ -134,23 +165,37 @@ def texts(value: object) -> list[str]:
     "privacy",
     [
         replace(POISSON, noise_multiplier=2.0, steps=5),
-        replace(POISSON, noise_multiplier=2.0, steps=5, sampling="truncated_poisson", max_batch_size=5600),
+        replace(
+            POISSON,
+            noise_multiplier=2.0,
+            steps=5,
+            sampling="truncated_poisson",
+            max_batch_size=5600,
+        ),
         PRIVACY,
     ],
     ids=lambda privacy: privacy.sampling,
 )
-def test_the_code_on_the_page_computes_epsilon_without_us(privacy: PrivacyConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_on_the_page_computes_epsilon_without_us(
+    privacy: PrivacyConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = make_plan(privacy)
     code = recompute_code(plan, {"guarantee": {}, "mechanism": {"steps_executed": 3}})
     assert code is not None and "dpvision" not in code
     exec(code, {})
-    assert float(capsys.readouterr().out) == pytest.approx(plan.spent(plan.steps).epsilon, rel=1e-4)  # of the plan, after 3 steps
+    assert float(capsys.readouterr().out) == pytest.approx(
+        plan.spent(plan.steps).epsilon, rel=1e-4
+    )  # of the plan, after 3 steps
 
 
 def test_the_curve_marks_the_stated_epsilon(tmp_path: Path) -> None:
     """60 of 6,000 steps: that of the plan."""
     make_store(tmp_path / "store")
-    run = make_run(tmp_path / "run", tmp_path / "store", privacy=replace(PRIVACY, steps=6000, noise_multiplier=60.0))
+    run = make_run(
+        tmp_path / "run",
+        tmp_path / "store",
+        privacy=replace(PRIVACY, steps=6000, noise_multiplier=60.0),
+    )
     page = make_report(run).read_text()
     stated = up(make_statement(run)["guarantee"]["epsilon"], 2)
     assert f"to {stated} after the 6,000 planned ones" in page and f">{stated} stated<" in page
@@ -162,43 +207,75 @@ def test_no_two_bars_of_a_group_have_one_name_and_no_chance_is_another_tests() -
         ("captioner", f"zero-shot, walk through the label tree, {classes}", "nothing", 0.1),
         ("captioner", f"zero-shot, lowest loss, {classes}", "nothing", 0.1),
         ("random weights", f"zero-shot, lowest loss, {classes}", "nothing", 0.1),
-        *(("captioner", f"scene composition, {what}, lowest loss, squash", "nothing", chance)
-          for what, chance in (("micro", 0.5), ("macro over 3 kinds of swap", 0.5), ("swapped object", 0.4), ("swapped relation", 0.3))),
+        *(
+            ("captioner", f"scene composition, {what}, lowest loss, squash", "nothing", chance)
+            for what, chance in (
+                ("micro", 0.5),
+                ("macro over 3 kinds of swap", 0.5),
+                ("swapped object", 0.4),
+                ("swapped relation", 0.3),
+            )
+        ),
         ("encoder", "linear probe, mean", "scenes", 0.2),
         ("encoder", "linear probe, mean", "flowers", 0.2),
         ("encoder", "linear probe, 2x2", "flowers", 0.2),
         ("raw pixels", "linear probe, pixels", "flowers", 0.2),
-    ]  # fmt: skip
-    scores = [score_entry(name, 0.5, how) | {"train_data": data, "chance": chance} for name, how, data, chance in asked]
+    ]
+    scores = [
+        score_entry(name, 0.5, how) | {"train_data": data, "chance": chance}
+        for name, how, data, chance in asked
+    ]
     groups, chances = _score_groups(scores)
-    assert len({title for title, _ in groups}) == len(groups) == 8 and sum(len(bars) for _, bars in groups) == len(scores)
+    assert len({title for title, _ in groups}) == len(groups) == 8 and sum(
+        len(bars) for _, bars in groups
+    ) == len(scores)
     for _, bars in groups:
         assert len({label for label, *_ in bars}) == len(bars)
     titles = [title for title, _ in groups]
-    assert sum("walk through the label tree" in title for title in titles) == 1 == sum("fitted to flowers" in title for title in titles)
-    assert chances == [next(s["chance"] for s in scores if s["value"] == 0.5 and s["protocol"].rpartition(", ")[0] in t) for t in titles]
+    assert (
+        sum("walk through the label tree" in title for title in titles)
+        == 1
+        == sum("fitted to flowers" in title for title in titles)
+    )
+    assert chances == [
+        next(
+            s["chance"]
+            for s in scores
+            if s["value"] == 0.5 and s["protocol"].rpartition(", ")[0] in t
+        )
+        for t in titles
+    ]
 
 
 def test_cider_is_no_share_and_is_on_no_axis_with_shares(tmp_path: Path) -> None:
     make_store(tmp_path / "store")
     run = make_run(tmp_path / "run", tmp_path / "store")
-    cider = score_entry("captioner", 0.513, "CIDEr-D, greedy captions, 5 references, squash") | {"low": 0.49, "high": 0.536}
+    cider = score_entry("captioner", 0.513, "CIDEr-D, greedy captions, 5 references, squash") | {
+        "low": 0.49,
+        "high": 0.536,
+    }
     share = score_entry("captioner", 0.42, "zero-shot, trie")
     pages = []
     for scores in ([cider], [cider, share]):
         write_json(run / "scores.json", scores)
         pages.append(make_report(run, store_dir=tmp_path / "store").read_text())
-    assert all(">51.3<" in page and "49.0 to 53.6<" in page and "51.3%" not in page for page in pages)
+    assert all(
+        ">51.3<" in page and "49.0 to 53.6<" in page and "51.3%" not in page for page in pages
+    )
     assert ">42.0%<" in pages[1] and pages[1].count("<svg") == pages[0].count("<svg") + 1
 
 
 def test_names_are_escaped(copy_of: Callable[[], Path]) -> None:
     run = copy_of()
-    write_json(run / "scores.json", [{**PUBLIC_SCORES[0], "test_data": "<script>alert(1)</script>"}])
+    write_json(
+        run / "scores.json", [{**PUBLIC_SCORES[0], "test_data": "<script>alert(1)</script>"}]
+    )
     assert "<script" not in make_report(run).read_text()
 
 
-def test_images_of_a_private_store_are_refused_on_the_report(copy_of: Callable[[], Path], tmp_path: Path) -> None:
+def test_images_of_a_private_store_are_refused_on_the_report(
+    copy_of: Callable[[], Path], tmp_path: Path
+) -> None:
     write_scenes(tmp_path / "private", 2, 32, public=False)
     run = copy_of()
     with pytest.raises(PrivacyError, match="--public"):
@@ -206,15 +283,21 @@ def test_images_of_a_private_store_are_refused_on_the_report(copy_of: Callable[[
     assert not (run / "report.html").exists()
 
 
-def test_a_report_of_a_run_without_a_guarantee_says_so_first(tmp_path: Path, small_privacy: PrivacyConfig) -> None:
+def test_a_report_of_a_run_without_a_guarantee_says_so_first(
+    tmp_path: Path, small_privacy: PrivacyConfig
+) -> None:
     make_store(tmp_path / "store", "public")
     privacy = replace(small_privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None)
-    page = make_report(make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=2)).read_text()
+    page = make_report(
+        make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=2)
+    ).read_text()
     assert re.search(r"<h1>(.*?)</h1>", page, re.DOTALL)[1] == "This run guarantees nothing."  # type: ignore[index]
     assert "epsilon" not in page.split("</h1>")[1].split("Settings")[0]
 
 
-def test_the_operator_has_a_page_where_a_report_is_refused(tmp_path: Path, small_privacy: PrivacyConfig) -> None:
+def test_the_operator_has_a_page_where_a_report_is_refused(
+    tmp_path: Path, small_privacy: PrivacyConfig
+) -> None:
     make_store(tmp_path / "store")
     privacy = replace(small_privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None)
     run = make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=3)
@@ -238,11 +321,19 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_reconstruction_keeps_what_the_model_saw(finished_run: Path, scenes: Path) -> None:
     made = reconstruct_some(finished_run, open_store(scenes), 5)
-    seen, filled, original = (np.asarray(Image.open(io.BytesIO(base64.b64decode(strip.split(",")[1])))) for strip in
-                              (made.seen, made.filled, made.original))  # fmt: skip
-    assert made.count == 5 and seen.shape == filled.shape == original.shape == (32, 5 * 32 + 4 * 2, 4)
+    seen, filled, original = (
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(strip.split(",")[1]))))
+        for strip in (made.seen, made.filled, made.original)
+    )
+    assert made.count == 5 and seen.shape == filled.shape == original.shape == (
+        32,
+        5 * 32 + 4 * 2,
+        4,
+    )
     visible = seen[..., 3] > 0
     assert visible.sum() == 5 * 16 * 16  # a quarter of the patches
-    assert np.array_equal(filled[visible], original[visible]) and np.array_equal(seen[visible], original[visible])
+    assert np.array_equal(filled[visible], original[visible]) and np.array_equal(
+        seen[visible], original[visible]
+    )
     images = original[..., 3] > 0
     assert (filled[images & ~visible] != original[images & ~visible]).mean() > 0.5

@@ -29,7 +29,12 @@ def test_exact_decimals_are_not_rounded_up() -> None:
 
 
 def test_small_numbers_keep_their_exponent() -> None:
-    assert (numbers.short(1e-5), numbers.short(2.1385e-9), numbers.short(0.25), numbers.short(0.0)) == ("1e-5", "2.14e-9", "0.25", "0")
+    assert (
+        numbers.short(1e-5),
+        numbers.short(2.1385e-9),
+        numbers.short(0.25),
+        numbers.short(0.0),
+    ) == ("1e-5", "2.14e-9", "0.25", "0")
 
 
 def test_words_for_a_person_appear_with_a_contribution_bound() -> None:

@@ -28,12 +28,21 @@ def test_what_fits_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("value", "where"),
     [
-        ({}, "a: missing"), ({"a": 0, "z": 1}, "z: unknown"), ({"a": "0"}, "a: not number or null"), ({"a": True}, "a: not number"),
-        ({"a": 1.5}, "a: 1.5 out of range"), ({"a": float("nan")}, "a: nan out of range"), ({"a": 0, "b": []}, "b: 0 items"),
-        ({"a": 0, "b": [1, 2, 3]}, "b: 3 items"), ({"a": 0, "b": [1.5]}, "b[0]: not integer"), ({"a": 0, "c": "xyz"}, "c: 'xyz'"),
-        ({"a": 0, "d": True}, "d: True"), ({"a": 0, "e": 1}, "e: 1"), ([], "not object"),
+        ({}, "a: missing"),
+        ({"a": 0, "z": 1}, "z: unknown"),
+        ({"a": "0"}, "a: not number or null"),
+        ({"a": True}, "a: not number"),
+        ({"a": 1.5}, "a: 1.5 out of range"),
+        ({"a": float("nan")}, "a: nan out of range"),
+        ({"a": 0, "b": []}, "b: 0 items"),
+        ({"a": 0, "b": [1, 2, 3]}, "b: 3 items"),
+        ({"a": 0, "b": [1.5]}, "b[0]: not integer"),
+        ({"a": 0, "c": "xyz"}, "c: 'xyz'"),
+        ({"a": 0, "d": True}, "d: True"),
+        ({"a": 0, "e": 1}, "e: 1"),
+        ([], "not object"),
     ],
-)  # fmt: skip
+)
 def test_every_departure_is_found(value: Any, where: str) -> None:
     assert where in "; ".join(problems(value, SCHEMA))
 
@@ -46,7 +55,10 @@ def test_a_keyword_that_is_not_known_is_no_silent_pass() -> None:
 def test_every_keyword_of_the_statements_schema_is_known() -> None:
     def walk(schema: dict[str, Any]) -> None:
         problems(object(), schema)
-        for inner in [*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else [])]:
+        for inner in [
+            *schema.get("properties", {}).values(),
+            *([schema["items"]] if "items" in schema else []),
+        ]:
             walk(inner)
 
     walk(statement_schema())

@@ -1,4 +1,6 @@
-"""One function says whom an epsilon is for: headline, sentences, cards and rows of a report agree."""
+"""One function says whom an epsilon is for: headline, sentences, cards and rows of a report
+agree.
+"""
 
 import html
 import json
@@ -21,8 +23,17 @@ PEOPLE: dict[str, dict[str, Any]] = {
     "images": {},
     "one image of each": {"num_units": 50_000},
     "three images of each": {"num_units": 20_000, "max_records_per_unit": 3},
-    "people drawn, one image": {"num_units": 20_000, "sampling_unit": "person", "expected_batch_size": 20_000},
-    "people drawn": {"num_units": 20_000, "max_records_per_unit": 3, "sampling_unit": "person", "expected_batch_size": 20_000},
+    "people drawn, one image": {
+        "num_units": 20_000,
+        "sampling_unit": "person",
+        "expected_batch_size": 20_000,
+    },
+    "people drawn": {
+        "num_units": 20_000,
+        "max_records_per_unit": 3,
+        "sampling_unit": "person",
+        "expected_batch_size": 20_000,
+    },
 }
 
 
@@ -30,7 +41,9 @@ def test_whom_the_figures_are_for() -> None:
     assert stated_for("record", 1.0, None) == Stated(False, 1.0, None)
     assert stated_for("record", 1.0, 3.0) == Stated(True, 3.0, 1.0)
     assert stated_for("record", 1.0, 1.0) == Stated(True, 1.0, None)
-    assert stated_for("person", 1.0, 1.0) == stated_for("person", 1.0, None) == Stated(True, 1.0, None)
+    assert (
+        stated_for("person", 1.0, 1.0) == stated_for("person", 1.0, None) == Stated(True, 1.0, None)
+    )
 
 
 @pytest.mark.parametrize("parent", [False, True], ids=["", "after an earlier run"])
@@ -42,10 +55,18 @@ def test_a_report_says_one_thing(kind: str, parent: bool, tmp_path: Path) -> Non
     make_store(store)
     if parent:
         make_run(tmp_path / "first", store, privacy=privacy, run_id="0123456789abcdef")
-        manifest = json.loads(next((tmp_path / "first").glob("checkpoints/*/manifest.json")).read_text())
+        manifest = json.loads(
+            next((tmp_path / "first").glob("checkpoints/*/manifest.json")).read_text()
+        )
         parents = tuple(manifest["lineage"])
     run = make_run(tmp_path / "run", store, privacy=privacy, parents=parents)
-    page = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", "", make_report(run).read_text().partition("</header>")[2])))
+    page = re.sub(
+        r"\s+",
+        " ",
+        html.unescape(
+            re.sub(r"<[^>]*>", "", make_report(run).read_text().partition("</header>")[2])
+        ),
+    )
     statement = json.loads((run / "statement.json").read_text())
     guarantee, words = statement["guarantee"], json.dumps(statement, ensure_ascii=False)
     of_person, beside = kind != "images", kind == "three images of each"
@@ -53,18 +74,29 @@ def test_a_report_says_one_thing(kind: str, parent: bool, tmp_path: Path) -> Non
 
     whom = "each person, with all their images" if of_person else "each single image"
     assert (
-        statement["headline"].startswith(f"Differential privacy with epsilon {up(stated, 2)} and delta") and whom in statement["headline"]
+        statement["headline"].startswith(
+            f"Differential privacy with epsilon {up(stated, 2)} and delta"
+        )
+        and whom in statement["headline"]
     )
     assert f"ε {up(stated, 2)} δ" in page, "the card"
-    assert ("For a person with all their images: ε = " + up(stated, 4) in page) == of_person, "the row"
-    single = re.findall(r"(?:[Ff]or a|of a) single image[^.;]{0,40}?(?:ε =?|epsilon(?: is)?) ?([\d.]*\d)", page)
+    assert ("For a person with all their images: ε = " + up(stated, 4) in page) == of_person, (
+        "the row"
+    )
+    single = re.findall(
+        r"(?:[Ff]or a|of a) single image[^.;]{0,40}?(?:ε =?|epsilon(?: is)?) ?([\d.]*\d)", page
+    )
     assert bool(single) == beside, single
     true = guarantee["epsilon"], guarantee["this_run"]["epsilon"]
-    assert all(any(float(number) in (float(up(x, 2)), float(up(x, 4))) for x in true) for number in single), single
+    assert all(
+        any(float(number) in (float(up(x, 2)), float(up(x, 4))) for x in true) for number in single
+    ), single
     none = "There is none for a single image"
     assert (none in page) == (none in words) == kind.startswith("people drawn")
     if none in page:
-        assert not re.search(r"[Ff]or a single image(?! of a person: without)", page.replace(none, "")), "a claim that the row takes back"
+        assert not re.search(
+            r"[Ff]or a single image(?! of a person: without)", page.replace(none, "")
+        ), "a claim that the row takes back"
     for text in [entry["text"] for entry in statement["history"]["lineage"]]:
         assert (" for a person at delta" in text) == of_person
 

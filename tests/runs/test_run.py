@@ -23,7 +23,9 @@ from dpvision.runs.run import Run, Secrets, Stopped, new_run
 from dpvision.runs.unprotected import runs_with_these_weights
 from dpvision.weights import contents
 
-PRIVACY = PrivacyConfig(dataset_size=40, expected_batch_size=10, steps=3, max_grad_norm=1.0, noise_multiplier=3.0)
+PRIVACY = PrivacyConfig(
+    dataset_size=40, expected_batch_size=10, steps=3, max_grad_norm=1.0, noise_multiplier=3.0
+)
 WEIGHTS = {"weight": torch.arange(6.0).view(2, 3)}
 
 
@@ -49,35 +51,57 @@ def _charged(run: Run, steps: int) -> None:
         run.ledger.append()
 
 
-def test_a_run_that_stopped_goes_on_with_what_it_was_charged(tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig) -> None:
+def test_a_run_that_stopped_goes_on_with_what_it_was_charged(
+    tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig
+) -> None:
     root = tmp_path / "runs" / "first"
-    with new_run(root, config, plan, store, [], num_bytes=1, secluded=False, files={"more.json": {"a": 1}}) as run:
+    with new_run(
+        root, config, plan, store, [], num_bytes=1, secluded=False, files={"more.json": {"a": 1}}
+    ) as run:
         _charged(run, 2)
-        assert run.save(WEIGHTS, updates=1, chosen={"of": 3}) == root / "checkpoints" / "step-00000002"
-        with pytest.raises(CheckpointError, match="in use"), Stopped.read(root).resumed(store, [], num_bytes=1):
+        assert (
+            run.save(WEIGHTS, updates=1, chosen={"of": 3}) == root / "checkpoints" / "step-00000002"
+        )
+        with (
+            pytest.raises(CheckpointError, match="in use"),
+            Stopped.read(root).resumed(store, [], num_bytes=1),
+        ):
             pass
     assert json.loads((root / "more.json").read_bytes()) == {"a": 1}
     stopped = Stopped.read(root, {"workers": 2})
-    assert stopped.plan == plan and stopped.config == replace(config, hardware=replace(config.hardware, workers=2))
+    assert stopped.plan == plan and stopped.config == replace(
+        config, hardware=replace(config.hardware, workers=2)
+    )
     assert stopped.checkpoint is not None and stopped.checkpoint.manifest["updates"] == 1
-    assert stopped.checkpoint.manifest["chosen"] == {"of": 3} and torch.equal(stopped.checkpoint.model["weight"], WEIGHTS["weight"])
+    assert stopped.checkpoint.manifest["chosen"] == {"of": 3} and torch.equal(
+        stopped.checkpoint.model["weight"], WEIGHTS["weight"]
+    )
     with stopped.resumed(store, [], num_bytes=1) as again:
-        assert again.ledger.steps == 2 and again.folder.run_id == stopped.checkpoint.manifest["run_id"]
+        assert (
+            again.ledger.steps == 2 and again.folder.run_id == stopped.checkpoint.manifest["run_id"]
+        )
         _charged(again, 1)
         again.save(WEIGHTS, updates=2)
     assert load_checkpoint(root).manifest["ledger_steps"] == 3
     assert (root / "ledger.jsonl").read_bytes() == again.ledger.path.read_bytes()
 
 
-def test_what_is_refused_leaves_the_name_free(tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig) -> None:
+def test_what_is_refused_leaves_the_name_free(
+    tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig
+) -> None:
     root = tmp_path / "runs" / "first"
     assert plan.epsilon is not None
     set_cap(store.path, plan.epsilon / 2, plan.delta)
-    begun = new_run(root, config, plan, store, [], num_bytes=1, secluded=False, files={"more.json": {}})
+    begun = new_run(
+        root, config, plan, store, [], num_bytes=1, secluded=False, files={"more.json": {}}
+    )
     with pytest.raises(PrivacyError, match="cap"), begun:
         pass
     assert not root.exists()
-    with pytest.raises(CheckpointError, match="MB free"), new_run(root, config, plan, store, [], num_bytes=1 << 60, secluded=False):
+    with (
+        pytest.raises(CheckpointError, match="MB free"),
+        new_run(root, config, plan, store, [], num_bytes=1 << 60, secluded=False),
+    ):
         pass
     assert not root.exists()
 
@@ -85,7 +109,9 @@ def test_what_is_refused_leaves_the_name_free(tmp_path: Path, store: Store, plan
 def test_code_whose_version_cannot_be_read_charges_nothing(
     tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by PYTHONPATH alone, for example: the first checkpoint would fail after its steps were charged."""
+    """Found by PYTHONPATH alone, for example: the first checkpoint would fail after its steps were
+    charged.
+    """
     root = tmp_path / "runs" / "first"
     with new_run(root, config, plan, store, [], num_bytes=1, secluded=False) as run:
         _charged(run, 1)
@@ -97,11 +123,21 @@ def test_code_whose_version_cannot_be_read_charges_nothing(
     monkeypatch.setattr(versions, "version", version)
     versions.code_versions.cache_clear()
     other = tmp_path / "runs" / "second"
-    for begun in (new_run(other, config, plan, store, [], num_bytes=1, secluded=False), Stopped.read(root).resumed(store, [], num_bytes=1)):
-        with pytest.raises(ConfigError, match=r"dpvision is found by its path alone .*Run pip install"), begun:
+    for begun in (
+        new_run(other, config, plan, store, [], num_bytes=1, secluded=False),
+        Stopped.read(root).resumed(store, [], num_bytes=1),
+    ):
+        with (
+            pytest.raises(
+                ConfigError, match=r"dpvision is found by its path alone .*Run pip install"
+            ),
+            begun,
+        ):
             pass
     assert (
-        not other.exists() and run.ledger.path.read_bytes() == before and len(list((store.path.parent / "LEDGERS").rglob("*.jsonl"))) == 1
+        not other.exists()
+        and run.ledger.path.read_bytes() == before
+        and len(list((store.path.parent / "LEDGERS").rglob("*.jsonl"))) == 1
     )
 
 
@@ -118,7 +154,10 @@ def test_another_store_another_runs_checkpoint_and_an_older_ledger_are_refused(
         Stopped.read(roots[0]).require_store(open_store(tmp_path / "others"))
     manifest.write_text(manifest.read_text().replace('"ledger_steps": 2', '"ledger_steps": 3'))
     resumed = Stopped.read(roots[1]).resumed(store, [], num_bytes=1)
-    with pytest.raises(PrivacyError, match="2 steps, yet a checkpoint was written after 3"), resumed:
+    with (
+        pytest.raises(PrivacyError, match="2 steps, yet a checkpoint was written after 3"),
+        resumed,
+    ):
         pass
     shutil.rmtree(roots[0] / "checkpoints")
     shutil.copytree(roots[1] / "checkpoints", roots[0] / "checkpoints")
@@ -126,7 +165,9 @@ def test_another_store_another_runs_checkpoint_and_an_older_ledger_are_refused(
         Stopped.read(roots[0])
 
 
-def test_without_a_guarantee_new_weights_are_remembered(tmp_path: Path, store: Store, config: RunConfig) -> None:
+def test_without_a_guarantee_new_weights_are_remembered(
+    tmp_path: Path, store: Store, config: RunConfig
+) -> None:
     start, made = torch.arange(4096.0).view(64, 64), torch.arange(4096.0).view(64, 64).sin()
     free = make_plan(replace(PRIVACY, guarantee="none", noise_multiplier=0.0))
     root = tmp_path / "runs" / "free"
@@ -136,22 +177,31 @@ def test_without_a_guarantee_new_weights_are_remembered(tmp_path: Path, store: S
     assert not (root / "checkpoints").exists() and list_checkpoints(root / "confidential"), (
         "a private store's run without a guarantee is private"
     )
-    assert [entry["run_id"] for entry in runs_with_these_weights(store, [made])] == [run.folder.run_id]
+    assert [entry["run_id"] for entry in runs_with_these_weights(store, [made])] == [
+        run.folder.run_id
+    ]
     assert runs_with_these_weights(store, [start]) == []
 
 
-def test_as_many_checkpoints_are_kept_as_the_config_says(tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig) -> None:
+def test_as_many_checkpoints_are_kept_as_the_config_says(
+    tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig
+) -> None:
     config = replace(config, hardware=replace(config.hardware, keep_checkpoints=2))
     with new_run(tmp_path / "run", config, plan, store, [], num_bytes=1, secluded=False) as run:
         for step in range(3):
             _charged(run, 1)
             run.save(WEIGHTS, updates=step + 1)
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002", "step-00000003"]
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == [
+        "step-00000002",
+        "step-00000003",
+    ]
 
 
 def test_keys_differ_at_every_start_and_are_not_shown() -> None:
     first, second = Secrets(), Secrets()
-    assert len({key.secret() for keys in (first, second) for key in (keys.draw, keys.noise)}) == 4 and "b'" not in repr(first)
+    assert len(
+        {key.secret() for keys in (first, second) for key in (keys.draw, keys.noise)}
+    ) == 4 and "b'" not in repr(first)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +220,16 @@ def test_keys_differ_at_every_start_and_are_not_shown() -> None:
     ],
 )
 def test_settings_that_are_not_the_plans_are_neither_resumed_nor_reported(
-    tmp_path: Path, store: Store, plan: DPPlan, config: RunConfig, edit: dict[str, object], named: str
+    tmp_path: Path,
+    store: Store,
+    plan: DPPlan,
+    config: RunConfig,
+    edit: dict[str, object],
+    named: str,
 ) -> None:
-    """The settings determine what is drawn and clipped, the plan what that costs: editing one file alone would make them disagree."""
+    """The settings determine what is drawn and clipped, the plan what that costs: editing one file
+    alone would make them disagree.
+    """
     root = tmp_path / "runs" / "first"
     with new_run(root, config, plan, store, [], num_bytes=1, secluded=False) as run:
         _charged(run, 2)
@@ -183,5 +240,7 @@ def test_settings_that_are_not_the_plans_are_neither_resumed_nor_reported(
     saved["privacy"] |= edit
     file.write_text(json.dumps(saved))
     for read in (Stopped.read, read_evidence):
-        with pytest.raises(PrivacyError, match=rf"config\.json: .*{named}.*expected what the run's plan has"):
+        with pytest.raises(
+            PrivacyError, match=rf"config\.json: .*{named}.*expected what the run's plan has"
+        ):
             read(root)

@@ -1,4 +1,6 @@
-"""The sentences are parsed by a grammar of their own, and every claim is compared with the scene."""
+"""The sentences are parsed by a grammar of their own, and every claim is compared with the
+scene.
+"""
 
 import re
 
@@ -8,11 +10,17 @@ from dpvision.synthetic.scenes import Scene, SceneObject, make_scene
 
 NOUN = re.compile(
     r"\b(a|an|the) (?:(small|large) )?(?:(solid|striped|dotted|checked) )?"
-    r"(red|orange|yellow|green|cyan|blue|purple|pink|white|black) (disc|square|triangle|diamond|ring|cross|star|heart)\b"
+    r"(red|orange|yellow|green|cyan|blue|purple|pink|white|black) "
+    r"(disc|square|triangle|diamond|ring|cross|star|heart)\b"
 )
 RELATION = r"(to the left of|left of|to the right of|right of|above|over|below|under)"
-PLACE = r"(?: (in the middle|at the (?:top|bottom|left|right|top left|top right|bottom left|bottom right))(?: of the picture)?)?"
-ENDING = re.compile(r"(?:, lit from (the left|the right|above|below)|, on a (pale|dark) background)$")
+PLACE = (
+    r"(?: (in the middle|at the (?:top|bottom|left|right|top left|top right|bottom left|"
+    r"bottom right))(?: of the picture)?)?"
+)
+ENDING = re.compile(
+    r"(?:, lit from (the left|the right|above|below)|, on a (pale|dark) background)$"
+)
 LIGHT = {"the left": "left", "the right": "right", "above": "top", "below": "bottom"}
 NUM = 4000
 
@@ -39,7 +47,9 @@ def test_every_claim_of_every_sentence_is_true(scenes: list[Scene]) -> None:
         num_claims += len(claims)
         # Everything has been understood: what is left is a list of objects.
         match = re.fullmatch(
-            rf"(?:there is |a picture of |(three|four) shapes: )?O\d(?:(?:, | and |, and |, with |, where )O\d)*(?: on its own)?{PLACE}",
+            rf"(?:there is |a picture of |(three|four) shapes: )?"
+            rf"O\d(?:(?:, | and |, and |, with |, where )O\d)*"
+            rf"(?: on its own)?{PLACE}",
             rest,
         )
         assert match, (scene.caption, rest)
@@ -63,12 +73,16 @@ def test_no_attribute_is_always_or_never_said(scenes: list[Scene]) -> None:
 
 
 def _resolve_nouns(scene: Scene) -> tuple[str, set[int]]:
-    """The sentence with O0, O1 ... in place of the objects it names, checking articles, attributes and that each name is unique."""
+    """The sentence with O0, O1 ... in place of the objects it names, checking articles, attributes
+    and that each name is unique.
+    """
     named: set[int] = set()
 
     def number(match: re.Match[str]) -> str:
         article, size, texture, colour, shape = match.groups()
-        found = [i for i, obj in enumerate(scene.objects) if (obj.colour, obj.shape) == (colour, shape)]
+        found = [
+            i for i, obj in enumerate(scene.objects) if (obj.colour, obj.shape) == (colour, shape)
+        ]
         assert len(found) == 1, scene.caption
         obj = scene.objects[found[0]]
         assert size in (None, obj.size) and texture in (None, obj.texture), scene.caption
@@ -109,7 +123,9 @@ def _claims(skeleton: str) -> tuple[str, list[tuple[str, str, str]]]:
 
 def _holds(a: SceneObject, relation: str, b: SceneObject) -> bool:
     dx, dy = b.x - a.x, b.y - a.y
-    along = {"left": dx, "right": -dx, "above": dy, "over": dy, "below": -dy, "under": -dy}[relation.replace("to the ", "").split()[0]]
+    along = {"left": dx, "right": -dx, "above": dy, "over": dy, "below": -dy, "under": -dy}[
+        relation.replace("to the ", "").split()[0]
+    ]
     return along >= 0.15 and along >= max(abs(dx), abs(dy))
 
 
@@ -117,4 +133,6 @@ def _is_at(obj: SceneObject, place: str) -> bool:
     words = set(place.split())
     column = "left" if obj.x < 0.4 else "right" if obj.x > 0.6 else "middle"
     row = "top" if obj.y < 0.4 else "bottom" if obj.y > 0.6 else "middle"
-    return {column, row} - {"middle"} == words & {"left", "right", "top", "bottom"} and ("middle" not in words or column == row == "middle")
+    return {column, row} - {"middle"} == words & {"left", "right", "top", "bottom"} and (
+        "middle" not in words or column == row == "middle"
+    )

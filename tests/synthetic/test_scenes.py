@@ -1,4 +1,6 @@
-"""Claims about scenes that could be false, read back from the layout, the sentence and the pixels."""
+"""Claims about scenes that could be false, read back from the layout, the sentence and the
+pixels.
+"""
 
 import hashlib
 import itertools
@@ -17,8 +19,10 @@ from dpvision.synthetic.scenes import ATTRIBUTES, LABELS, RELATIONS, Scene, make
 
 # What people call these colours, not what the generator uses (CSS and X11 values).
 NAMED_RGB = {
-    "red": (220, 40, 40), "orange": (255, 140, 20), "yellow": (255, 220, 60), "green": (40, 150, 60), "cyan": (60, 210, 220),
-    "blue": (40, 80, 220), "purple": (128, 50, 180), "pink": (255, 140, 190), "white": (255, 255, 255), "black": (10, 10, 10),
+    "red": (220, 40, 40), "orange": (255, 140, 20), "yellow": (255, 220, 60),
+    "green": (40, 150, 60), "cyan": (60, 210, 220), "blue": (40, 80, 220),
+    "purple": (128, 50, 180), "pink": (255, 140, 190),
+    "white": (255, 255, 255), "black": (10, 10, 10),
 }  # fmt: skip
 
 
@@ -32,7 +36,11 @@ def test_the_first_scenes_have_the_same_bits_everywhere() -> None:
     for i in itertools.chain(range(64), [1 << 40, (1 << 63) - 1]):
         scene = make_scene(i)
         digest.update(scene.image.tobytes())
-        digest.update(repr((scene.caption, scene.objects, scene.relations, scene.light, scene.background)).encode())
+        digest.update(
+            repr(
+                (scene.caption, scene.objects, scene.relations, scene.light, scene.background)
+            ).encode()
+        )
     assert digest.hexdigest() == "1c80d13af9ef2bf3bb2ec59568e22f86c39010c4bf03e0c7d8b02a81b9acade5"
 
 
@@ -40,7 +48,11 @@ def test_splitmix_matches_the_published_sequence() -> None:
     draws = scene_layout.Draws(0)
     draws._state = 1234567
     # The values that Rosetta Code gives for the reference implementation at this seed.
-    assert [draws.bits() for _ in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [draws.bits() for _ in range(3)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
 
 
 @pytest.mark.parametrize("size_px", [16, 33, 48, 96])
@@ -48,7 +60,11 @@ def test_size_changes_the_pixels_only(size_px: int) -> None:
     for i in range(20):
         scene, other = make_scene(i, size_px), make_scene(i, 48)
         assert scene.image.shape == (size_px, size_px, 3) and scene.image.dtype == np.uint8
-        assert (scene.caption, scene.objects, scene.relations) == (other.caption, other.objects, other.relations)
+        assert (scene.caption, scene.objects, scene.relations) == (
+            other.caption,
+            other.objects,
+            other.relations,
+        )
 
 
 def test_a_larger_image_shows_the_same_scene() -> None:
@@ -60,14 +76,21 @@ def test_a_larger_image_shows_the_same_scene() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("attribute", sorted(ATTRIBUTES))
 def test_scene_attributes_are_uniform(scenes: list[Scene], attribute: str) -> None:
-    counts = np.bincount([scene.attributes[attribute] for scene in scenes], minlength=len(ATTRIBUTES[attribute]))
+    counts = np.bincount(
+        [scene.attributes[attribute] for scene in scenes], minlength=len(ATTRIBUTES[attribute])
+    )
     assert len(counts) == len(ATTRIBUTES[attribute])
     assert chisquare(counts).pvalue > 1e-3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attribute", "words"), [("shape", SHAPES), ("colour", COLOURS), ("texture", TEXTURES), ("size", SIZES)])
-def test_object_attributes_are_uniform(scenes: list[Scene], attribute: str, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("attribute", "words"),
+    [("shape", SHAPES), ("colour", COLOURS), ("texture", TEXTURES), ("size", SIZES)],
+)
+def test_object_attributes_are_uniform(
+    scenes: list[Scene], attribute: str, words: tuple[str, ...]
+) -> None:
     counts = Counter(getattr(obj, attribute) for scene in scenes for obj in scene.objects)
     assert set(counts) == set(words)
     assert chisquare(list(counts.values())).pvalue > 1e-3
@@ -84,7 +107,9 @@ def test_attributes_tell_nothing_about_each_other(scenes: list[Scene], a: str, b
 def test_label_is_the_shape_of_the_clearly_largest_object(scenes: list[Scene]) -> None:
     for scene in scenes:
         radii = sorted((obj.radius for obj in scene.objects), reverse=True)
-        assert LABELS[scene.label] == next(obj.shape for obj in scene.objects if obj.radius == radii[0])
+        assert LABELS[scene.label] == next(
+            obj.shape for obj in scene.objects if obj.radius == radii[0]
+        )
         assert len(radii) == 1 or radii[0] >= 1.08 * radii[1]
 
 
@@ -103,7 +128,10 @@ def test_no_two_objects_share_colour_and_shape(scenes: list[Scene]) -> None:
 
 
 def test_small_is_smaller_than_anything_large(scenes: list[Scene]) -> None:
-    radii = {size: [obj.radius for scene in scenes for obj in scene.objects if obj.size == size] for size in SIZES}
+    radii = {
+        size: [obj.radius for scene in scenes for obj in scene.objects if obj.size == size]
+        for size in SIZES
+    }
     assert max(radii["small"]) < 0.12 and min(radii["large"]) >= 0.15
 
 
@@ -112,7 +140,12 @@ def test_every_object_is_mostly_visible_and_whole() -> None:
     for i in range(600):
         masks = [coverage(obj, 64) for obj in make_scene(i, 16).objects]
         for j, mask in enumerate(masks):
-            assert not mask[0].any() and not mask[-1].any() and not mask[:, 0].any() and not mask[:, -1].any()
+            assert (
+                not mask[0].any()
+                and not mask[-1].any()
+                and not mask[:, 0].any()
+                and not mask[:, -1].any()
+            )
             in_front = np.zeros_like(mask)
             for other in masks[j + 1 :]:
                 in_front = np.maximum(in_front, other)
@@ -133,7 +166,9 @@ AREAS = {
 
 @pytest.mark.parametrize("shape", sorted(AREAS))
 def test_area_of_a_shape_is_that_of_geometry(shape: str) -> None:
-    assert coverage(_object(shape), 400).sum() / (0.2 * 400) ** 2 == pytest.approx(AREAS[shape], rel=0.01)
+    assert coverage(_object(shape), 400).sum() / (0.2 * 400) ** 2 == pytest.approx(
+        AREAS[shape], rel=0.01
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -142,13 +177,21 @@ def test_shapes_are_mirror_symmetric_and_lie_within_their_radius(shape: str) -> 
     assert np.abs(mask - mask[:, ::-1]).max() < 1e-3
     rows, columns = np.nonzero(mask)
     distance = np.sqrt((rows + 0.5 - 100.5) ** 2 + (columns + 0.5 - 100.5) ** 2) / 201
-    assert 0.15 < distance.max() < 0.2 * 1.17  # a square's corners stick out by 13%, plus half a pixel
+    assert (
+        0.15 < distance.max() < 0.2 * 1.17
+    )  # a square's corners stick out by 13%, plus half a pixel
 
 
 def test_a_star_has_five_points() -> None:
     mask = coverage(_object("star"), 400)
     angle = np.linspace(0, 2 * np.pi, 720, endpoint=False)
-    ring = mask[np.round(199.5 + 0.16 * 400 * np.sin(angle)).astype(int), np.round(199.5 + 0.16 * 400 * np.cos(angle)).astype(int)] > 0.5
+    ring = (
+        mask[
+            np.round(199.5 + 0.16 * 400 * np.sin(angle)).astype(int),
+            np.round(199.5 + 0.16 * 400 * np.cos(angle)).astype(int),
+        ]
+        > 0.5
+    )
     assert (ring & ~np.roll(ring, 1)).sum() == 5
 
 
@@ -159,9 +202,14 @@ def test_solid_objects_look_like_their_colour_word() -> None:
         masks = [coverage(obj, 64) for obj in scene.objects]
         for j, obj in enumerate(scene.objects):
             if obj.texture == "solid":
-                seen = masks[j] * (1 - np.maximum.reduce([np.zeros((64, 64)), *masks[j + 1 :]])) > 0.99
+                seen = (
+                    masks[j] * (1 - np.maximum.reduce([np.zeros((64, 64)), *masks[j + 1 :]])) > 0.99
+                )
                 rgb = np.median(scene.image[seen], axis=0)
-                assert min(NAMED_RGB, key=lambda name: float(np.square(rgb - NAMED_RGB[name]).sum())) == obj.colour, (i, obj, rgb)
+                assert (
+                    min(NAMED_RGB, key=lambda name: float(np.square(rgb - NAMED_RGB[name]).sum()))
+                    == obj.colour
+                ), (i, obj, rgb)
                 checked += 1
     assert checked > 200
 
@@ -190,4 +238,6 @@ def test_out_of_range_is_refused_with_a_remedy(i: int, size_px: int) -> None:
 
 
 def _object(shape: str) -> SceneObject:
-    return SceneObject(shape, "red", "large", "solid", 0.5, 0.5, 0.2, (1.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0))
+    return SceneObject(
+        shape, "red", "large", "solid", 0.5, 0.5, 0.2, (1.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0)
+    )

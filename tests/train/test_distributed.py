@@ -1,4 +1,6 @@
-"""Two real processes under torchrun (gloo) give what one gives, with injected keys; empty slices included."""
+"""Two real processes under torchrun (gloo) give what one gives, with injected keys; empty slices
+included.
+"""
 
 import json
 import os
@@ -29,7 +31,8 @@ from dpvision.train.start import new_session
 config = from_dict(RunConfig, json.loads(Path(sys.argv[1]).read_text()))
 with new_session(config, Path(sys.argv[2])) as session:
     # Only rank 0 has the keys; the others must get them from it.
-    secrets = Secrets(*(Key.for_tests(letter * 32) for letter in ((b"d", b"n") if session.group.is_main else (b"?", b"!"))))
+    secrets = Secrets(*(Key.for_tests(letter * 32) for letter in
+                        ((b"d", b"n") if session.group.is_main else (b"?", b"!"))))
     assert session.group.world_size == 2
     assert fit(session, secrets=secrets, quiet=True)
 """
@@ -38,11 +41,22 @@ with new_session(config, Path(sys.argv[2])) as session:
 def _two_processes(config: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
     (folder / "config.json").write_text(json.dumps(to_dict(config)))
     (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(folder / "script.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(folder / "script.py"),
+    ]
     done = subprocess.run(
         [*command, str(folder / "config.json"), str(folder / "two")],
-        capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return load_checkpoint(folder / "two").model
 
@@ -57,6 +71,10 @@ def test_two_processes_give_what_one_gives(config: RunConfig, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_all_ranks_take_the_same_number_of_steps_when_batches_are_nearly_always_empty(config: RunConfig, tmp_path: Path) -> None:
-    _two_processes(replace(config, privacy=replace(config.privacy, expected_batch_size=0.3)), tmp_path)
+def test_all_ranks_take_the_same_number_of_steps_when_batches_are_nearly_always_empty(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    _two_processes(
+        replace(config, privacy=replace(config.privacy, expected_batch_size=0.3)), tmp_path
+    )
     assert read_ledger(tmp_path / "two" / "ledger.jsonl").steps == config.privacy.steps

@@ -1,4 +1,6 @@
-"""Gates of a run: a small network stands for the run's at the physical batch size, and refuses what the run's would."""
+"""Gates of a run: a small network stands for the run's at the physical batch size, and refuses what
+the run's would.
+"""
 
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -17,12 +19,27 @@ from dpvision.train.gates import check_gates, small_model
 from dpvision.train.objectives import example_batch, loss_function
 
 SIZES = {
-    "image_size", "depth", "width", "num_heads", "decoder_depth", "decoder_width", "decoder_num_heads", "vocab_size", "last_blocks",
-    "depths", "widths", "stem_width", "groups",
-}  # fmt: skip
+    "image_size",
+    "depth",
+    "width",
+    "num_heads",
+    "decoder_depth",
+    "decoder_width",
+    "decoder_num_heads",
+    "vocab_size",
+    "last_blocks",
+    "depths",
+    "widths",
+    "stem_width",
+    "groups",
+}
 NETWORKS = {make().model: name for name, make in RECIPES.items()}
 """A recipe of every network."""
-CASES = {name: cfg for cfg, name in NETWORKS.items() if not isinstance(cfg, HeadConfig) and not isinstance(cfg.encoder, TimmConfig)}
+CASES = {
+    name: cfg
+    for cfg, name in NETWORKS.items()
+    if not isinstance(cfg, HeadConfig) and not isinstance(cfg.encoder, TimmConfig)
+}
 
 
 def options(cfg: Any) -> dict[str, Any]:
@@ -42,37 +59,61 @@ def test_the_small_network_has_the_options_and_the_layers_of_the_runs(name: str)
     cfg = CASES[name]
     small = small_model(cfg)
     assert options(small) == options(cfg)
-    kinds = [{type(module) for module in make_model_on_meta(each).modules()} for each in (cfg, small)]
+    kinds = [
+        {type(module) for module in make_model_on_meta(each).modules()} for each in (cfg, small)
+    ]
     assert kinds[0] == kinds[1]
     assert count_parameters(small) <= min(count_parameters(cfg), 300_000)
 
 
 def run_of(physical: int, depth: int = 3) -> RunConfig:
     model = MAEConfig(
-        encoder=ViTConfig(image_size=32, patch_size=4, depth=depth, width=32, num_heads=4), decoder_depth=depth, decoder_width=32,
+        encoder=ViTConfig(image_size=32, patch_size=4, depth=depth, width=32, num_heads=4),
+        decoder_depth=depth,
+        decoder_width=32,
         decoder_num_heads=4,
-    )  # fmt: skip
-    return replace(RECIPES["vip.micro"](), model=model, hardware=HardwareConfig(device="cpu", physical_batch_size=physical))
+    )
+    return replace(
+        RECIPES["vip.micro"](),
+        model=model,
+        hardware=HardwareConfig(device="cpu", physical_batch_size=physical),
+    )
 
 
-def test_a_layer_that_mixes_at_the_size_that_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_mixes_at_the_size_that_runs_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = layers.Block.forward
     config = run_of(9)
     model, loss_fn = make_model(config.model, 0), loss_function(config)
     check_gates(config, model, loss_fn)
-    monkeypatch.setattr(layers.Block, "forward", lambda self, x_BLD: real(self, x_BLD if len(x_BLD) <= 4 else x_BLD.roll(1, 0)))
+    monkeypatch.setattr(
+        layers.Block,
+        "forward",
+        lambda self, x_BLD: real(self, x_BLD if len(x_BLD) <= 4 else x_BLD.roll(1, 0)),
+    )
     check_gates(run_of(4), model, loss_fn)
-    with pytest.raises(PrivacyError, match=r"'encoder\.blocks\.0.*' .*mixes records.* in a batch of 9"):
+    with pytest.raises(
+        PrivacyError, match=r"'encoder\.blocks\.0.*' .*mixes records.* in a batch of 9"
+    ):
         check_gates(config, model, loss_fn)
 
 
-def test_the_runs_own_network_and_every_record_of_a_physical_batch_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runs_own_network_and_every_record_of_a_physical_batch_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[tuple[int, int, int]] = []
     config = run_of(40)
     real = loss_function(config)
 
     def losses(model: Any, batch: Batch, key: StepKey) -> Tensor:
-        seen.append((len(batch.record_id_B), batch.image_BVCHW.shape[-1], sum(p.numel() for p in model.parameters())))
+        seen.append(
+            (
+                len(batch.record_id_B),
+                batch.image_BVCHW.shape[-1],
+                sum(p.numel() for p in model.parameters()),
+            )
+        )
         return real(model, batch, key)
 
     check_gates(config, make_model(config.model, 0), losses)
@@ -92,4 +133,6 @@ def test_captions_of_the_small_network_fill_several_chunks_of_its_head() -> None
     batch = example_batch(small, 64)
     assert batch.token_BVL is not None and int(batch.token_BVL.max()) < small.model.vocab_size  # type: ignore[union-attr]
     assert batch.token_BVL.numel() * small.model.vocab_size > 2**22  # type: ignore[union-attr]
-    assert torch.isfinite(loss_function(small)(make_model(small.model, 0), batch, StepKey(0, 0))).all()
+    assert torch.isfinite(
+        loss_function(small)(make_model(small.model, 0), batch, StepKey(0, 0))
+    ).all()

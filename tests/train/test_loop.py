@@ -1,4 +1,6 @@
-"""The loop: the budget is its condition, hardware does not change the result, nothing secret repeats, nothing private leaks."""
+"""The loop: the budget is its condition, hardware does not change the result, nothing secret
+repeats, nothing private leaks.
+"""
 
 import contextlib
 import json
@@ -36,21 +38,35 @@ def _train(config: RunConfig, root: Path, keys: Secrets | None = None) -> dict[s
     return load_checkpoint(root).model
 
 
-def test_a_run_executes_exactly_the_planned_steps_and_says_so_everywhere(config: RunConfig, tmp_path: Path) -> None:
+def test_a_run_executes_exactly_the_planned_steps_and_says_so_everywhere(
+    config: RunConfig, tmp_path: Path
+) -> None:
     _train(config, tmp_path / "run")
     manifest = load_checkpoint(tmp_path / "run").manifest
     ledger = read_ledger(tmp_path / "run" / "ledger.jsonl")
     assert ledger.steps == manifest["ledger_steps"] == manifest["updates"] == config.privacy.steps
     assert ledger.digest == manifest["ledger_digest"]
-    assert manifest["lineage"][-1]["guarantee"]["epsilon"] == pytest.approx(ledger.plan.spent(4).epsilon)
+    assert manifest["lineage"][-1]["guarantee"]["epsilon"] == pytest.approx(
+        ledger.plan.spent(4).epsilon
+    )
     with resumed_session(tmp_path / "run") as session:
-        assert fit(session, quiet=True) and session.run is not None and session.run.ledger.steps == 4
+        assert (
+            fit(session, quiet=True) and session.run is not None and session.run.ledger.steps == 4
+        )
 
 
 @pytest.mark.parametrize(
-    "change", [{"physical_batch_size": 1}, {"physical_batch_size": 64}, {"workers": 3}, {"checkpoint_every_s": 0.0, "keep_checkpoints": 1}]
+    "change",
+    [
+        {"physical_batch_size": 1},
+        {"physical_batch_size": 64},
+        {"workers": 3},
+        {"checkpoint_every_s": 0.0, "keep_checkpoints": 1},
+    ],
 )
-def test_hardware_does_not_change_the_result_beyond_rounding(config: RunConfig, tmp_path: Path, change: dict) -> None:
+def test_hardware_does_not_change_the_result_beyond_rounding(
+    config: RunConfig, tmp_path: Path, change: dict
+) -> None:
     one = _train(config, tmp_path / "one")
     two = _train(replace(config, hardware=replace(config.hardware, **change)), tmp_path / "two")
     for name, value in one.items():
@@ -58,8 +74,12 @@ def test_hardware_does_not_change_the_result_beyond_rounding(config: RunConfig, 
 
 
 @pytest.mark.slow
-def test_compiled_blocks_do_not_change_the_result_beyond_rounding(config: RunConfig, tmp_path: Path) -> None:
-    config = replace(config, model=replace(config.model, encoder=replace(config.model.encoder, depth=2)))
+def test_compiled_blocks_do_not_change_the_result_beyond_rounding(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    config = replace(
+        config, model=replace(config.model, encoder=replace(config.model.encoder, depth=2))
+    )
     one = _train(config, tmp_path / "one")
     two = _train(replace(config, hardware=replace(config.hardware, compile=True)), tmp_path / "two")
     for name, value in one.items():
@@ -68,8 +88,11 @@ def test_compiled_blocks_do_not_change_the_result_beyond_rounding(config: RunCon
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "bits"), [("bfloat16", 8), ("float16", 11)])
-def test_half_precision_moves_the_result_by_its_rounding_only(config: RunConfig, tmp_path: Path, precision: str, bits: int) -> None:
-    # SGD without noise: the weights' movement is then the sum of clipped gradients, and the precision of these is what is compared.
+def test_half_precision_moves_the_result_by_its_rounding_only(
+    config: RunConfig, tmp_path: Path, precision: str, bits: int
+) -> None:
+    # SGD without noise: the weights' movement is then the sum of clipped gradients, and the
+    # precision of these is what is compared.
     plain = replace(
         config,
         privacy=replace(config.privacy, guarantee="none", noise_multiplier=None),
@@ -77,7 +100,9 @@ def test_half_precision_moves_the_result_by_its_rounding_only(config: RunConfig,
     )
     start = make_model(config.model, config.seed).state_dict()
     one = _train(plain, tmp_path / "one")
-    two = _train(replace(plain, hardware=replace(plain.hardware, precision=precision)), tmp_path / "two")
+    two = _train(
+        replace(plain, hardware=replace(plain.hardware, precision=precision)), tmp_path / "two"
+    )
     moved = torch.cat([(one[name] - start[name]).flatten() for name in one])
     differs = torch.cat([(two[name] - one[name]).flatten() for name in one])
     assert 0 < differs.norm() < 5 * 2.0**-bits * moved.norm(), "about 2^-bits per rounding"
@@ -86,10 +111,16 @@ def test_half_precision_moves_the_result_by_its_rounding_only(config: RunConfig,
 def test_the_seed_and_the_keys_do_change_the_result(config: RunConfig, tmp_path: Path) -> None:
     one = _train(config, tmp_path / "one")
     for i, (changed, keys) in enumerate(
-        [(replace(config, seed=1), secrets()), (config, secrets(draw=b"x" * 32)), (config, secrets(noise=b"x" * 32))]
+        [
+            (replace(config, seed=1), secrets()),
+            (config, secrets(draw=b"x" * 32)),
+            (config, secrets(noise=b"x" * 32)),
+        ]
     ):
         other = _train(changed, tmp_path / str(i), keys)
-        assert not torch.allclose(other["encoder.blocks.0.mlp.0.weight"], one["encoder.blocks.0.mlp.0.weight"], atol=1e-3)
+        assert not torch.allclose(
+            other["encoder.blocks.0.mlp.0.weight"], one["encoder.blocks.0.mlp.0.weight"], atol=1e-3
+        )
 
 
 def test_an_empty_draw_is_a_step_like_any_other(config: RunConfig, tmp_path: Path) -> None:
@@ -120,28 +151,42 @@ with resumed_session(root) if root.exists() else new_session(config, root) as se
 """
 
 
-def test_killed_at_any_step_it_goes_on_and_no_charged_step_is_lost(config: RunConfig, tmp_path: Path) -> None:
+def test_killed_at_any_step_it_goes_on_and_no_charged_step_is_lost(
+    config: RunConfig, tmp_path: Path
+) -> None:
     config = replace(config, hardware=replace(config.hardware, checkpoint_every_s=0.0))
     root = tmp_path / "run"
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
     for last in ("1", "3"):
         done = subprocess.run(
-            [sys.executable, "-c", CRASH, str(tmp_path / "config.json"), str(root), last], capture_output=True, timeout=900
+            [sys.executable, "-c", CRASH, str(tmp_path / "config.json"), str(root), last],
+            capture_output=True,
+            timeout=900,
         )
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
     with resumed_session(root) as session:
         assert session.run is not None
-        assert session.run.ledger.steps == 3 and session.updates == 1, "steps 1 and 3 were charged, only step 2 reached the weights"
+        assert session.run.ledger.steps == 3 and session.updates == 1, (
+            "steps 1 and 3 were charged, only step 2 reached the weights"
+        )
         assert fit(session, quiet=True)
     manifest = load_checkpoint(root).manifest
     assert manifest["ledger_steps"] == 4 and manifest["updates"] == 2
 
 
-def test_a_resumed_run_repeats_neither_draws_nor_noise(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_repeats_neither_draws_nor_noise(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[bytes, bytes]] = []
     real_sum, real_noise = loop.step_sum, loop.privatize
-    monkeypatch.setattr(loop, "step_sum", lambda *a, **b: (seen.append((a[-1], b"")), real_sum(*a, **b))[1])
-    monkeypatch.setattr(loop, "privatize", lambda *a, **owners: (seen.append((b"", a[-1])), real_noise(*a, **owners))[1])
+    monkeypatch.setattr(
+        loop, "step_sum", lambda *a, **b: (seen.append((a[-1], b"")), real_sum(*a, **b))[1]
+    )
+    monkeypatch.setattr(
+        loop,
+        "privatize",
+        lambda *a, **owners: (seen.append((b"", a[-1])), real_noise(*a, **owners))[1],
+    )
     for run in ("one", "two"):
         with new_session(config, tmp_path / run) as session:
             fit(session, quiet=True)
@@ -150,13 +195,19 @@ def test_a_resumed_run_repeats_neither_draws_nor_noise(config: RunConfig, tmp_pa
     for file in (tmp_path).rglob("*"):
         if file.is_file():
             blob = file.read_bytes()
-            assert not any(key in blob or key.hex().encode() in blob for key in draws | noises), f"a secret key lies in {file}"
+            assert not any(key in blob or key.hex().encode() in blob for key in draws | noises), (
+                f"a secret key lies in {file}"
+            )
 
 
-def test_sigterm_saves_and_stops_and_resume_completes(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_saves_and_stops_and_resume_completes(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = loop.privatize
 
-    def stop_at_two(total: object, plan: object, number: int, key: bytes, **owners: object) -> object:
+    def stop_at_two(
+        total: object, plan: object, number: int, key: bytes, **owners: object
+    ) -> object:
         if number == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(total, plan, number, key, **owners)  # type: ignore[arg-type]
@@ -170,24 +221,42 @@ def test_sigterm_saves_and_stops_and_resume_completes(config: RunConfig, tmp_pat
         assert fit(session, quiet=True) and session.updates == 4
 
 
-def test_losses_norms_and_batch_sizes_stay_under_confidential(config: RunConfig, tmp_path: Path) -> None:
+def test_losses_norms_and_batch_sizes_stay_under_confidential(
+    config: RunConfig, tmp_path: Path
+) -> None:
     root = tmp_path / "run"
     _train(config, root)
-    private = [json.loads(line) for line in (root / "confidential" / "metrics.jsonl").read_text().splitlines()]
+    private = [
+        json.loads(line)
+        for line in (root / "confidential" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(private) == 4 and all(np.isfinite(line["loss"]) for line in private)
     secret = {
-        str(line[key]) for line in private for key in ("loss", "grad_norm_mean", "grad_norm_median", "step_s", "images_per_s", "time")
+        str(line[key])
+        for line in private
+        for key in ("loss", "grad_norm_mean", "grad_norm_median", "step_s", "images_per_s", "time")
     }
     for file in root.rglob("*"):
-        if file.is_file() and "confidential" not in file.relative_to(root).parts and file.suffix in (".json", ".jsonl"):
+        if (
+            file.is_file()
+            and "confidential" not in file.relative_to(root).parts
+            and file.suffix in (".json", ".jsonl")
+        ):
             text = file.read_text()
             assert not any(value in text for value in secret), file
     public = [json.loads(line) for line in (root / "progress.jsonl").read_text().splitlines()]
     assert all(set(line) == {"step", "epsilon_at_most"} for line in public)
 
 
-def test_a_run_without_guarantee_on_a_private_store_lies_wholly_under_confidential(config: RunConfig, tmp_path: Path) -> None:
-    plain = replace(config, privacy=replace(config.privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None))
+def test_a_run_without_guarantee_on_a_private_store_lies_wholly_under_confidential(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    plain = replace(
+        config,
+        privacy=replace(
+            config.privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None
+        ),
+    )
     with new_session(plain, tmp_path / "run") as session:
         fit(session, quiet=True)
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"confidential", ".lock"}
@@ -204,7 +273,10 @@ def test_a_run_without_guarantee_on_a_private_store_lies_wholly_under_confidenti
 def test_a_private_parent_is_accepted_and_named(config: RunConfig, tmp_path: Path) -> None:
     parent = _train(config, tmp_path / "one")
     with new_session(replace(config, init_from=str(tmp_path / "one")), tmp_path / "two") as session:
-        assert torch.equal(session.model.state_dict()["encoder.blocks.0.mlp.0.weight"], parent["encoder.blocks.0.mlp.0.weight"])
+        assert torch.equal(
+            session.model.state_dict()["encoder.blocks.0.mlp.0.weight"],
+            parent["encoder.blocks.0.mlp.0.weight"],
+        )
         fit(session, quiet=True)
     lineage = load_checkpoint(tmp_path / "two").manifest["lineage"]
     assert [entry["guarantee"]["steps"] for entry in lineage] == [4, 4]
@@ -216,29 +288,50 @@ def test_a_run_folder_in_use_or_taken_is_refused(config: RunConfig, tmp_path: Pa
             pass
         with pytest.raises(CheckpointError, match="in use"), new_session(config, tmp_path / "run"):
             pass
-    with pytest.raises(CheckpointError, match="holds a run already"), new_session(config, tmp_path / "run"):
+    with (
+        pytest.raises(CheckpointError, match="holds a run already"),
+        new_session(config, tmp_path / "run"),
+    ):
         pass
-    with pytest.raises(CheckpointError, match="holds no run"), resumed_session(tmp_path / "elsewhere"):
+    with (
+        pytest.raises(CheckpointError, match="holds no run"),
+        resumed_session(tmp_path / "elsewhere"),
+    ):
         pass
 
 
-def test_a_store_of_another_size_than_declared_is_refused_before_anything_is_charged(config: RunConfig, tmp_path: Path) -> None:
+def test_a_store_of_another_size_than_declared_is_refused_before_anything_is_charged(
+    config: RunConfig, tmp_path: Path
+) -> None:
     wrong = replace(config, privacy=replace(config.privacy, dataset_size=61))
-    with pytest.raises(DataError, match="declared dataset_size=61"), new_session(wrong, tmp_path / "run"):
+    with (
+        pytest.raises(DataError, match="declared dataset_size=61"),
+        new_session(wrong, tmp_path / "run"),
+    ):
         pass
-    with pytest.raises(ConfigError, match="--data"), new_session(replace(config, data=replace(config.data, store=None)), tmp_path / "run"):
+    with (
+        pytest.raises(ConfigError, match="--data"),
+        new_session(replace(config, data=replace(config.data, store=None)), tmp_path / "run"),
+    ):
         pass
     assert not (tmp_path / "run").exists()
 
 
-def test_a_full_disk_is_found_before_the_first_step(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_found_before_the_first_step(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
-    with pytest.raises(CheckpointError, match="two checkpoints"), new_session(config, tmp_path / "run"):
+    with (
+        pytest.raises(CheckpointError, match="two checkpoints"),
+        new_session(config, tmp_path / "run"),
+    ):
         pass
     assert not (tmp_path / "run").exists()
 
 
-def test_a_disk_that_fills_up_stops_the_run_and_resume_goes_on(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_stops_the_run_and_resume_goes_on(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @contextlib.contextmanager
     def full(folder: Path, **settings: bool) -> Iterator[Path]:
         raise OSError(28, "No space left on device")
@@ -252,10 +345,14 @@ def test_a_disk_that_fills_up_stops_the_run_and_resume_goes_on(config: RunConfig
     with resumed_session(tmp_path / "run") as session:
         assert fit(session, quiet=True)
     manifest = load_checkpoint(tmp_path / "run").manifest
-    assert manifest["ledger_steps"] == 4 and manifest["updates"] == 0, "all steps were charged, none reached a saved weight"
+    assert manifest["ledger_steps"] == 4 and manifest["updates"] == 0, (
+        "all steps were charged, none reached a saved weight"
+    )
 
 
-def test_an_older_ledger_copied_back_is_refused(config: RunConfig, tmp_path: Path, scenes: Path) -> None:
+def test_an_older_ledger_copied_back_is_refused(
+    config: RunConfig, tmp_path: Path, scenes: Path
+) -> None:
     root = tmp_path / "run"
     with new_session(config, root) as session:
         assert session.run is not None

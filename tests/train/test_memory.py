@@ -1,4 +1,6 @@
-"""What a step holds: nothing of the step before, and no more than the check before the first charge made room for."""
+"""What a step holds: nothing of the step before, and no more than the check before the first charge
+made room for.
+"""
 
 import gc
 import sys
@@ -37,16 +39,22 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_a_session_keeps_from_step_to_step_is_counted(name: str, config: RunConfig, tmp_path: Path) -> None:
+def test_what_a_session_keeps_from_step_to_step_is_counted(
+    name: str, config: RunConfig, tmp_path: Path
+) -> None:
     config = replace(config, optim=OPTIMIZERS[name], privacy=replace(config.privacy, steps=1))
     with new_session(config, tmp_path / "run") as session:
         fit(session, quiet=True)
         counts = {key for key in session.optimizer.tensors() if key.endswith("/step")}
-        kept = [value for key, value in session.optimizer.tensors().items() if key not in counts] + list((session.ema or {}).values())
+        kept = [
+            value for key, value in session.optimizer.tensors().items() if key not in counts
+        ] + list((session.ema or {}).values())
         assert sum(value.nbytes for value in kept) == held_bytes(config, session.model)
 
 
-def test_nothing_of_a_step_lives_through_the_next(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_step_lives_through_the_next(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
@@ -70,24 +78,34 @@ def test_nothing_of_a_step_lives_through_the_next(config: RunConfig, tmp_path: P
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_check_makes_room_for_a_whole_step(ranks: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wide model of few tokens, so that parameters outweigh activations; a step of one full pass after the first."""
+def test_the_check_makes_room_for_a_whole_step(
+    ranks: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wide model of few tokens, so that parameters outweigh activations; a step of one full pass
+    after the first.
+    """
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
     wide = MAEConfig(
         encoder=ViTConfig(image_size=16, patch_size=8, depth=2, width=256, num_heads=2),
-        decoder_depth=1, decoder_width=256, decoder_num_heads=2,
-    )  # fmt: skip
+        decoder_depth=1,
+        decoder_width=256,
+        decoder_num_heads=2,
+    )
     config = replace(
-        config, model=wide, privacy=replace(config.privacy, expected_batch_size=60, sampling="full_batch"),
+        config,
+        model=wide,
+        privacy=replace(config.privacy, expected_batch_size=60, sampling="full_batch"),
         hardware=replace(config.hardware, physical_batch_size=60),
-    )  # fmt: skip
+    )
     with new_session(config, tmp_path / "run") as session:
         cpu, loss_fn = session.group.device, session.loss_fn
 
         def step(number: int) -> None:
             total, _ = step_sum(number, session, Key.for_tests(b"k" * 32))
             total = all_reduce_sum(total, Group(0, ranks, cpu))
-            session.optimizer.step(privatize(total, session.plan, number, Key.for_tests(b"n" * 32)), 1e-2)
+            session.optimizer.step(
+                privatize(total, session.plan, number, Key.for_tests(b"n" * 32)), 1e-2
+            )
 
         step(0)
         needed = peak_bytes(lambda: step(1)) + held_bytes(config, session.model)
@@ -97,7 +115,9 @@ def test_the_check_makes_room_for_a_whole_step(ranks: int, config: RunConfig, tm
     assert checked <= needed + 2 * parameters, "the check refuses what fits"
 
 
-def test_the_check_runs_at_the_physical_batch_size(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_runs_at_the_physical_batch_size(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
 
     def watched(*args: Any, **kwargs: Any) -> Any:

@@ -19,12 +19,18 @@ from dpvision.train.distributed import Group
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 
-ARGS = Namespace(batch=16, physical=8, threads=1, rounds=2, device="cpu", precision="float32", compile=False)
+ARGS = Namespace(
+    batch=16, physical=8, threads=1, rounds=2, device="cpu", precision="float32", compile=False
+)
 
 
 def test_the_private_step_is_a_step_of_the_training_loop(tmp_path: Path) -> None:
     config = benchmark.make_config("mae_micro", ARGS, tmp_path, Group(0, 1, torch.device("cpu")))
-    config = replace(config, privacy=replace(config.privacy, steps=1), optim=replace(config.optim, warmup_steps=0))
+    config = replace(
+        config,
+        privacy=replace(config.privacy, steps=1),
+        optim=replace(config.optim, warmup_steps=0),
+    )
     with new_session(config, tmp_path / "by_loop") as s:
         first = {name: p.detach().clone() for name, p in s.model.named_parameters()}
         fit(s, secrets=secrets(benchmark.DRAW_KEY, benchmark.NOISE_KEY), quiet=True)
@@ -42,7 +48,10 @@ def test_the_parts_add_up_to_the_step() -> None:
     rows = list(benchmark.measure("mae_micro", ARGS))
     value = {(r["variant"], r["metric"]): r["value"] for r in rows}
     shared = {"draw_s", "load_s", "clip_s", "optimizer_s"}
-    for variant, names in (("private", shared | {"totals_s", "reduce_s", "noise_s", "ledger_s"}), ("non_private", shared)):
+    for variant, names in (
+        ("private", shared | {"totals_s", "reduce_s", "noise_s", "ledger_s"}),
+        ("non_private", shared),
+    ):
         low = {r["metric"]: r["low"] for r in rows if r["variant"] == variant}
         high = {r["metric"]: r["high"] for r in rows if r["variant"] == variant}
         assert {name for name in low if name.endswith("_s")} == names | {"step_s", "cpu_s"}
@@ -70,9 +79,20 @@ def test_two_ranks_take_the_same_step_on_both_sides(tmp_path: Path) -> None:
         "--json",
         str(result),
     ]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *argv]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        *argv,
+    ]
     done = subprocess.run(launch, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    value = {(r["variant"], r["metric"]): r["value"] for r in json.loads(result.read_text())["rows"]}
+    value = {
+        (r["variant"], r["metric"]): r["value"] for r in json.loads(result.read_text())["rows"]
+    }
     assert value["private", "records"] == value["non_private", "records"] > 0
     assert value["private", "reduce_s"] > 0 and value["non_private", "reduce_s"] > 0

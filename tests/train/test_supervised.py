@@ -1,4 +1,6 @@
-"""Supervised runs: they learn, resume and clip as the oracle does; what they start from and refuse; what their own head scores."""
+"""Supervised runs: they learn, resume and clip as the oracle does; what they start from and refuse;
+what their own head scores.
+"""
 
 import io
 import json
@@ -17,7 +19,16 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import ClassifierConfig, DataConfig, HardwareConfig, OptimConfig, PrivacyConfig, ResNetConfig, RunConfig, ViTConfig
+from dpvision.config import (
+    ClassifierConfig,
+    DataConfig,
+    HardwareConfig,
+    OptimConfig,
+    PrivacyConfig,
+    ResNetConfig,
+    RunConfig,
+    ViTConfig,
+)
 from dpvision.data.batch import Batch
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
@@ -50,7 +61,9 @@ def samples(first: int, last: int, labels: dict[int, int] | None = None) -> Iter
     digits = load_digits()
     for i in range(first, last):
         file = io.BytesIO()
-        Image.fromarray((digits.images[i] * 255 / 16).astype(np.uint8)).convert("RGB").save(file, "PNG")
+        Image.fromarray((digits.images[i] * 255 / 16).astype(np.uint8)).convert("RGB").save(
+            file, "PNG"
+        )
         label = (labels or {}).get(i, int(digits.target[i]))
         yield Sample(f"digit-{i}", file.getvalue(), {"label": label} if label >= 0 else {})
 
@@ -62,17 +75,34 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.fixture(scope="module")
 def public_digits(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return import_samples(samples(1000, 1500), tmp_path_factory.mktemp("digits") / "test", public=True)
+    return import_samples(
+        samples(1000, 1500), tmp_path_factory.mktemp("digits") / "test", public=True
+    )
 
 
 @pytest.fixture
 def supervised(digits: Store) -> RunConfig:
     return RunConfig(
         recipe="supervised.micro",
-        privacy=PrivacyConfig(dataset_size=NUM_RECORDS, expected_batch_size=40, steps=3, max_grad_norm=0.5, noise_multiplier=2.0),
+        privacy=PrivacyConfig(
+            dataset_size=NUM_RECORDS,
+            expected_batch_size=40,
+            steps=3,
+            max_grad_norm=0.5,
+            noise_multiplier=2.0,
+        ),
         model=ClassifierConfig(encoder=RESNET, num_classes=10),
-        data=DataConfig(store=str(digits.path), crop_scale=(0.8, 1.0), horizontal_flip=False, views=2),
-        optim=OptimConfig(name="sgd", learning_rate=0.5, momentum=0.0, weight_decay=0.0, schedule="constant", ema_decay=0.9),
+        data=DataConfig(
+            store=str(digits.path), crop_scale=(0.8, 1.0), horizontal_flip=False, views=2
+        ),
+        optim=OptimConfig(
+            name="sgd",
+            learning_rate=0.5,
+            momentum=0.0,
+            weight_decay=0.0,
+            schedule="constant",
+            ema_decay=0.9,
+        ),
         hardware=HardwareConfig(device="cpu", physical_batch_size=16, workers=1),
     )
 
@@ -89,14 +119,26 @@ def train(config: RunConfig, root: Path) -> Path:
     ids=["resnet", "vit"],
 )
 def test_without_privacy_it_learns_digits_well_beyond_chance(
-    supervised: RunConfig, public_digits: Store, tmp_path: Path, encoder: ResNetConfig | ViTConfig, at_least: float
+    supervised: RunConfig,
+    public_digits: Store,
+    tmp_path: Path,
+    encoder: ResNetConfig | ViTConfig,
+    at_least: float,
 ) -> None:
     config = replace(
         supervised,
-        privacy=PrivacyConfig(dataset_size=NUM_RECORDS, expected_batch_size=100, steps=120, guarantee="none", max_grad_norm=None),
+        privacy=PrivacyConfig(
+            dataset_size=NUM_RECORDS,
+            expected_batch_size=100,
+            steps=120,
+            guarantee="none",
+            max_grad_norm=None,
+        ),
         model=ClassifierConfig(encoder=encoder, num_classes=10),
         data=replace(supervised.data, views=1),
-        optim=OptimConfig(learning_rate=1e-2, betas=(0.9, 0.999), weight_decay=0.0, schedule="vip", warmup_steps=5),
+        optim=OptimConfig(
+            learning_rate=1e-2, betas=(0.9, 0.999), weight_decay=0.0, schedule="vip", warmup_steps=5
+        ),
     )
     score, *_ = score_own_head(train(config, tmp_path / "run"), public_digits, workers=1)
     assert score.chance < 0.15 and score.low > at_least, score
@@ -107,7 +149,9 @@ def test_a_private_run_with_views_and_an_average_stops_resumes_and_completes(
 ) -> None:
     real, root = loop.privatize, tmp_path / "run"
 
-    def stop_at_two(total: object, plan: object, number: int, key: bytes, **owners: object) -> object:
+    def stop_at_two(
+        total: object, plan: object, number: int, key: bytes, **owners: object
+    ) -> object:
         if number == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(total, plan, number, key, **owners)  # type: ignore[arg-type]
@@ -121,25 +165,44 @@ def test_a_private_run_with_views_and_an_average_stops_resumes_and_completes(
         assert fit(session, quiet=True) and session.updates == 3
     checkpoint = load_checkpoint(root)
     assert read_ledger(root / "ledger.jsonl").steps == 3
-    assert checkpoint.ema is not None and not torch.equal(checkpoint.ema["head.weight"], checkpoint.model["head.weight"])
+    assert checkpoint.ema is not None and not torch.equal(
+        checkpoint.ema["head.weight"], checkpoint.model["head.weight"]
+    )
     assert checkpoint.ema["head.weight"].any()
 
 
-def test_the_clipped_sum_of_a_step_is_that_of_the_vmap_oracle(supervised: RunConfig, tmp_path: Path) -> None:
+def test_the_clipped_sum_of_a_step_is_that_of_the_vmap_oracle(
+    supervised: RunConfig, tmp_path: Path
+) -> None:
     config = replace(supervised, model=replace(supervised.model, head_init="xavier"))
     with new_session(config, tmp_path / "run") as session:
         plan, store = session.plan, session.store
         total, _ = step_sum(0, session, secrets().draw)
-        drawn = session.rows[plan.another_run().draw(0, len(session.rows), derive_rng(secrets().draw, 0))]
+        drawn = session.rows[
+            plan.another_run().draw(0, len(session.rows), derive_rng(secrets().draw, 0))
+        ]
         key = StepKey(config.seed, 0)
-        (batch,) = physical_batches(store, drawn, key, config.data, 8, physical_batch_size=len(drawn), workers=1)
+        (batch,) = physical_batches(
+            store, drawn, key, config.data, 8, physical_batch_size=len(drawn), workers=1
+        )
         assert batch.label_B is not None and batch.image_BVCHW.shape[1] == 2
-        assert torch.equal(batch.label_B, torch.from_numpy(store.labels[drawn])), "a record's own label"
-        oracle = clipped_sum(session.loss_fn, session.model, batch, key, max_grad_norm=plan.max_grad_norm, method="vmap")
+        assert torch.equal(batch.label_B, torch.from_numpy(store.labels[drawn])), (
+            "a record's own label"
+        )
+        oracle = clipped_sum(
+            session.loss_fn,
+            session.model,
+            batch,
+            key,
+            max_grad_norm=plan.max_grad_norm,
+            method="vmap",
+        )
     assert total.num_records == len(drawn) > 16, "more than one physical batch"
     assert (oracle.norms_B > 0.5).any()
     for name, value in oracle.grads.items():
-        torch.testing.assert_close(total.grads[name], value.double(), rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            total.grads[name], value.double(), rtol=1e-4, atol=1e-5, msg=name
+        )
 
 
 class Centred(nn.Module):
@@ -149,7 +212,9 @@ class Centred(nn.Module):
         return x_BCHW - x_BCHW.mean(0, keepdim=True)
 
 
-def test_records_that_mix_in_the_encoder_are_refused(supervised: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_mix_in_the_encoder_are_refused(
+    supervised: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def mixing(cfg: ClassifierConfig, seed: int) -> Classifier:
         model = make_model(cfg, seed)
         model.encoder.pool = Centred()
@@ -174,13 +239,20 @@ def test_the_gates_see_a_gradient_of_every_parameter_though_the_head_starts_at_z
     monkeypatch.setattr(
         gates,
         "check_exact",
-        lambda loss_fn, model, batch, key: (seen.append(moving(model, loss_fn, batch, key)), real(loss_fn, model, batch, key)),
+        lambda loss_fn, model, batch, key: (
+            seen.append(moving(model, loss_fn, batch, key)),
+            real(loss_fn, model, batch, key),
+        ),
     )
     with new_session(supervised, tmp_path / "run") as session:
         every = {name for name, _ in session.model.named_parameters()}
-        as_it_starts = moving(session.model, session.loss_fn, start.example_batch(supervised), StepKey(0, 0))
+        as_it_starts = moving(
+            session.model, session.loss_fn, start.example_batch(supervised), StepKey(0, 0)
+        )
     assert seen == [every]
-    assert as_it_starts == {"head.weight", "head.bias"}, "behind a head of zeros any rule for the encoder's gradients would look exact"
+    assert as_it_starts == {"head.weight", "head.bias"}, (
+        "behind a head of zeros any rule for the encoder's gradients would look exact"
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,14 +282,24 @@ def tuned(config: RunConfig, parent: Path | None, **model: object) -> RunConfig:
     """The conftest's run with a classifier on its encoder."""
     encoder = config.model.encoder
     settings = {"encoder": encoder, "num_classes": 8, **model}
-    return replace(config, model=ClassifierConfig(**settings), init_from=None if parent is None else str(parent))
+    return replace(
+        config,
+        model=ClassifierConfig(**settings),
+        init_from=None if parent is None else str(parent),
+    )
 
 
-def test_fine_tuning_takes_the_encoder_of_an_autoencoder_and_nothing_else(config: RunConfig, tmp_path: Path) -> None:
+def test_fine_tuning_takes_the_encoder_of_an_autoencoder_and_nothing_else(
+    config: RunConfig, tmp_path: Path
+) -> None:
     parent = load_checkpoint(train(config, tmp_path / "mae"))
     with new_session(tuned(config, tmp_path / "mae"), tmp_path / "tuned") as session:
         weights = session.model.state_dict()
-        assert all(torch.equal(weights[name], parent.model[name]) for name in weights if name.startswith("encoder."))
+        assert all(
+            torch.equal(weights[name], parent.model[name])
+            for name in weights
+            if name.startswith("encoder.")
+        )
         assert not weights["head.weight"].any()
         fit(session, quiet=True)
     lineage = load_checkpoint(tmp_path / "tuned").manifest["lineage"]
@@ -225,8 +307,12 @@ def test_fine_tuning_takes_the_encoder_of_an_autoencoder_and_nothing_else(config
     assert lineage[0]["store_id"] == lineage[1]["store_id"], "the statement adds them up"
 
 
-def test_weights_that_predict_something_else_are_refused_though_shapes_agree(config: RunConfig, tmp_path: Path) -> None:
-    """A parent from before there were targets predicts plain pixels, whatever its config leaves unsaid."""
+def test_weights_that_predict_something_else_are_refused_though_shapes_agree(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    """A parent from before there were targets predicts plain pixels, whatever its config leaves
+    unsaid.
+    """
     parent = load_checkpoint(train(config, tmp_path / "mae"))
     del parent.manifest["config"]["model"]["target"]
     normalised = replace(config.model, target="normalised_pixels")
@@ -235,18 +321,27 @@ def test_weights_that_predict_something_else_are_refused_though_shapes_agree(con
         start_from(make_model(normalised, 1), normalised, parent)
 
 
-def test_the_pixel_head_of_an_autoencoder_is_never_taken_for_a_class_head(config: RunConfig, tmp_path: Path) -> None:
-    # Decoder width 16 = encoder width, 48 numbers of a patch: the two heads have one shape and one name.
+def test_the_pixel_head_of_an_autoencoder_is_never_taken_for_a_class_head(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    # Decoder width 16 = encoder width, 48 numbers of a patch: the two heads have one shape and one
+    # name.
     parent = load_checkpoint(train(config, tmp_path / "mae"))
-    with new_session(tuned(config, tmp_path / "mae", num_classes=48), tmp_path / "tuned") as session:
+    with new_session(
+        tuned(config, tmp_path / "mae", num_classes=48), tmp_path / "tuned"
+    ) as session:
         head = session.model.state_dict()["head.weight"]
         assert head.shape == parent.model["head.weight"].shape and not head.any()
 
 
-def test_a_classifier_takes_a_head_of_as_many_classes_only(config: RunConfig, tmp_path: Path) -> None:
+def test_a_classifier_takes_a_head_of_as_many_classes_only(
+    config: RunConfig, tmp_path: Path
+) -> None:
     parent = load_checkpoint(train(tuned(config, None), tmp_path / "one"))
     for num_classes in (8, 9):
-        with new_session(tuned(config, tmp_path / "one", num_classes=num_classes), tmp_path / f"to{num_classes}") as session:
+        with new_session(
+            tuned(config, tmp_path / "one", num_classes=num_classes), tmp_path / f"to{num_classes}"
+        ) as session:
             weights = session.model.state_dict()
         assert torch.equal(weights["encoder.norm.weight"], parent.model["encoder.norm.weight"])
         assert weights["head.weight"].shape == (num_classes, 16)
@@ -268,29 +363,49 @@ def test_an_encoder_of_another_size_is_refused_also_where_the_shapes_agree(
 ) -> None:
     train(config, tmp_path / "mae")
     other = replace(config.model.encoder, **change)
-    with pytest.raises(CheckpointError, match=words), new_session(tuned(config, tmp_path / "mae", encoder=other), tmp_path / "x"):
+    with (
+        pytest.raises(CheckpointError, match=words),
+        new_session(tuned(config, tmp_path / "mae", encoder=other), tmp_path / "x"),
+    ):
         pass
     convnet = tuned(config, tmp_path / "mae", encoder=replace(RESNET, image_size=16))
-    with pytest.raises(CheckpointError, match=r"encoder\.kind='vit'; expected 'resnet'"), new_session(convnet, tmp_path / "x"):
+    with (
+        pytest.raises(CheckpointError, match=r"encoder\.kind='vit'; expected 'resnet'"),
+        new_session(convnet, tmp_path / "x"),
+    ):
         pass
 
 
 def test_images_of_another_size_may_be_fine_tuned_on(config: RunConfig, tmp_path: Path) -> None:
     parent = load_checkpoint(train(config, tmp_path / "mae"))
     larger = replace(config.model.encoder, image_size=32)
-    with new_session(tuned(config, tmp_path / "mae", encoder=larger), tmp_path / "tuned") as session:
-        assert torch.equal(session.model.state_dict()["encoder.cls_token"], parent.model["encoder.cls_token"])
+    with new_session(
+        tuned(config, tmp_path / "mae", encoder=larger), tmp_path / "tuned"
+    ) as session:
+        assert torch.equal(
+            session.model.state_dict()["encoder.cls_token"], parent.model["encoder.cls_token"]
+        )
         assert session.model.encoder.num_patches == 64
 
 
 def test_a_tainted_parent_is_refused_for_fine_tuning_too(config: RunConfig, tmp_path: Path) -> None:
-    plain = replace(config, privacy=replace(config.privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None))
+    plain = replace(
+        config,
+        privacy=replace(
+            config.privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None
+        ),
+    )
     train(plain, tmp_path / "mae")
-    with pytest.raises(PrivacyError, match="without a guarantee"), new_session(tuned(config, tmp_path / "mae"), tmp_path / "x"):
+    with (
+        pytest.raises(PrivacyError, match="without a guarantee"),
+        new_session(tuned(config, tmp_path / "mae"), tmp_path / "x"),
+    ):
         pass
 
 
-def test_a_classifiers_encoder_is_an_encoder_like_any_other(supervised: RunConfig, public_digits: Store, tmp_path: Path) -> None:
+def test_a_classifiers_encoder_is_an_encoder_like_any_other(
+    supervised: RunConfig, public_digits: Store, tmp_path: Path
+) -> None:
     root = train(supervised, tmp_path / "run")
     encoder = run_encoder(root)
     assert encoder.family == "convnet" and encoder.blocks is None and encoder.backbone is not None
@@ -302,17 +417,23 @@ def test_a_classifiers_encoder_is_an_encoder_like_any_other(supervised: RunConfi
         torch.testing.assert_close(encoder.backbone()(x), model.features(x))
 
 
-def test_the_own_heads_score_is_the_share_of_right_answers(supervised: RunConfig, public_digits: Store, tmp_path: Path) -> None:
+def test_the_own_heads_score_is_the_share_of_right_answers(
+    supervised: RunConfig, public_digits: Store, tmp_path: Path
+) -> None:
     root = train(supervised, tmp_path / "run")
     checkpoint = load_checkpoint(root)
     for ema, weights in ((False, checkpoint.model), (True, checkpoint.ema)):
         model = make_model(supervised.model, 1)
         model.load_state_dict(weights)
-        x, _, label = next(image_batches(public_digits, None, 8, supervised.data, batch_size=500, workers=1))
+        x, _, label = next(
+            image_batches(public_digits, None, 8, supervised.data, batch_size=500, workers=1)
+        )
         with torch.no_grad():
             right = int((model(x).argmax(1) == label).sum())
         score, *_ = score_own_head(root, public_digits, ema=ema, batch_size=64, workers=1)
-        assert score.value == right / 500 and score.n == 500 and score.low < score.value < score.high
+        assert (
+            score.value == right / 500 and score.n == 500 and score.low < score.value < score.high
+        )
         assert score.chance == np.bincount(label.numpy()).max() / 500
         assert score.visibility == "public" and ("averaged" in score.name) == ema
 
@@ -328,14 +449,18 @@ def test_the_own_head_refuses_what_it_cannot_score_and_marks_what_is_private(
     outside = import_samples(samples(1500, 1520, {1500: 12}), tmp_path / "outside")
     with pytest.raises(DataError, match="label=12; expected 0 to 9"):
         score_own_head(root, outside)
-    unlabelled = import_samples(samples(1500, 1510, dict.fromkeys(range(1500, 1510), -1)), tmp_path / "unlabelled")
+    unlabelled = import_samples(
+        samples(1500, 1510, dict.fromkeys(range(1500, 1510), -1)), tmp_path / "unlabelled"
+    )
     with pytest.raises(DataError, match="no labels"):
         score_own_head(root, unlabelled)
     with pytest.raises(ConfigError, match="kind 'mae'; expected 'classifier'"):
         score_own_head(train(config, tmp_path / "mae"), public_digits)
     plain = replace(
         supervised,
-        privacy=replace(supervised.privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None),
+        privacy=replace(
+            supervised.privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None
+        ),
         optim=replace(supervised.optim, ema_decay=None),
     )
     tainted = train(plain, tmp_path / "plain")

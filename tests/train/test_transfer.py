@@ -1,4 +1,6 @@
-"""Transfer runs: weights of a timm file or of a run, every way of tuning through the loop, what they refuse, and that they load again."""
+"""Transfer runs: weights of a timm file or of a run, every way of tuning through the loop, what
+they refuse, and that they load again.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +40,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = timm.create_model(NAME, pretrained=False, num_classes=7)
     generator = torch.Generator().manual_seed(4)
     file = tmp_path_factory.mktemp("timm") / "weights.safetensors"
-    save_file({name: 0.05 * torch.randn(p.shape, generator=generator) for name, p in model.state_dict().items()}, file)
+    save_file(
+        {
+            name: 0.05 * torch.randn(p.shape, generator=generator)
+            for name, p in model.state_dict().items()
+        },
+        file,
+    )
     return file
 
 
@@ -47,9 +55,13 @@ def transfer(config: RunConfig, weights: Path) -> RunConfig:
     """A private run on 60 scenes, from the file."""
     return replace(
         config,
-        model=ClassifierConfig(encoder=TimmConfig(name=NAME, image_size=32), num_classes=8, tuned="head", pooling="own"),
+        model=ClassifierConfig(
+            encoder=TimmConfig(name=NAME, image_size=32), num_classes=8, tuned="head", pooling="own"
+        ),
         data=replace(config.data, **constants(NAME)),
-        optim=OptimConfig(name="sgd", learning_rate=0.1, momentum=0.0, weight_decay=0.0, schedule="constant"),
+        optim=OptimConfig(
+            name="sgd", learning_rate=0.1, momentum=0.0, weight_decay=0.0, schedule="constant"
+        ),
         init_from=f"timm:{NAME}@{weights}",
         public_weights="Test ViT; CC0; drawn by this test",
     )
@@ -61,9 +73,13 @@ def train(config: RunConfig, root: Path) -> Path:
     return root
 
 
-def test_a_run_starts_from_timms_weights_with_positions_interpolated_by_timm(transfer: RunConfig, weights: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_timms_weights_with_positions_interpolated_by_timm(
+    transfer: RunConfig, weights: Path, tmp_path: Path
+) -> None:
     theirs = timm.create_model(NAME, pretrained=False, num_classes=0, img_size=32)
-    theirs.load_state_dict(checkpoint_filter_fn(load_file(weights), theirs), strict=False)  # resamples the positions
+    theirs.load_state_dict(
+        checkpoint_filter_fn(load_file(weights), theirs), strict=False
+    )  # resamples the positions
     with new_session(transfer, tmp_path / "run", open_parent) as session:
         model = session.model.eval()
         assert model.encoder.model.pos_embed.shape == (1, 5, 64)
@@ -84,8 +100,14 @@ def test_a_run_starts_from_timms_weights_with_positions_interpolated_by_timm(tra
 
 
 @pytest.mark.parametrize("way", ["head", "lora", "film", "biases", "last_blocks"])
-def test_a_tuned_run_leaves_the_frozen_weights_as_they_were_and_loads_again(transfer: RunConfig, tmp_path: Path, way: str) -> None:
-    config = resolve(transfer, {"model.tuned": way, "optim.learning_rate": 1.0} | ({"model.lora_rank": 2} if way == "lora" else {}))
+def test_a_tuned_run_leaves_the_frozen_weights_as_they_were_and_loads_again(
+    transfer: RunConfig, tmp_path: Path, way: str
+) -> None:
+    config = resolve(
+        transfer,
+        {"model.tuned": way, "optim.learning_rate": 1.0}
+        | ({"model.lora_rank": 2} if way == "lora" else {}),
+    )
     with new_session(config, tmp_path / "run", open_parent) as session:
         before = {name: p.detach().clone() for name, p in session.model.named_parameters()}
         moved = {name for name, p in session.model.named_parameters() if p.requires_grad}
@@ -101,11 +123,17 @@ def test_a_tuned_run_leaves_the_frozen_weights_as_they_were_and_loads_again(tran
     opened = run_encoder(tmp_path / "run")
     assert opened.family == "transformer" and set(opened.poolings(x)) == {"mean", "2x2"}
     lineage = load_checkpoint(tmp_path / "run").manifest["lineage"]
-    assert [entry["guarantee"] is None for entry in lineage] == [True, False] and lineage[0]["visibility"] == "public"
+    assert [entry["guarantee"] is None for entry in lineage] == [True, False] and lineage[0][
+        "visibility"
+    ] == "public"
 
 
-def test_a_resumed_run_without_a_checkpoint_finds_its_start_again(transfer: RunConfig, tmp_path: Path) -> None:
-    """Stopped by a crash before the first checkpoint: charged steps stay charged, the weights come from the file once more."""
+def test_a_resumed_run_without_a_checkpoint_finds_its_start_again(
+    transfer: RunConfig, tmp_path: Path
+) -> None:
+    """Stopped by a crash before the first checkpoint: charged steps stay charged, the weights come
+    from the file once more.
+    """
     with new_session(transfer, tmp_path / "run", open_parent) as session:
         start = {name: p.clone() for name, p in session.model.state_dict().items()}
         session.run.ledger.append()
@@ -113,7 +141,11 @@ def test_a_resumed_run_without_a_checkpoint_finds_its_start_again(transfer: RunC
         pass
     with resumed_session(tmp_path / "run", None, open_parent) as session:
         assert all(torch.equal(p, start[name]) for name, p in session.model.state_dict().items())
-        assert session.run.ledger.steps == 1 and fit(session, secrets=secrets(), quiet=True) and session.updates == 3
+        assert (
+            session.run.ledger.steps == 1
+            and fit(session, secrets=secrets(), quiet=True)
+            and session.updates == 3
+        )
 
 
 def test_the_mean_of_the_iterates_is_kept_and_goes_on_after_a_stop(
@@ -130,7 +162,9 @@ def test_the_mean_of_the_iterates_is_kept_and_goes_on_after_a_stop(
     config = replace(
         config,
         model=ClassifierConfig(encoder=config.model.encoder, num_classes=8),
-        optim=OptimConfig(name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, average=True),
+        optim=OptimConfig(
+            name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, average=True
+        ),
     )
     stopped = [False]
     append = dpvision.privacy.ledger.Ledger.append
@@ -155,61 +189,104 @@ def test_the_mean_of_the_iterates_is_kept_and_goes_on_after_a_stop(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["lora", "film", "head"])
-def test_a_tuned_run_is_a_parent_like_any_other(transfer: RunConfig, tmp_path: Path, way: str) -> None:
-    """Its additions are merged: the new run starts as the same function, whatever it tunes itself."""
+def test_a_tuned_run_is_a_parent_like_any_other(
+    transfer: RunConfig, tmp_path: Path, way: str
+) -> None:
+    """Its additions are merged: the new run starts as the same function, whatever it tunes
+    itself.
+    """
     config = replace(
-        transfer, model=replace(transfer.model, tuned=way, lora_rank=2, lora_scale=0.5), optim=replace(transfer.optim, learning_rate=1.0)
+        transfer,
+        model=replace(transfer.model, tuned=way, lora_rank=2, lora_scale=0.5),
+        optim=replace(transfer.optim, learning_rate=1.0),
     )
     config = resolve(config, {})
     parent = train(config, tmp_path / "one")
     before = dpvision.load(parent)
     x = torch.randn(2, 3, 32, 32)
     for again in ("whole", "lora"):
-        child = replace(config, model=replace(config.model, tuned=again, lora_rank=3), init_from=str(parent), public_weights=None)
+        child = replace(
+            config,
+            model=replace(config.model, tuned=again, lora_rank=3),
+            init_from=str(parent),
+            public_weights=None,
+        )
         child = resolve(child, {})
         with new_session(child, tmp_path / f"two-{again}") as session, torch.no_grad():
-            torch.testing.assert_close(session.model.eval().encoder.places(x).mean(1), before(x), rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(session.model.head.weight, load_checkpoint(parent).model["head.weight"])
+            torch.testing.assert_close(
+                session.model.eval().encoder.places(x).mean(1), before(x), rtol=1e-4, atol=1e-5
+            )
+            torch.testing.assert_close(
+                session.model.head.weight, load_checkpoint(parent).model["head.weight"]
+            )
 
 
 @pytest.mark.parametrize(
     ("init_from", "error", "words"),
     [
-        ("timm:test_vit", CheckpointError, r"no weights in .*Nothing is downloaded.*timm:test_vit@FILE"),
+        (
+            "timm:test_vit",
+            CheckpointError,
+            r"no weights in .*Nothing is downloaded.*timm:test_vit@FILE",
+        ),
         ("timm:no_such_model", ConfigError, "expected one of timm's models"),
-        ("timm:test_vit.no_such_tag@{file}", ConfigError, "no_such_tag.*Drop the part after the dot"),
+        (
+            "timm:test_vit.no_such_tag@{file}",
+            ConfigError,
+            "no_such_tag.*Drop the part after the dot",
+        ),
         ("timm:vit_tiny_patch16_224@{file}", CheckpointError, r"pos_embed|cls_token|patch_embed"),
         ("timm:test_vit@nowhere.safetensors", CheckpointError, "nowhere.safetensors"),
         ("timm:resnet18@{file}", ConfigError, "BatchNorm"),
     ],
 )
 def test_weights_that_are_not_there_or_do_not_fit_are_refused(
-    weights: Path, init_from: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    weights: Path,
+    init_from: str,
+    error: type[Exception],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(error, match=words):
         open_parent(init_from.format(file=weights))
 
 
-def test_other_constants_another_model_or_an_unopened_name_are_refused_before_a_charge(transfer: RunConfig, tmp_path: Path) -> None:
+def test_other_constants_another_model_or_an_unopened_name_are_refused_before_a_charge(
+    transfer: RunConfig, tmp_path: Path
+) -> None:
     right = transfer
     assert check_run(right, open_parent)[2] == 60
-    with pytest.raises(ConfigError, match=r"data: mean=.*with which .* was trained. Pass --data.mean"):
+    with pytest.raises(
+        ConfigError, match=r"data: mean=.*with which .* was trained. Pass --data.mean"
+    ):
         check_run(replace(right, data=replace(right.data, mean=(0.1, 0.2, 0.3))), open_parent)
-    other = replace(right, model=replace(right.model, encoder=TimmConfig(name="test_vit2", image_size=64)))
+    other = replace(
+        right, model=replace(right.model, encoder=TimmConfig(name="test_vit2", image_size=64))
+    )
     with pytest.raises(CheckpointError, match=r"encoder\.name='test_vit'; expected 'test_vit2'"):
         check_run(other, open_parent)
     with pytest.raises(CheckpointError, match="init_from='timm:"):
         check_run(right)
 
 
-def test_a_recipe_is_put_on_another_encoder_with_the_constants_of_its_images(weights: Path, config: RunConfig, tmp_path: Path) -> None:
+def test_a_recipe_is_put_on_another_encoder_with_the_constants_of_its_images(
+    weights: Path, config: RunConfig, tmp_path: Path
+) -> None:
     made = adapted(RECIPES["transfer.vit_b16_last"](), f"timm:{NAME}@{weights}")
-    assert made.model.encoder == TimmConfig(name=NAME, image_size=384) and made.data.mean == constants(NAME)["mean"]
+    assert (
+        made.model.encoder == TimmConfig(name=NAME, image_size=384)
+        and made.data.mean == constants(NAME)["mean"]
+    )
     assert made.model.tuned == "head" and made.init_from == f"timm:{NAME}@{weights}"
     parent = train(config, tmp_path / "mae")
     ours = adapted(RECIPES["transfer.vit_b16_last"](), str(parent))
-    assert ours.model.encoder == config.model.encoder and ours.model.pooling == "mean" and ours.data.mean == DataConfig().mean
+    assert (
+        ours.model.encoder == config.model.encoder
+        and ours.model.pooling == "mean"
+        and ours.data.mean == DataConfig().mean
+    )
     with pytest.raises(ConfigError, match=r"model\.kind='mae'; expected 'classifier'"):
         adapted(config, str(parent))
 
@@ -218,8 +295,12 @@ def test_what_is_trained_starts_from_what_open_encoder_gives(weights: Path) -> N
     """The weights that a head on frozen features sees are those that a run starts from."""
     frozen = open_encoder(f"timm:{NAME}@{weights}")
     parent = open_parent(f"timm:{NAME}@{weights}")
-    model = make_model(ClassifierConfig(encoder=TimmConfig(name=NAME, image_size=160), num_classes=3), 0)
+    model = make_model(
+        ClassifierConfig(encoder=TimmConfig(name=NAME, image_size=160), num_classes=3), 0
+    )
     model.load_state_dict(parent.model, strict=False)
     x = torch.randn(2, 3, 160, 160)
     with torch.no_grad():
-        torch.testing.assert_close(model.eval().features(x), frozen.poolings(x)["mean"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model.eval().features(x), frozen.poolings(x)["mean"], rtol=1e-4, atol=1e-5
+        )

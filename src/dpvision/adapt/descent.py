@@ -2,9 +2,10 @@
 
     g_t = (sum of clipped gradients + noise) / expected_batch_size,    W_{t+1} = optimizer(W_t, g_t)
 
-The noise is added before the division, as in their equation 4 (algorithm 1 of the paper has it the other way round). From a head of
-zeros one step of Adam is -rate x sign(g), and LAMB's is the same, since a weight of norm zero gets the trust ratio 1. No learning rate
-has to be tuned: all scores are proportional to it, so the predicted class does not depend on it.
+The noise is added before the division, as in their equation 4 (algorithm 1 of the paper has it the
+other way round). From a head of zeros one step of Adam is -rate x sign(g), and LAMB's is the same,
+since a weight of norm zero gets the trust ratio 1. No learning rate has to be tuned: all scores are
+proportional to it, so the predicted class does not depend on it.
 
 Legend: E row width (``FeatureStream.width``), K classes.
 """
@@ -29,17 +30,25 @@ from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
 
 BIAS = -10.0
-"""The paper's fixed bias: every class starts with a probability near 0, which is right for most classes when there are many."""
-ONE_STEP = OptimConfig(name="lamb", learning_rate=1e-3, eps=LAMB_EPS, weight_decay=0.0, schedule="constant")
+"""The paper's fixed bias: every class starts with a probability near 0, which is right for most
+classes when there are many.
+"""
+ONE_STEP = OptimConfig(
+    name="lamb", learning_rate=1e-3, eps=LAMB_EPS, weight_decay=0.0, schedule="constant"
+)
 """Adam's eps is far below any noisy gradient, so the step is the sign of each coordinate."""
-MANY_STEPS = OptimConfig(name="sgd", learning_rate=None, momentum=0.9, weight_decay=0.0, schedule="constant")
+MANY_STEPS = OptimConfig(
+    name="sgd", learning_rate=None, momentum=0.9, weight_decay=0.0, schedule="constant"
+)
 
 Init = Literal["zero", "lecun"]
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The coordinates that ``feature_covariance`` takes its steps in, from the covariance that it released first."""
+    """The coordinates that ``feature_covariance`` takes its steps in, from the covariance that it
+    released first.
+    """
 
     map_EE: Tensor
     """float32; a row becomes map x."""
@@ -51,7 +60,9 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a sequence of steps stands. All of it is post-processing of releases, so it may be saved and published."""
+    """Where a sequence of steps stands. All of it is post-processing of releases, so it may be
+    saved and published.
+    """
 
     done: int
     """Number of steps in the weights."""
@@ -71,28 +82,46 @@ class Progress:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything but ``done`` by name."""
-        found = {"last": self.last_KE, "mean": self.mean_KE, **{f"optimizer/{name}": x for name, x in self.optimizer.items()}}
+        found = {
+            "last": self.last_KE,
+            "mean": self.mean_KE,
+            **{f"optimizer/{name}": x for name, x in self.optimizer.items()},
+        }
         if self.ema_KE is not None:
             found["ema"] = self.ema_KE
         if (own := self.coordinates) is not None:
             rate, releases = torch.tensor(own.rate, dtype=torch.float64), torch.tensor(own.releases)
-            found |= {"coordinates/map": own.map_EE, "coordinates/rate": rate, "coordinates/releases": releases}
+            found |= {
+                "coordinates/map": own.map_EE,
+                "coordinates/rate": rate,
+                "coordinates/releases": releases,
+            }
         return found
 
     @classmethod
     def of(cls, releases: int, tensors: dict[str, Tensor]) -> Self:
         """Return the progress with these ``releases`` and ``tensors()``."""
-        optimizer = {name.removeprefix("optimizer/"): x for name, x in tensors.items() if name.startswith("optimizer/")}
+        optimizer = {
+            name.removeprefix("optimizer/"): x
+            for name, x in tensors.items()
+            if name.startswith("optimizer/")
+        }
         own, done = None, releases
         if "coordinates/map" in tensors:
-            own = Coordinates(tensors["coordinates/map"], float(tensors["coordinates/rate"]), int(tensors["coordinates/releases"]))
+            own = Coordinates(
+                tensors["coordinates/map"],
+                float(tensors["coordinates/rate"]),
+                int(tensors["coordinates/releases"]),
+            )
             done -= own.releases
         return cls(done, tensors["last"], tensors["mean"], tensors.get("ema"), optimizer, own)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The heads that one sequence of steps yields. All are released, so choosing among them by a public rule costs no privacy."""
+    """The heads that one sequence of steps yields. All are released, so choosing among them by a
+    public rule costs no privacy.
+    """
 
     last: Head
     average: Head
@@ -107,20 +136,29 @@ AfterStep = Callable[[Callable[[], Trained]], None]
 
 
 def one_step(
-    stream: FeatureStream, releases: Releases, *, loss: Loss = "sigmoid", optim: OptimConfig = ONE_STEP, bias: float = BIAS
+    stream: FeatureStream,
+    releases: Releases,
+    *,
+    loss: Loss = "sigmoid",
+    optim: OptimConfig = ONE_STEP,
+    bias: float = BIAS,
 ) -> Head:
     """Train a head by one gradient step from zero weights.
 
     Args:
         releases: must have exactly one step left. The paper uses a full batch.
-        optim: lamb and adamw step by the sign of the noisy gradient, sgd by the gradient itself. The rate changes no prediction.
+        optim: lamb and adamw step by the sign of the noisy gradient, sgd by the gradient itself.
+            The rate changes no prediction.
         bias: fixed, the same for all classes. It has no effect with the softmax loss.
 
     Raises:
         ConfigError: more than one step is left, or the loss does not fit the labels.
     """
     if releases.left != 1:
-        raise ConfigError(f"adapt: steps={releases.left}; expected 1 for one_step. Plan one step, or use many_steps.")
+        raise ConfigError(
+            f"adapt: steps={releases.left}; expected 1 for one_step. Plan one step, or use "
+            "many_steps."
+        )
     return many_steps(stream, releases, loss=loss, optim=optim, bias=bias).last
 
 
@@ -137,12 +175,14 @@ def many_steps(
     start: Progress | None = None,
     after_step: AfterStep = lambda trained: None,
 ) -> Trained:
-    """Train a head for all steps left in the plan: DP-SGD with momentum, DP-Adam or DP-LAMB by ``optim.name``.
+    """Train a head for all steps left in the plan: DP-SGD with momentum, DP-Adam or DP-LAMB by
+    ``optim.name``.
 
     If ``releases.stop()`` becomes true, return the head after the step in progress.
 
     Args:
-        optim: its schedule spans the steps done and left. If its learning rate is None, ``rate.steps_rate`` sets it.
+        optim: its schedule spans the steps done and left. If its learning rate is None,
+            ``rate.steps_rate`` sets it.
         bias: fixed, the same for all classes. Set ``stream.constant`` to train a bias.
         init: zero weights, or LeCun's: normal with variance 1 / E, times ``init_scale``.
         seed: of the initial weights; public.
@@ -157,9 +197,14 @@ def many_steps(
     # Steps that were charged and lost in a crash shorten the schedule.
     steps = done + releases.left
     if not releases.left:
-        raise ConfigError("adapt: steps=0; expected at least one step left in the plan. Give more --privacy.steps.")
+        raise ConfigError(
+            "adapt: steps=0; expected at least one step left in the plan. Give more "
+            "--privacy.steps."
+        )
     optim = with_rate(optim, releases.plan)
-    head = _Weight(_initial(stream, init, init_scale, seed) if start is None else start.last_KE.clone())
+    head = _Weight(
+        _initial(stream, init, init_scale, seed) if start is None else start.last_KE.clone()
+    )
     bias_K = torch.full((stream.num_classes,), bias)
     optimizer = Optimizer(optim, head)
     ema = make_ema(head) if optim.ema_decay is not None else None
@@ -171,21 +216,35 @@ def many_steps(
             ema["weight"].copy_(start.ema_KE)
 
     def trained() -> Trained:
-        last_KE, ema_KE = head.weight.detach().clone(), None if ema is None else ema["weight"].clone()
+        last_KE, ema_KE = (
+            head.weight.detach().clone(),
+            None if ema is None else ema["weight"].clone(),
+        )
         # Copied: the optimizer goes on in place.
         state = {name: value.clone() for name, value in optimizer.tensors().items()}
-        heads = (None if weight_KE is None else stream.head(weight_KE, bias_K) for weight_KE in (last_KE, mean_KE, ema_KE))
+        heads = (
+            None if weight_KE is None else stream.head(weight_KE, bias_K)
+            for weight_KE in (last_KE, mean_KE, ema_KE)
+        )
         last, average, averaged = heads
         assert last is not None and average is not None
-        return Trained(last, average, averaged, Progress(done, last_KE, mean_KE.clone(), ema_KE, state))
+        return Trained(
+            last, average, averaged, Progress(done, last_KE, mean_KE.clone(), ema_KE, state)
+        )
 
     rows, first = IntegerStream(stream), done
     while releases.left and not (done > first and releases.stop()):
         weight_KE = head.weight.detach()
         if steps == 1 and not weight_KE.any():
-            _, gradient = releases.release(stream, lambda blocks: sum_at_zero(blocks, stream.width, bias_K, loss, releases.plan))
+            _, gradient = releases.release(
+                stream,
+                lambda blocks: sum_at_zero(blocks, stream.width, bias_K, loss, releases.plan),
+            )
         else:
-            _, gradient = releases.release(rows, lambda blocks: gradient_sum(blocks, weight_KE, bias_K, loss, releases.plan))  # noqa: B023
+            _, gradient = releases.release(
+                rows,
+                lambda blocks: gradient_sum(blocks, weight_KE, bias_K, loss, releases.plan),  # noqa: B023
+            )
         optimizer.step(gradient, learning_rate(optim, done, steps))
         mean_KE += (head.weight.detach() - mean_KE) / (done + 1)
         if ema is not None and optim.ema_decay is not None:
@@ -198,7 +257,10 @@ def many_steps(
 def check_loss(stream: FeatureStream, loss: Loss) -> None:
     """Refuse a softmax over classes that do not exclude one another."""
     if loss == "softmax" and stream.multi_label:
-        raise ConfigError("adapt: loss='softmax' for records of several labels; expected one label each. Use loss='sigmoid'.")
+        raise ConfigError(
+            "adapt: loss='softmax' for records of several labels; expected one label each. Use "
+            "loss='sigmoid'."
+        )
 
 
 class _Weight(nn.Module):
@@ -213,4 +275,6 @@ def _initial(stream: FeatureStream, init: Init, scale: float, seed: int) -> Tens
     shape = stream.num_classes, stream.width
     if init == "zero":
         return torch.zeros(shape)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * (scale / math.sqrt(stream.width))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * (
+        scale / math.sqrt(stream.width)
+    )

@@ -4,11 +4,13 @@ Some releases of the plan measure E[x x^T]; the rest are gradient steps on z = P
 
     P = (E[x x^T] + strength I)^(-1/2) / sqrt(d),    d = trace((E[x x^T] + strength I)^-1 E[x x^T])
 
-so that a typical z has length 1. A step of gradient descent on z is a step on x preconditioned with P^2. The paper clips and adds noise
-before the preconditioner; here both happen in the coordinates of z, where noise is not amplified in weak directions.
+so that a typical z has length 1. A step of gradient descent on z is a step on x preconditioned with
+P^2. The paper clips and adds noise before the preconditioner; here both happen in the coordinates
+of z, where noise is not amplified in weak directions.
 
-In these coordinates the curvature is known: for the softmax loss at zero weights it is 1 / (K d), so the learning rate is given in
-units of K d / steps. At a rate of 1 all steps together cover the distance of one Newton step.
+In these coordinates the curvature is known: for the softmax loss at zero weights it is 1 / (K d),
+so the learning rate is given in units of K d / steps. At a rate of 1 all steps together cover the
+distance of one Newton step.
 
 Legend: E row width (``FeatureStream.width``), K classes.
 """
@@ -28,10 +30,14 @@ from dpvision.config import OptimConfig
 from dpvision.errors import ConfigError
 
 COVARIANCE_SHARE = 0.25
-"""Fraction of the releases that measure the covariance. This and the next two were tuned on scenes and digits (docs/heads.md)."""
+"""Fraction of the releases that measure the covariance. This and the next two were tuned on scenes
+and digits (docs/heads.md).
+"""
 STRENGTH = 0.3
 """In units of the largest eigenvalue of the noise."""
-OPTIM = OptimConfig(name="sgd", learning_rate=2.0, momentum=0.0, weight_decay=0.0, schedule="constant")
+OPTIM = OptimConfig(
+    name="sgd", learning_rate=2.0, momentum=0.0, weight_decay=0.0, schedule="constant"
+)
 
 
 def feature_covariance(
@@ -51,44 +57,77 @@ def feature_covariance(
 
     Args:
         releases: must have at least two steps left, or one with ``start``.
-        covariance_share: fraction of the releases spent on the covariance (rounded, at least one); in (0, 1).
-        feature_norm: public length to which longer rows are scaled down for the covariance; if None, ``stream.longest_row``.
-        strength: multiple of the identity added to the covariance, in units of the largest eigenvalue of the noise; at least 0.
+        covariance_share: fraction of the releases spent on the covariance (rounded, at least one);
+            in (0, 1).
+        feature_norm: public length to which longer rows are scaled down for the covariance; if
+            None, ``stream.longest_row``.
+        strength: multiple of the identity added to the covariance, in units of the largest
+            eigenvalue of the noise; at least 0.
         optim: its learning rate is in units of K d / steps.
         loss, bias: as in ``descent.many_steps``.
         start: go on from these steps of an earlier start, in their coordinates.
         after_step: called after each step with a function that returns the heads so far.
 
     Raises:
-        ConfigError: a setting is out of range, the rows have no public bound, or fewer than two steps are left.
+        ConfigError: a setting is out of range, the rows have no public bound, or fewer than two
+            steps are left.
     """
     check_loss(stream, loss)
     if not 0 < covariance_share < 1:
-        raise ConfigError(f"adapt: covariance_share={covariance_share}; expected strictly between 0 and 1. Use {COVARIANCE_SHARE}.")
+        raise ConfigError(
+            f"adapt: covariance_share={covariance_share}; expected strictly between 0 and 1. Use "
+            f"{COVARIANCE_SHARE}."
+        )
     if not 0 <= strength < math.inf:
         raise ConfigError(f"adapt: strength={strength}; expected 0 or more. Use {STRENGTH}.")
     own = None if start is None else start.coordinates
     if own is None:
-        own = _measured(stream, releases, covariance_share, row_bound(stream, feature_norm), strength, optim.rate)
+        own = _measured(
+            stream,
+            releases,
+            covariance_share,
+            row_bound(stream, feature_norm),
+            strength,
+            optim.rate,
+        )
 
     def with_coordinates(trained: Trained) -> Trained:
         return replace(trained, progress=replace(trained.progress, coordinates=own))
 
     return with_coordinates(
         many_steps(
-            stream.mapped(own.map_EE), releases, loss=loss, optim=replace(optim, learning_rate=own.rate), bias=bias, start=start,
+            stream.mapped(own.map_EE),
+            releases,
+            loss=loss,
+            optim=replace(optim, learning_rate=own.rate),
+            bias=bias,
+            start=start,
             after_step=lambda trained: after_step(lambda: with_coordinates(trained())),
         )
-    )  # fmt: skip
+    )
 
 
-def _measured(stream: FeatureStream, releases: Releases, share: float, bound: float, strength: float, rate: float) -> Coordinates:
+def _measured(
+    stream: FeatureStream,
+    releases: Releases,
+    share: float,
+    bound: float,
+    strength: float,
+    rate: float,
+) -> Coordinates:
     """Release the covariance, and return the coordinates in which it is about ``I / d``."""
     if releases.left < 2:
-        raise ConfigError(f"adapt: steps={releases.left}; expected two or more, one for the covariance. Give more --privacy.steps.")
+        raise ConfigError(
+            f"adapt: steps={releases.left}; expected two or more, one for the covariance. Give "
+            "more --privacy.steps."
+        )
     plan, width = releases.plan, stream.width
     count = min(max(1, round(share * releases.left)), releases.left - 1)
-    released = releases.average(stream, lambda blocks: moment_sum(blocks, width, stream.num_classes, bound, 0.0, plan), count)
+    released = releases.average(
+        stream,
+        lambda blocks: moment_sum(blocks, width, stream.num_classes, bound, 0.0, plan),
+        count,
+    )
     covariance_EE = moment_of(released.grads["moment"], bound, 0.0, plan)
     edge = noise_edge(releases.entry_std(count), width, bound, 0.0, plan)
     map_EE, dimension = whitener(covariance_EE, max(strength * edge, 1e-6 * bound**2))
@@ -96,7 +135,9 @@ def _measured(stream: FeatureStream, releases: Releases, share: float, bound: fl
 
 
 def whitener(covariance_EE: Tensor, strength: float) -> tuple[Tensor, float]:
-    """Return P (symmetric float64, (E, E)) and d from a noisy covariance. Negative eigenvalues count as zero, and d is at least 1."""
+    """Return P (symmetric float64, (E, E)) and d from a noisy covariance. Negative eigenvalues
+    count as zero, and d is at least 1.
+    """
     value_E, basis_EE = torch.linalg.eigh(covariance_EE)
     value_E = value_E.clamp(min=0)
     dimension = max(float((value_E / (value_E + strength)).sum()), 1.0)

@@ -1,13 +1,16 @@
-"""Frozen features and labels of private records, read in blocks; and the linear head trained on them.
+"""Frozen features and labels of private records, read in blocks; and the linear head trained on
+them.
 
-Training and prediction transform a record in the same way. Each step is a function of the record and of public numbers:
+Training and prediction transform a record in the same way. Each step is a function of the record
+and of public numbers:
 
     x -> x - centre -> x / ||x|| (``unit``) -> x * scale -> (x, constant) -> map (x, constant)
 
-A record with non-finite features or an invalid label is in no block: it contributes exactly zero and raises nothing, since whether a
-release raises must not depend on one record.
+A record with non-finite features or an invalid label is in no block: it contributes exactly zero
+and raises nothing, since whether a release raises must not depend on one record.
 
-Legend: N records, B records of a block, D feature dimension, E row width after the map (D, or D + 1 with a constant), K classes.
+Legend: N records, B records of a block, D feature dimension, E row width after the map (D, or D + 1
+with a constant), K classes.
 """
 
 import math
@@ -25,7 +28,9 @@ from dpvision.adapt.person_rows import PersonFeatures
 from dpvision.errors import DataError
 
 LARGEST_NORM = 1e15
-"""Rows longer than this count as non-finite: beyond it, float32 products with the clip factor could overflow."""
+"""Rows longer than this count as non-finite: beyond it, float32 products with the clip factor could
+overflow.
+"""
 _BLOCK_BYTES = 1 << 26
 _PIECE = 16
 
@@ -45,7 +50,9 @@ class Block(NamedTuple):
     """int64 positions of the records in the stream."""
 
     def class_sum(self, x_BE: Tensor, num_classes: int) -> Tensor:
-        """Return the sums of the rows of ``x_BE`` by class, float64 (K, E): Y^T X, without building Y for single labels."""
+        """Return the sums of the rows of ``x_BE`` by class, float64 (K, E): Y^T X, without building
+        Y for single labels.
+        """
         x_BE = x_BE.double()
         if self.label_B is None:
             assert self.target_BK is not None
@@ -78,23 +85,35 @@ class FeatureStream:
     constant: float = 0.0
     """Appended to every record, so that the head has a trained bias. If 0, nothing is appended."""
     map_EE: Tensor | None = None
-    """Linear map computed from public or released numbers, float32; applied to the row as x @ map^T."""
+    """Linear map computed from public or released numbers, float32; applied to the row as x @
+    map^T.
+    """
 
     def __post_init__(self) -> None:
         feature, label = self.feature_ND, self.label
-        if feature.ndim != 2 or feature.dtype not in (np.float32, np.float16) or 0 in feature.shape[1:]:
+        if (
+            feature.ndim != 2
+            or feature.dtype not in (np.float32, np.float16)
+            or 0 in feature.shape[1:]
+        ):
             raise DataError(
-                f"features: array {feature.dtype}{list(feature.shape)}; expected float32 or float16 (N, D). Compute the features again."
+                f"features: array {feature.dtype}{list(feature.shape)}; expected float32 or "
+                "float16 (N, D). Compute the features again."
             )
         single = label.ndim == 1 and np.issubdtype(label.dtype, np.integer)
         several = label.ndim == 2 and label.shape[1] == self.num_classes
         if not self.num_classes >= 2 or len(label) != len(feature) or not (single or several):
             raise DataError(
-                f"features: labels {label.dtype}{list(label.shape)} for {len(feature)} records, num_classes={self.num_classes}; expected "
-                "two classes or more, and integers (N,) or zeros and ones (N, num_classes). Declare the classes, label every record."
+                f"features: labels {label.dtype}{list(label.shape)} for {len(feature)} records, "
+                f"num_classes={self.num_classes}; expected two classes or more, and integers "
+                "(N,) or zeros and ones (N, num_classes). Declare the classes, label every "
+                "record."
             )
         if not -math.inf < self.constant < math.inf:
-            raise DataError(f"features: constant={self.constant}; expected a finite number. Use 0 for no trained bias.")
+            raise DataError(
+                f"features: constant={self.constant}; expected a finite number. Use 0 for no "
+                "trained bias."
+            )
 
     @property
     def num_records(self) -> int:
@@ -111,7 +130,9 @@ class FeatureStream:
 
     @property
     def longest_row(self) -> float | None:
-        """Public bound on the length of every row, up to float32 rounding, or None if there is no bound."""
+        """Public bound on the length of every row, up to float32 rounding, or None if there is no
+        bound.
+        """
         if not self.unit or self.map_EE is not None:
             return None
         return math.hypot(1.0 if self.scale_D is None else float(self.scale_D.max()), self.constant)
@@ -126,7 +147,9 @@ class FeatureStream:
         both_EE = map_EE if self.map_EE is None else map_EE.double() @ self.map_EE.double()
         return replace(self, map_EE=both_EE.float())
 
-    def blocks(self, rows: np.ndarray | None = None, num_bytes: int | None = None) -> Iterator[Block]:
+    def blocks(
+        self, rows: np.ndarray | None = None, num_bytes: int | None = None
+    ) -> Iterator[Block]:
         """Yield all records, or those at ``rows`` (sorted int64), in order.
 
         Args:
@@ -135,7 +158,11 @@ class FeatureStream:
         count = self.num_records if rows is None else len(rows)
         step = max(1, (num_bytes or _BLOCK_BYTES) // (4 * max(self.width, self.num_classes)))
         for start in range(0, count, step):
-            row_B = np.arange(start, min(start + step, count)) if rows is None else rows[start : start + step]
+            row_B = (
+                np.arange(start, min(start + step, count))
+                if rows is None
+                else rows[start : start + step]
+            )
             yield self._block(slice(start, start + step) if rows is None else row_B, row_B)
 
     def _block(self, here: slice | np.ndarray, row_B: np.ndarray) -> Block:
@@ -148,7 +175,12 @@ class FeatureStream:
         else:
             valid_B &= torch.from_numpy((label >= 0) & (label < self.num_classes))
         if not valid_B.all():
-            x_BE, norm_B, label, row_B = x_BE[valid_B], norm_B[valid_B], label[valid_B.numpy()], row_B[valid_B.numpy()]
+            x_BE, norm_B, label, row_B = (
+                x_BE[valid_B],
+                norm_B[valid_B],
+                label[valid_B.numpy()],
+                row_B[valid_B.numpy()],
+            )
         if self.multi_label:
             return Block(x_BE, norm_B, None, torch.from_numpy(label.astype(np.float32)), row_B)
         return Block(x_BE, norm_B, torch.from_numpy(label.astype(np.int64)), None, row_B)
@@ -161,7 +193,8 @@ class FeatureStream:
         if self.unit:
             norm_B = _norms(x_BE)
             scale_B = torch.where(norm_B > 0, 1 / norm_B, 1.0).float()
-            # A row whose square overflows, or that is longer than LARGEST_NORM, becomes NaN and is dropped.
+            # A row whose square overflows, or that is longer than LARGEST_NORM, becomes NaN and is
+            # dropped.
             x_BE = x_BE * torch.where(norm_B <= LARGEST_NORM, scale_B, torch.nan)[:, None]
         if self.scale_D is not None:
             x_BE = x_BE * self.scale_D
@@ -172,7 +205,9 @@ class FeatureStream:
         return x_BE, _norms(x_BE)
 
     def head(self, weight_KE: Tensor, bias_K: Tensor) -> "Head":
-        """Return the head on untransformed features that is equivalent to ``weight_KE`` and ``bias_K`` on this stream's rows."""
+        """Return the head on untransformed features that is equivalent to ``weight_KE`` and
+        ``bias_K`` on this stream's rows.
+        """
         weight_KE, bias_K = weight_KE.double(), bias_K.double()
         if self.map_EE is not None:
             weight_KE = weight_KE @ self.map_EE.double()
@@ -185,7 +220,9 @@ class FeatureStream:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A linear classifier on frozen features: scores = weight x + bias, with x centred and scaled as in training."""
+    """A linear classifier on frozen features: scores = weight x + bias, with x centred and scaled
+    as in training.
+    """
 
     weight_KD: Tensor
     """float32."""
@@ -198,7 +235,9 @@ class Head:
         if self.centre_D is not None:
             x_BD = x_BD - self.centre_D
         if self.unit:
-            x_BD = x_BD / torch.linalg.vector_norm(x_BD, dim=1, keepdim=True).clamp(min=torch.finfo(x_BD.dtype).tiny)
+            x_BD = x_BD / torch.linalg.vector_norm(x_BD, dim=1, keepdim=True).clamp(
+                min=torch.finfo(x_BD.dtype).tiny
+            )
         return x_BD @ self.weight_KD.T + self.bias_K
 
     def predict(self, x_BD: Tensor) -> Tensor:
@@ -207,9 +246,11 @@ class Head:
 
 
 def _mapped(x_BE: Tensor, weight: WholeWeight) -> Tensor:
-    """Return the rows times the weight, float32, from exact products: the bits of a float32 product depend on the number of rows.
+    """Return the rows times the weight, float32, from exact products: the bits of a float32 product
+    depend on the number of rows.
 
-    A row is rounded to 24 bits, relative to its largest entry, as much as float32 keeps of that entry.
+    A row is rounded to 24 bits, relative to its largest entry, as much as float32 keeps of that
+    entry.
     """
     finite_B = torch.isfinite(x_BE).all(dim=1)
     digit_BE, scale_B, _ = to_digits(x_BE.masked_fill(~finite_B[:, None], 0.0), 3)
@@ -217,11 +258,12 @@ def _mapped(x_BE: Tensor, weight: WholeWeight) -> Tensor:
 
 
 def _norms(x_BE: Tensor) -> Tensor:
-    """Return the lengths of rows, float64, within 6 eps of float32 (as ``dp.weight_grads.sum_of_squares`` argues): the margin of
-    32 covers their squares too.
+    """Return the lengths of rows, float64, within 6 eps of float32 (as
+    ``dp.weight_grads.sum_of_squares`` argues): the margin of 32 covers their squares too.
 
-    Groups of 16 squares are summed in float32 and the groups in float64, several times as fast as float64 throughout. Below 1e-17,
-    squares underflow and lengths come out too small: contributions of such rows are far below any clip norm.
+    Groups of 16 squares are summed in float32 and the groups in float64, several times as fast as
+    float64 throughout. Below 1e-17, squares underflow and lengths come out too small: contributions
+    of such rows are far below any clip norm.
     """
     whole = x_BE.shape[1] // _PIECE * _PIECE
     piece_BQ = torch.linalg.vector_norm(x_BE[:, :whole].unflatten(1, (-1, _PIECE)), dim=2).double()

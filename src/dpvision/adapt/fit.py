@@ -36,11 +36,13 @@ def fit_head(
     start: Progress | None = None,
     after_step: Callable[[Callable[[], Fitted]], None] = lambda fitted: None,
 ) -> Fitted:
-    """Train the head of ``config.model`` with all releases left. Every setting comes from the config.
+    """Train the head of ``config.model`` with all releases left. Every setting comes from the
+    config.
 
     Args:
         start: go on from these steps (many_steps and feature_covariance only).
-        after_step: called after each step with a function that returns the head so far (these two only).
+        after_step: called after each step with a function that returns the head so far (these two
+            only).
 
     Raises:
         ConfigError: too few releases are left for this head.
@@ -53,23 +55,39 @@ def fit_head(
     after: AfterStep = lambda trained: after_step(lambda: _chosen(cfg, trained()))  # noqa: E731
     match cfg.head:
         case "one_step":
-            return Fitted(one_step(stream, releases, loss=cfg.loss, optim=config.optim, bias=cfg.bias))
+            return Fitted(
+                one_step(stream, releases, loss=cfg.loss, optim=config.optim, bias=cfg.bias)
+            )
         case "many_steps":
             return _chosen(
                 cfg,
                 many_steps(
-                    stream, releases, loss=cfg.loss, optim=config.optim, bias=cfg.bias, init=cfg.init, init_scale=cfg.init_scale,
-                    seed=config.seed, start=start, after_step=after,
+                    stream,
+                    releases,
+                    loss=cfg.loss,
+                    optim=config.optim,
+                    bias=cfg.bias,
+                    init=cfg.init,
+                    init_scale=cfg.init_scale,
+                    seed=config.seed,
+                    start=start,
+                    after_step=after,
                 ),
-            )  # fmt: skip
+            )
         case "feature_covariance":
             return _chosen(
                 cfg,
                 feature_covariance(
-                    stream, releases, feature_norm=cfg.feature_norm, loss=cfg.loss, optim=config.optim, bias=cfg.bias, start=start,
+                    stream,
+                    releases,
+                    feature_norm=cfg.feature_norm,
+                    loss=cfg.loss,
+                    optim=config.optim,
+                    bias=cfg.bias,
+                    start=start,
                     after_step=after,
                 ),
-            )  # fmt: skip
+            )
         case "least_squares":
             return Fitted(least_squares(stream, releases, feature_norm=cfg.feature_norm))
         case "prototypes":
@@ -85,7 +103,12 @@ def _chosen(cfg: HeadConfig, trained: Trained) -> Fitted:
 
 
 def choose_head(
-    config: RunConfig, stream: FeatureStream, plan: DPPlan, charge: Callable[[], int], *, bounded: bool = True
+    config: RunConfig,
+    stream: FeatureStream,
+    plan: DPPlan,
+    charge: Callable[[], int],
+    *,
+    bounded: bool = True,
 ) -> tuple[RunConfig, Selected]:
     """Choose the best of ``config.model.candidates`` by a private score.
 
@@ -99,7 +122,8 @@ def choose_head(
 
     Raises:
         ConfigError: a candidate cannot be trained with these releases. Nothing has been charged.
-        PrivacyError: the secret number of runs was 0 (Poisson only). Nothing is released, and the epsilon is spent.
+        PrivacyError: the secret number of runs was 0 (Poisson only). Nothing is released, and the
+            epsilon is spent.
     """
     assert isinstance(config.model, HeadConfig)
     asked: dict[str, RunConfig] = {}
@@ -108,12 +132,15 @@ def choose_head(
         assert isinstance(candidate.model, HeadConfig)
         optim = with_rate(candidate.optim, plan.run_plans()[0], bounded=bounded)
         asked[name] = replace(candidate, model=candidate.model.settled(), optim=optim)
-    candidates = [Candidate(name, partial(_fit_last, candidate)) for name, candidate in asked.items()]
+    candidates = [
+        Candidate(name, partial(_fit_last, candidate)) for name, candidate in asked.items()
+    ]
     selected = select_head(stream, candidates, plan, charge)
     if selected is None:
         raise PrivacyError(
-            "adapt: selection_runs=0 was drawn, as a Poisson number sometimes is; expected at least 1. Nothing is released, but the "
-            "epsilon is spent. Start a new run under another --name; with --model.selection-shape 1 the number is never 0."
+            "adapt: selection_runs=0 was drawn, as a Poisson number sometimes is; expected at "
+            "least 1. Nothing is released, but the epsilon is spent. Start a new run under "
+            "another --name; with --model.selection-shape 1 the number is never 0."
         )
     return asked[selected.candidate], selected
 

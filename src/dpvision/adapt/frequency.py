@@ -1,10 +1,12 @@
-"""Public per-dimension factors, computed from the plan alone, that favour low spatial frequencies where noise is large.
+"""Public per-dimension factors, computed from the plan alone, that favour low spatial frequencies
+where noise is large.
 
     energy of frequency f is divided by decay^f,    decay = max(1, STEEPEST / (1 + 1 / (HALF s)))
 
-with s the noise in a mean gradient (``rate.mean_noise``). Noise is the same in every direction, so the scale of a direction is a prior.
-With few records or a small epsilon the positions of details cannot be learned, and what all positions share gets more weight.
-Tuned on training images of CIFAR-10, EuroSAT and MedNIST (docs/log.md, 2026-11-22).
+with s the noise in a mean gradient (``rate.mean_noise``). Noise is the same in every direction, so
+the scale of a direction is a prior. With few records or a small epsilon the positions of details
+cannot be learned, and what all positions share gets more weight. Tuned on training images of
+CIFAR-10, EuroSAT and MedNIST (docs/log.md, 2026-11-22).
 """
 
 import torch
@@ -18,7 +20,9 @@ STEEPEST = 4.0
 HALF = 3000.0
 """1 / s at which the decay is half of ``STEEPEST``."""
 TEXTURE_SHARE = (0.40, 0.25, 0.18, 0.17)
-"""Fraction of a row's squared length in each frequency, measured on textures. Keeps scaled rows near length 1."""
+"""Fraction of a row's squared length in each frequency, measured on textures. Keeps scaled rows
+near length 1.
+"""
 
 
 def frequency_decay(plan: DPPlan) -> float:

@@ -1,18 +1,22 @@
 """Clipped gradients of a linear head in closed form.
 
-The gradient of one record's loss with respect to the weight is the outer product of its residual and its row,
+The gradient of one record's loss with respect to the weight is the outer product of its residual
+and its row,
 
-    g_i = (p_i - y_i) x_i^T,    ||g_i|| = ||p_i - y_i|| ||x_i||,    p = softmax(W x + b) or sigmoid(W x + b)
+    g_i = (p_i - y_i) x_i^T,    ||g_i|| = ||p_i - y_i|| ||x_i||,    p = softmax(W x + b) or
+                                sigmoid(W x + b)
 
-so the clipped sum over a block is one matrix product, sum_i f_i g_i = R^T diag(f) X. ``gradient_sum`` takes it on integers, exactly: the
-scaled residuals a_i = f_i scale_i (p_i - y_i) are cut off, towards zero, to multiples of a public grid h, and
+so the clipped sum over a block is one matrix product, sum_i f_i g_i = R^T diag(f) X.
+``gradient_sum`` takes it on integers, exactly: the scaled residuals a_i = f_i scale_i (p_i - y_i)
+are cut off, towards zero, to multiples of a public grid h, and
 
     sum_i f_i g_i = h sum_i k_i q_i^T,    |k_i| h <= |a_i|
 
-so a record adds k_i q_i^T h, of norm at most f_i ||g_i|| <= C. The only later rounding is in the float64 totals over blocks.
+so a record adds k_i q_i^T h, of norm at most f_i ||g_i|| <= C. The only later rounding is in the
+float64 totals over blocks.
 
-At zero weights p is the same for all records, and the sum needs no matrix product: p (sum_i f_i x_i)^T - Y^T diag(f) X, where
-Y^T X are sums by class (``sum_at_zero``).
+At zero weights p is the same for all records, and the sum needs no matrix product: p (sum_i f_i
+x_i)^T - Y^T diag(f) X, where Y^T X are sums by class (``sum_at_zero``).
 
 Legend: B records of a block, E row width (``FeatureStream.width``), K classes.
 """
@@ -34,11 +38,15 @@ Loss = Literal["softmax", "sigmoid"]
 """Cross-entropy over the classes, or the paper's sum over the classes of binary cross-entropies."""
 
 
-def gradient_sum(blocks: Iterator[IntegerBlock], weight_KE: Tensor, bias_K: Tensor, loss: Loss, plan: DPPlan) -> ClippedSum:
-    """Return the clipped sum of the gradients with respect to the weight, named "weight": float64 (K, E).
+def gradient_sum(
+    blocks: Iterator[IntegerBlock], weight_KE: Tensor, bias_K: Tensor, loss: Loss, plan: DPPlan
+) -> ClippedSum:
+    """Return the clipped sum of the gradients with respect to the weight, named "weight": float64
+    (K, E).
 
     Args:
-        weight_KE: float32; public or released. Products use it rounded to 31 bits, relative to each class's largest weight.
+        weight_KE: float32; public or released. Products use it rounded to 31 bits, relative to each
+            class's largest weight.
         bias_K: fixed bias, float32.
     """
     total = Contributions(plan, {"weight": tuple(weight_KE.shape)})
@@ -59,7 +67,8 @@ def gradient_sum(blocks: Iterator[IntegerBlock], weight_KE: Tensor, bias_K: Tens
 
 
 def probabilities(logit_BK: Tensor, loss: Loss) -> Tensor:
-    """Return the class probabilities that ``loss`` implies. A row's bits do not depend on its position in the batch.
+    """Return the class probabilities that ``loss`` implies. A row's bits do not depend on its
+    position in the batch.
 
     The last bits of torch's sigmoid differ at the end of a tensor; those of its exp do not.
     """
@@ -67,16 +76,22 @@ def probabilities(logit_BK: Tensor, loss: Loss) -> Tensor:
 
 
 def logits(block: IntegerBlock, weight: WholeWeight, bias_K: Tensor) -> Tensor:
-    """Return the scores of the block's records, float64 (B, K): of a record, the weight and the bias alone."""
+    """Return the scores of the block's records, float64 (B, K): of a record, the weight and the
+    bias alone.
+    """
     constant_K = block.constant * weight.value_KE[:, block.digit_BE[0].shape[1] :].sum(dim=1)
     return weight.times(block.digit_BE, block.scale_B).add_(bias_K.double() + constant_K)
 
 
-def _outer(block: IntegerBlock, residual_BK: Tensor, width: int, max_grad_norm: float | None) -> Tensor:
+def _outer(
+    block: IntegerBlock, residual_BK: Tensor, width: int, max_grad_norm: float | None
+) -> Tensor:
     """sum_i residual_i x_i^T of clipped residuals, float64 (K, E)."""
     scaled_BK = residual_BK * block.scale_B[:, None]
     if max_grad_norm is None:
-        grid = max(float(scaled_BK.abs().max()) if scaled_BK.numel() else 0.0, 1e-300) / largest(DIGITS)
+        grid = max(float(scaled_BK.abs().max()) if scaled_BK.numel() else 0.0, 1e-300) / largest(
+            DIGITS
+        )
     else:
         # |a_i| <= C / ||q_i||, and the largest entry of a nonzero row q_i is largest(digits).
         grid = max_grad_norm / (largest(len(block.digit_BE)) * largest(DIGITS))
@@ -90,8 +105,11 @@ def _outer(block: IntegerBlock, residual_BK: Tensor, width: int, max_grad_norm: 
     return total_KE
 
 
-def sum_at_zero(blocks: Iterator[Block], width: int, bias_K: Tensor, loss: Loss, plan: DPPlan) -> ClippedSum:
-    """Return ``gradient_sum`` at zero weights, computed from float32 rows by class sums, without a matrix product.
+def sum_at_zero(
+    blocks: Iterator[Block], width: int, bias_K: Tensor, loss: Loss, plan: DPPlan
+) -> ClippedSum:
+    """Return ``gradient_sum`` at zero weights, computed from float32 rows by class sums, without a
+    matrix product.
 
     Args:
         width: E.
@@ -110,6 +128,8 @@ def sum_at_zero(blocks: Iterator[Block], width: int, bias_K: Tensor, loss: Loss,
         x_BE = block.x_BE * total.factors(residual_B * block.norm_B, block.row_B)[:, None]
         class_KE = block.class_sum(x_BE, num_classes)
         # With one label per record, the sum over classes is the sum over records.
-        sum_E = class_KE.sum(dim=0) if block.target_BK is None else x_BE.sum(dim=0, dtype=torch.float64)
+        sum_E = (
+            class_KE.sum(dim=0) if block.target_BK is None else x_BE.sum(dim=0, dtype=torch.float64)
+        )
         total.add("weight", p_K[:, None] * sum_E - class_KE)
     return total.sum()

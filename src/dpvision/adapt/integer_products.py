@@ -2,9 +2,10 @@
 
     |digit| <= 128 = 2^7, |whole| < 2^31, at most 2^15 products in a sum: every sum is below 2^53
 
-so that float64 holds each of them exactly, in whatever order it is summed. Two ways give the same bits, and ``fast_integer_products``
-takes the quicker: int8 kernels on the four digits of ``whole``, or float64 kernels on tiles that stay in the processor's cache. On
-processors with instructions for int8 the first is several times faster, on others up to ten times slower.
+so that float64 holds each of them exactly, in whatever order it is summed. Two ways give the same
+bits, and ``fast_integer_products`` takes the quicker: int8 kernels on the four digits of ``whole``,
+or float64 kernels on tiles that stay in the processor's cache. On processors with instructions for
+int8 the first is several times faster, on others up to ten times slower.
 """
 
 import functools
@@ -29,7 +30,9 @@ def largest(digits: int) -> int:
 
 
 def split(value: Tensor, digits: int) -> tuple[Tensor, ...]:
-    """Split int32 integers of at most ``largest(digits)`` into signed int8 digits in base 256, the least significant first."""
+    """Split int32 integers of at most ``largest(digits)`` into signed int8 digits in base 256, the
+    least significant first.
+    """
     found = []
     for _ in range(digits):
         digit = ((value + 128) & 255) - 128
@@ -42,12 +45,18 @@ def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Te
     """Round finite rows to integers, each scaled by its largest entry.
 
     Returns:
-        Digits int8 (B, E), the least significant first; the scale of each row, float64, such that scale x q is the row; ||q||^2, float64,
-        exact below 2^53. A row of zeros has zeros, and the scale 0.
+        Digits int8 (B, E), the least significant first; the scale of each row, float64, such that
+        scale x q is the row; ||q||^2, float64, exact below 2^53. A row of zeros has zeros, and the
+        scale 0.
     """
     most = largest(digits)
-    peak_B = x_BE.abs().amax(dim=1).double() if x_BE.shape[1] else x_BE.new_zeros(len(x_BE), dtype=torch.float64)
-    # In float32 the quotient is rounded before it becomes an integer: still a function of the record, and at most 1 off.
+    peak_B = (
+        x_BE.abs().amax(dim=1).double()
+        if x_BE.shape[1]
+        else x_BE.new_zeros(len(x_BE), dtype=torch.float64)
+    )
+    # In float32 the quotient is rounded before it becomes an integer: still a function of the
+    # record, and at most 1 off.
     inverse_B = torch.where(peak_B > 0, most / peak_B, 0.0)
     q_BE = (x_BE * inverse_B.clamp(max=1e38).float()[:, None]).round_().clamp_(-most, most)
     if digits == 1:
@@ -58,14 +67,18 @@ def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Te
 
 
 class WholeWeight:
-    """A weight (K, E) as integers of 31 bits and a sign, each row scaled by its largest entry: products with digits are exact."""
+    """A weight (K, E) as integers of 31 bits and a sign, each row scaled by its largest entry:
+    products with digits are exact.
+    """
 
     def __init__(self, weight_KE: Tensor) -> None:
         self.value_KE = weight_KE.double()
         self._whole: tuple[Tensor, Tensor] | None = None
 
     def times(self, digit_BE: tuple[Tensor, ...], scale_B: Tensor) -> Tensor:
-        """Return the products of all rows with the weight's first columns, float64 (B, K). A row's bits depend on no other row."""
+        """Return the products of all rows with the weight's first columns, float64 (B, K). A row's
+        bits depend on no other row.
+        """
         whole_EK, scale_K = self._integers(digit_BE[0].shape[1])
         total_BK = self.value_KE.new_zeros(len(scale_B), len(self.value_KE))
         for e, digit in enumerate(digit_BE):
@@ -78,13 +91,18 @@ class WholeWeight:
             weight_KE = self.value_KE[:, :width]
             peak_K = weight_KE.abs().amax(dim=1)
             scale_K = torch.where(peak_K > 0, peak_K, 1.0) / largest(DIGITS)
-            whole_KE = torch.nan_to_num(weight_KE / scale_K[:, None], 0.0, 0.0, 0.0).round().to(torch.int32)
+            whole_KE = (
+                torch.nan_to_num(weight_KE / scale_K[:, None], 0.0, 0.0, 0.0)
+                .round()
+                .to(torch.int32)
+            )
             self._whole = whole_KE.T, scale_K
         return self._whole
 
 
 def products(digit_BE: Tensor, whole_EK: Tensor) -> Iterator[Tensor]:
-    """Yield exact float64 parts (B, K) of a product, one for every 32,768 columns of ``digit_BE``; they sum to it.
+    """Yield exact float64 parts (B, K) of a product, one for every 32,768 columns of ``digit_BE``;
+    they sum to it.
 
     Args:
         digit_BE: int8.
@@ -92,19 +110,27 @@ def products(digit_BE: Tensor, whole_EK: Tensor) -> Iterator[Tensor]:
     """
     product = _by_digits if fast_integer_products() else _by_tiles
     for start in range(0, digit_BE.shape[1], _MOST_SUMMED):
-        yield product(digit_BE[:, start : start + _MOST_SUMMED], whole_EK[start : start + _MOST_SUMMED])
+        yield product(
+            digit_BE[:, start : start + _MOST_SUMMED], whole_EK[start : start + _MOST_SUMMED]
+        )
 
 
 def outer_products(whole_BK: Tensor, digit_BE: Tensor) -> Iterator[Tensor]:
-    """Yield exact float64 parts (K, E) of ``whole_BK.T @ digit_BE``, one for every 32,768 records; they sum to it."""
+    """Yield exact float64 parts (K, E) of ``whole_BK.T @ digit_BE``, one for every 32,768 records;
+    they sum to it.
+    """
     product = _outer_by_digits if fast_integer_products() else _outer_by_tiles
     for start in range(0, len(digit_BE), _MOST_SUMMED):
-        yield product(whole_BK[start : start + _MOST_SUMMED], digit_BE[start : start + _MOST_SUMMED])
+        yield product(
+            whole_BK[start : start + _MOST_SUMMED], digit_BE[start : start + _MOST_SUMMED]
+        )
 
 
 @functools.cache
 def fast_integer_products() -> bool:
-    """Return whether torch's int8 products are exact here, and faster than float64: some processors saturate them at 16 bits."""
+    """Return whether torch's int8 products are exact here, and faster than float64: some processors
+    saturate them at 16 bits.
+    """
     return _exact() and _faster()
 
 
@@ -113,9 +139,18 @@ def _exact() -> bool:
     extreme = torch.tensor([-128, -127, 127], dtype=torch.int8)
     for rows, width, columns in ((33, 1031, 29), (8, 4096, 3), (1, 64, 1)):
         for left_BE, right_EM in (
-            (extreme[torch.randint(3, (rows, width), generator=rng)], extreme[torch.randint(3, (width, columns), generator=rng)]),
-            (torch.full((rows, width), 127, dtype=torch.int8), torch.full((width, columns), 127, dtype=torch.int8)),
-            (torch.full((rows, width), -128, dtype=torch.int8), torch.full((width, columns), 127, dtype=torch.int8)),
+            (
+                extreme[torch.randint(3, (rows, width), generator=rng)],
+                extreme[torch.randint(3, (width, columns), generator=rng)],
+            ),
+            (
+                torch.full((rows, width), 127, dtype=torch.int8),
+                torch.full((width, columns), 127, dtype=torch.int8),
+            ),
+            (
+                torch.full((rows, width), -128, dtype=torch.int8),
+                torch.full((width, columns), 127, dtype=torch.int8),
+            ),
         ):
             try:
                 found = torch._int_mm(left_BE, right_EM)
@@ -128,7 +163,10 @@ def _exact() -> bool:
 
 def _faster() -> bool:
     """Time both ways on a few megabytes. The result is the same whichever wins."""
-    digit_BE, whole_EK = torch.ones(256, 8192, dtype=torch.int8), torch.ones(8192, 10, dtype=torch.int32)
+    digit_BE, whole_EK = (
+        torch.ones(256, 8192, dtype=torch.int8),
+        torch.ones(8192, 10, dtype=torch.int32),
+    )
 
     def seconds(product: object) -> float:
         assert callable(product)
@@ -151,7 +189,9 @@ def _outer_by_digits(whole_BK: Tensor, digit_BE: Tensor) -> Tensor:
 
 
 def _weighed(part: Tensor, dim: int) -> Tensor:
-    """Sum the products of the digits, the least significant first: every partial sum is a product too, and exact."""
+    """Sum the products of the digits, the least significant first: every partial sum is a product
+    too, and exact.
+    """
     total, *others = part.chunk(DIGITS, dim=dim)
     total = total.double()
     for d, other in enumerate(others, 1):
@@ -176,7 +216,9 @@ def _outer_by_tiles(whole_BK: Tensor, digit_BE: Tensor) -> Tensor:
 
 
 def _padded(whole_KX: Tensor) -> Tensor:
-    """Return float64 with rows of zeros up to a multiple of 4: 12 classes take less than half the time of 10."""
+    """Return float64 with rows of zeros up to a multiple of 4: 12 classes take less than half the
+    time of 10.
+    """
     return F.pad(whole_KX.double(), (0, 0, 0, -len(whole_KX) % 4))
 
 

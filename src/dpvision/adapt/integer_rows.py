@@ -1,11 +1,14 @@
 """Feature rows as integers, so that the matrix products of a gradient step are exact.
 
-A row is scaled by its largest entry, rounded to 8 bits (16 for narrow rows), and stored as signed digits in base 256:
+A row is scaled by its largest entry, rounded to 8 bits (16 for narrow rows), and stored as signed
+digits in base 256:
 
-    x_i = scale_i (q_i, constant / scale_i),    q_i = sum over d of 256^d digit_id,    every digit an int8
+    x_i = scale_i (q_i, constant / scale_i),    q_i = sum over d of 256^d digit_id,    every digit
+                                                an int8
 
-Weights and residuals are rounded to four such digits, and products are exact (``integer_products``). So a logit depends only on its
-record and the weights, a record's contribution to a block's sum depends on no other record, and the order of records does not matter
+Weights and residuals are rounded to four such digits, and products are exact
+(``integer_products``). So a logit depends only on its record and the weights, a record's
+contribution to a block's sum depends on no other record, and the order of records does not matter
 (docs/heads.md, "Rounding"). It is also fast: 8 bits are half as much to read as a float16 feature.
 
 The constant is far larger than the entries of a wide row and is stored separately.
@@ -24,7 +27,9 @@ from dpvision.adapt.feature_stream import Block, FeatureStream
 from dpvision.adapt.integer_products import DIGITS, to_digits
 
 WIDE = 8192
-"""Rows wider than this have 8 bits; others have 16, since features of few dimensions may have outliers."""
+"""Rows wider than this have 8 bits; others have 16, since features of few dimensions may have
+outliers.
+"""
 _KEEP_BYTES = 2 << 30
 _BLOCK_BYTES = 1 << 26
 _READ_BYTES = 1 << 22
@@ -51,9 +56,11 @@ class IntegerBlock:
 
 
 class IntegerStream:
-    """The records of a ``FeatureStream`` as integers. Kept in memory if they take at most 2 GiB, otherwise recomputed at every pass.
+    """The records of a ``FeatureStream`` as integers. Kept in memory if they take at most 2 GiB,
+    otherwise recomputed at every pass.
 
-    No record is read before the first call of ``blocks``. ``Releases.release`` accepts it in place of the stream.
+    No record is read before the first call of ``blocks``. ``Releases.release`` accepts it in place
+    of the stream.
     """
 
     def __init__(self, stream: FeatureStream) -> None:
@@ -78,7 +85,9 @@ class IntegerStream:
         index = index[index >= 0]
         for start in range(0, len(index), step := self._step()):
             here = index[start : start + step]
-            yield _taken(whole, slice(start, start + step) if rows is None else torch.from_numpy(here))
+            yield _taken(
+                whole, slice(start, start + step) if rows is None else torch.from_numpy(here)
+            )
 
     def _made(self, rows: np.ndarray | None) -> Iterator[IntegerBlock]:
         """Yield blocks computed from the features."""
@@ -93,22 +102,35 @@ class IntegerStream:
             yield _joined(parts)
 
     def _step(self) -> int:
-        """Return the number of records in a block, whose integers and logits each take at most about 64 MiB."""
-        return min(_MOST_RECORDS, max(1, _BLOCK_BYTES // max(self._stream.width, 16 * DIGITS * self._stream.num_classes)))
+        """Return the number of records in a block, whose integers and logits each take at most
+        about 64 MiB.
+        """
+        return min(
+            _MOST_RECORDS,
+            max(1, _BLOCK_BYTES // max(self._stream.width, 16 * DIGITS * self._stream.num_classes)),
+        )
 
     def _integers(self, block: Block) -> IntegerBlock:
         digit_BE, scale_B, square_B = to_digits(block.x_BE, self._digits)
         norm_B = (square_B * scale_B.square() + self._constant**2).sqrt()
-        return IntegerBlock(digit_BE, scale_B, norm_B, block.label_B, block.target_BK, self._constant, block.row_B)
+        return IntegerBlock(
+            digit_BE, scale_B, norm_B, block.label_B, block.target_BK, self._constant, block.row_B
+        )
 
     def _whole(self) -> tuple[IntegerBlock, np.ndarray]:
-        """Return all valid records as one block, and each record's position in it, -1 for invalid records."""
+        """Return all valid records as one block, and each record's position in it, -1 for invalid
+        records.
+        """
         if self._kept is None:
             most, classes = self.num_records, self._stream.num_classes
             several = self._stream.multi_label
-            # Allocated beforehand: small tensors that outlive a block would fragment the memory that it frees.
+            # Allocated beforehand: small tensors that outlive a block would fragment the memory
+            # that it frees.
             whole = IntegerBlock(
-                tuple(torch.empty(most, self._stream.width, dtype=torch.int8) for _ in range(self._digits)),
+                tuple(
+                    torch.empty(most, self._stream.width, dtype=torch.int8)
+                    for _ in range(self._digits)
+                ),
                 torch.empty(most, dtype=torch.float64),
                 torch.empty(most, dtype=torch.float64),
                 None if several else torch.empty(most, dtype=torch.int64),
@@ -119,7 +141,9 @@ class IntegerStream:
             place_N, count = np.full(most, -1), 0
             for block in self._stream.blocks(num_bytes=_READ_BYTES):
                 here = slice(count, count + len(block.norm_B))
-                for kept, new in zip(_columns(_taken(whole, here)), _columns(self._integers(block)), strict=True):
+                for kept, new in zip(
+                    _columns(_taken(whole, here)), _columns(self._integers(block)), strict=True
+                ):
                     kept.copy_(new)
                 place_N[block.row_B] = np.arange(here.start, here.stop)
                 whole.row_B[here] = block.row_B
@@ -141,7 +165,12 @@ def _taken(whole: IntegerBlock, index: slice | Tensor) -> IntegerBlock:
 
 
 def _columns(block: IntegerBlock) -> list[Tensor]:
-    return [*block.digit_BE, block.scale_B, block.norm_B, *(x for x in (block.label_B, block.target_BK) if x is not None)]
+    return [
+        *block.digit_BE,
+        block.scale_B,
+        block.norm_B,
+        *(x for x in (block.label_B, block.target_BK) if x is not None),
+    ]
 
 
 def _joined(parts: list[IntegerBlock]) -> IntegerBlock:
@@ -150,7 +179,9 @@ def _joined(parts: list[IntegerBlock]) -> IntegerBlock:
     targets = [part.target_BK for part in parts if part.target_BK is not None]
     return replace(
         parts[0],
-        digit_BE=tuple(torch.cat(same) for same in zip(*(part.digit_BE for part in parts), strict=True)),
+        digit_BE=tuple(
+            torch.cat(same) for same in zip(*(part.digit_BE for part in parts), strict=True)
+        ),
         scale_B=torch.cat([part.scale_B for part in parts]),
         norm_B=torch.cat([part.norm_B for part in parts]),
         label_B=torch.cat(labels) if labels else None,

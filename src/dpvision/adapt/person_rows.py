@@ -1,14 +1,16 @@
-"""One row of features for each person, for a plan that draws people (decision 0034). Heads then treat people as they treat records.
+"""One row of features for each person, for a plan that draws people (decision 0034). Heads then
+treat people as they treat records.
 
-A person's labelled images are put in the order of hashes of (seed, image id). The first image gives the person's label, and the first k
-images with this label give the row, the mean of their features:
+A person's labelled images are put in the order of hashes of (seed, image id). The first image gives
+the person's label, and the first k images with this label give the row, the mean of their features:
 
     x_p = sum_j f_pj / m_p,    over the m_p <= k of these images whose features are finite
 
-Label and row depend on that person's images and on public numbers only, bit for bit. A person without such an image has a row of NaN, or
-none, and contributes exactly zero.
+Label and row depend on that person's images and on public numbers only, bit for bit. A person
+without such an image has a row of NaN, or none, and contributes exactly zero.
 
-Legend: P people, M images that take part, D feature dimension, B people of a block, H of these with a next image.
+Legend: P people, M images that take part, D feature dimension, B people of a block, H of these with
+a next image.
 """
 
 from dataclasses import dataclass
@@ -29,17 +31,30 @@ class PersonImages:
     row_M: np.ndarray
     """Sorted int64 rows of the store."""
     place_M: np.ndarray
-    """int64 positions in ``row_M``, those of a person side by side, in the order of their hashes."""
+    """int64 positions in ``row_M``, those of a person side by side, in the order of their
+    hashes.
+    """
     start_P: np.ndarray
-    """int64 (P + 1,): person p has the images ``place_M[start_P[p] : start_P[p + 1]]``, at least one."""
+    """int64 (P + 1,): person p has the images ``place_M[start_P[p] : start_P[p + 1]]``, at least
+    one.
+    """
 
     @classmethod
     def chosen(cls, store: Store, count: int, seed: int) -> "PersonImages":
-        """Choose at most ``count`` images of each person of ``store``, in which every record has one (``store_checks.check_people``)."""
+        """Choose at most ``count`` images of each person of ``store``, in which every record has
+        one (``store_checks.check_people``).
+        """
         people = People.of(store)
-        label_N = np.asarray(store.index["label"])[people.row_N]  # equal exactly for equal labels, also where a record may have several
-        person_N, id_N = np.repeat(np.arange(len(people)), np.diff(people.start_P)), people.record_id_N
-        order = np.lexsort((id_N, StepKey(seed, 0).uniform_numpy(id_N, "person", 1)[:, 0], person_N))
+        label_N = np.asarray(store.index["label"])[
+            people.row_N
+        ]  # equal exactly for equal labels, also where a record may have several
+        person_N, id_N = (
+            np.repeat(np.arange(len(people)), np.diff(people.start_P)),
+            people.record_id_N,
+        )
+        order = np.lexsort(
+            (id_N, StepKey(seed, 0).uniform_numpy(id_N, "person", 1)[:, 0], person_N)
+        )
         order = order[label_N[order] >= 0]
         order = order[label_N[order] == label_N[order][_first(person_N[order])]]
         order = order[np.arange(len(order)) - _first(person_N[order]) < count]
@@ -54,20 +69,26 @@ class PersonImages:
 
 
 def _first(person_N: np.ndarray) -> np.ndarray:
-    """Position of the first entry of each entry's person, where entries of a person are side by side."""
+    """Position of the first entry of each entry's person, where entries of a person are side by
+    side.
+    """
     starts = np.r_[True, person_N[1:] != person_N[:-1]][: len(person_N)]
     return np.maximum.accumulate(np.where(starts, np.arange(len(person_N)), 0))
 
 
 class PersonFeatures:
-    """The rows of people, computed from the features of their images when they are read: a slice or index array gives float32 (B, D)."""
+    """The rows of people, computed from the features of their images when they are read: a slice or
+    index array gives float32 (B, D).
+    """
 
     ndim = 2
     dtype = np.dtype(np.float32)
 
     def __init__(self, image_MD: np.ndarray, images: PersonImages) -> None:
         self.image_MD = image_MD
-        """Features of the images at ``images.row_M``, float32 or float16, in memory or memory-mapped."""
+        """Features of the images at ``images.row_M``, float32 or float16, in memory or
+        memory-mapped.
+        """
         self._place_M, self._start_P = images.place_M, images.start_P
 
     @property
@@ -86,7 +107,9 @@ class PersonFeatures:
         return x_BD
 
     def _means(self, start_B: np.ndarray, stop_B: np.ndarray) -> np.ndarray:
-        """Return the mean rows, float64 (B, D). Each is summed in its own order, one image at a time, whatever else is in the block."""
+        """Return the mean rows, float64 (B, D). Each is summed in its own order, one image at a
+        time, whatever else is in the block.
+        """
         total_BD, count_B = np.zeros((len(start_B), self.shape[1])), np.zeros(len(start_B))
         for j in range(int((stop_B - start_B).max(initial=0))):
             more_H = np.flatnonzero(start_B + j < stop_B)

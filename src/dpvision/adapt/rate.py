@@ -1,25 +1,29 @@
-"""The default learning rate of ``many_steps``, a function of the plan alone: public, and the same for every data set of the declared size.
+"""The default learning rate of ``many_steps``, a function of the plan alone: public, and the same
+for every data set of the declared size.
 
-T steps of momentum m at a constant rate r move a weight by about L = T r / (1 - m) times its mean gradient. The noise in that mean has the
-standard deviation
+T steps of momentum m at a constant rate r move a weight by about L = T r / (1 - m) times its mean
+gradient. The noise in that mean has the standard deviation
 
     s = noise_std / (expected_batch_size sqrt(T))
 
-in every coordinate, whatever T is: T releases share one budget. So L s is the noise in the head's final weights, and in a logit of a row
-of length 1. The rule fixes this noise, and thereby L:
+in every coordinate, whatever T is: T releases share one budget. So L s is the noise in the head's
+final weights, and in a logit of a row of length 1. The rule fixes this noise, and thereby L:
 
     L s = FINAL_NOISE / (1 + (HALVING s)^2),    L <= LONGEST,    r = (1 - m) L / T
 
-A rate that is too small costs more accuracy than the noise, until noise dominates the gradient (s near 1 / HALVING). Then later gradients
-add no information, and a small L, which amounts to one step split into T, is best. docs/log.md (2026-11-22) has the figures.
+A rate that is too small costs more accuracy than the noise, until noise dominates the gradient (s
+near 1 / HALVING). Then later gradients add no information, and a small L, which amounts to one step
+split into T, is best. docs/log.md (2026-11-22) has the figures.
 
-Gradient steps with momentum diverge where r times the curvature of the loss exceeds 2 (1 + m). On rows of length 1 the curvature is at most
-CURVATURE, and features whose rows lie close together come near it. Unless features are known to stay far from it, r is therefore at most
+Gradient steps with momentum diverge where r times the curvature of the loss exceeds 2 (1 + m). On
+rows of length 1 the curvature is at most CURVATURE, and features whose rows lie close together come
+near it. Unless features are known to stay far from it, r is therefore at most
 
     STABLE 2 (1 + m) / CURVATURE
 
-and more steps keep L (``enough_steps``); full batches divide a target epsilon over any number of steps without loss. With a given noise
-multiplier every step costs epsilon: the number of steps stays, and L is shortened.
+and more steps keep L (``enough_steps``); full batches divide a target epsilon over any number of
+steps without loss. With a given noise multiplier every step costs epsilon: the number of steps
+stays, and L is shortened.
 """
 
 import math
@@ -32,14 +36,20 @@ from dpvision.privacy.plan import DPPlan
 FINAL_NOISE = 0.7
 """Standard deviation of the noise in each final weight, in the limit of small s."""
 HALVING = 100.0
-"""1 / s at which the final weights have half of that noise: 100 records at a noise multiplier of 1."""
+"""1 / s at which the final weights have half of that noise: 100 records at a noise multiplier of
+1.
+"""
 LONGEST = 1e5
 """Upper bound on L; reached without noise, or with millions of records."""
 CURVATURE = 0.5
-"""Upper bound on the eigenvalues of diag(p) - p p^T, the Hessian of the softmax loss in a record's scores; sigmoid: 1/4."""
+"""Upper bound on the eigenvalues of diag(p) - p p^T, the Hessian of the softmax loss in a record's
+scores; sigmoid: 1/4.
+"""
 STABLE = 0.6
-"""Share of the stability limit, which holds for a quadratic loss. On identical rows of two classes, the softmax loss oscillates without end
-at 0.75 of it and converges at 0.67 (docs/log.md, 2026-11-23)."""
+"""Share of the stability limit, which holds for a quadratic loss. On identical rows of two classes,
+the softmax loss oscillates without end at 0.75 of it and converges at 0.67 (docs/log.md,
+2026-11-23).
+"""
 MOST_STEPS = 500
 """Upper bound on ``enough_steps``, for the sake of time; beyond it, L is shortened."""
 
@@ -48,7 +58,8 @@ def steps_rate(plan: DPPlan, momentum: float, *, bounded: bool = True) -> float:
     """Return the learning rate for the plan's steps of SGD.
 
     Args:
-        bounded: whether to keep to ``stable_rate``, which only features of known low curvature may exceed.
+        bounded: whether to keep to ``stable_rate``, which only features of known low curvature may
+            exceed.
 
     >>> from dpvision.adapt.release import full_batch_plan
     >>> plan = full_batch_plan(50_000, 1.0, steps=60)
@@ -65,7 +76,8 @@ def stable_rate(momentum: float) -> float:
 
 
 def enough_steps(plan: DPPlan, momentum: float) -> int:
-    """Return the smallest number of full-batch steps, from the plan's on, at which ``stable_rate`` does not shorten L; at most MOST_STEPS.
+    """Return the smallest number of full-batch steps, from the plan's on, at which ``stable_rate``
+    does not shorten L; at most MOST_STEPS.
 
     >>> from dpvision.adapt.release import full_batch_plan
     >>> [enough_steps(full_batch_plan(n, 8.0, steps=60), 0.9) for n in (2_000, 10_000, 1_000_000)]
@@ -81,12 +93,16 @@ def _length(plan: DPPlan) -> float:
 
 
 def final_noise(plan: DPPlan, optim: OptimConfig) -> float:
-    """Return L s, the standard deviation of the noise in each weight after all steps of SGD at a constant rate."""
+    """Return L s, the standard deviation of the noise in each weight after all steps of SGD at a
+    constant rate.
+    """
     return optim.rate * plan.steps / (1 - optim.momentum) * mean_noise(plan)
 
 
 def mean_noise(plan: DPPlan) -> float:
-    """Return s, the standard deviation of the noise in each coordinate of the mean of all steps' gradients."""
+    """Return s, the standard deviation of the noise in each coordinate of the mean of all steps'
+    gradients.
+    """
     return plan.noise_std / (plan.expected_batch_size * math.sqrt(plan.steps))
 
 
@@ -103,6 +119,7 @@ def with_rate(optim: OptimConfig, plan: DPPlan, *, bounded: bool = True) -> Opti
         return optim
     if optim.name != "sgd":
         raise ConfigError(
-            f"optim: learning_rate=None with name={optim.name!r}; expected a number (only 'sgd' has a default). Give --optim.learning-rate."
+            f"optim: learning_rate=None with name={optim.name!r}; expected a number (only 'sgd' "
+            "has a default). Give --optim.learning-rate."
         )
     return replace(optim, learning_rate=steps_rate(plan, optim.momentum, bounded=bounded))

@@ -1,10 +1,12 @@
-"""Releases, the only path from private features to a head: charge, draw, clip, sum, add noise, divide.
+"""Releases, the only path from private features to a head: charge, draw, clip, sum, add noise,
+divide.
 
-Every head consists of releases under one plan. A release is ``privatize(sum over records of contributions, plan, step, key)``, each
-contribution clipped to norm C = ``plan.max_grad_norm``; the plan draws the records, scales the noise and sets the normalisation
-constant. A contribution of several parts (a covariance and cross moments) is clipped as a whole. To give a part more of the budget,
-average several releases of it (``Releases.average``): the mean of m Gaussian releases of the same sum is one release with noise smaller
-by sqrt(m).
+Every head consists of releases under one plan. A release is ``privatize(sum over records of
+contributions, plan, step, key)``, each contribution clipped to norm C = ``plan.max_grad_norm``; the
+plan draws the records, scales the noise and sets the normalisation constant. A contribution of
+several parts (a covariance and cross moments) is clipped as a whole. To give a part more of the
+budget, average several releases of it (``Releases.average``): the mean of m Gaussian releases of
+the same sum is one release with noise smaller by sqrt(m).
 
 Legend: B records of a block.
 """
@@ -33,15 +35,19 @@ from dpvision.train.distributed import Group, all_reduce_sum
 _ALONE = Group(0, 1, torch.device("cpu"))
 _ROUNDED_UP = 1 + 1e-9
 _MARGIN = margin(torch.float32)
-"""Fraction of C reserved for rounding. Row lengths are within 6 eps of float32 (``feature_stream``), 14 eps for a row that was shortened
-and squared; the residuals, the factor and their products each round by half an ulp. Sums over records are float64 throughout."""
+"""Fraction of C reserved for rounding. Row lengths are within 6 eps of float32
+(``feature_stream``), 14 eps for a row that was shortened and squared; the residuals, the factor and
+their products each round by half an ulp. Sums over records are float64 throughout.
+"""
 
 
 class Contributions:
-    """Accumulate a clipped sum over records in float64, so that a million records add up without loss.
+    """Accumulate a clipped sum over records in float64, so that a million records add up without
+    loss.
 
     Args:
-        plan: gives the clip norm and the clipping rule. Without a clip norm (no guarantee) nothing is clipped.
+        plan: gives the clip norm and the clipping rule. Without a clip norm (no guarantee) nothing
+            is clipped.
         shapes: shape of each part of a contribution.
 
     Raises:
@@ -52,25 +58,33 @@ class Contributions:
         if plan.max_grad_norm is not None:
             require_exact_products("adapt")
         self._plan = plan
-        self._totals = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        self._totals = {
+            name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()
+        }
         self._norms: list[Tensor] = []
         self._rows = [no_records()]
 
     def factors(self, norm_B: Tensor, row_B: np.ndarray) -> Tensor:
-        """Return min(1, C (1 - margin) / norm), or C (1 - margin) / (norm + gamma): float32 (B,), for float64 norms ``norm_B``.
+        """Return min(1, C (1 - margin) / norm), or C (1 - margin) / (norm + gamma): float32 (B,),
+        for float64 norms ``norm_B``.
 
-        Call it once for every record, with its position in the stream: ``sum`` refuses one that comes twice. A non-finite norm gives the
-        factor 0; the caller must drop that record's values too.
+        Call it once for every record, with its position in the stream: ``sum`` refuses one that
+        comes twice. A non-finite norm gives the factor 0; the caller must drop that record's values
+        too.
         """
         self._norms.append(norm_B.float())
         self._rows.append(row_B)
         clip_norm, finite_B = self._plan.max_grad_norm, torch.isfinite(norm_B)
         if clip_norm is None:
             return finite_B.float()
-        return clip_factors(norm_B, finite_B, max_grad_norm=clip_norm, rule=self._plan.clipping, kept=_MARGIN).float()
+        return clip_factors(
+            norm_B, finite_B, max_grad_norm=clip_norm, rule=self._plan.clipping, kept=_MARGIN
+        ).float()
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a block's clipped sum of one part, in float64 because a block has thousands of records."""
+        """Add a block's clipped sum of one part, in float64 because a block has thousands of
+        records.
+        """
         assert value.dtype == torch.float64
         self._totals[name] += value
 
@@ -82,7 +96,16 @@ class Contributions:
         """
         norms_B = torch.cat(self._norms) if self._norms else torch.zeros(0)
         rows_B = once(np.concatenate(self._rows))
-        return seal(ClippedSum(self._totals, len(norms_B), norms_B, torch.zeros(0), self._plan.max_grad_norm, rows_B))
+        return seal(
+            ClippedSum(
+                self._totals,
+                len(norms_B),
+                norms_B,
+                torch.zeros(0),
+                self._plan.max_grad_norm,
+                rows_B,
+            )
+        )
 
 
 BlockT = TypeVar("BlockT", covariant=True)
@@ -105,11 +128,12 @@ SumOf = Callable[[Iterator[T]], ClippedSum]
 
 @dataclass
 class Releases:
-    """The releases of one head. Each spends one step of the plan, charged before anything of it is computed.
+    """The releases of one head. Each spends one step of the plan, charged before anything of it is
+    computed.
 
-    ``charge`` is ``ledger.append``: it returns the number of the step once the charge is durable. Keys are new at every start
-    (``new_key()``). Several processes share keys and step numbers; each sums its slice of the draw, and the same noise is added once to
-    the total on every process.
+    ``charge`` is ``ledger.append``: it returns the number of the step once the charge is durable.
+    Keys are new at every start (``new_key()``). Several processes share keys and step numbers; each
+    sums its slice of the draw, and the same noise is added once to the total on every process.
     """
 
     plan: DPPlan
@@ -118,7 +142,9 @@ class Releases:
     noise_key: Key = field(repr=False)
     group: Group = _ALONE
     stop: Callable[[], bool] = lambda: False
-    """Returns whether the operator asked to stop; heads of many steps then end with the step in progress."""
+    """Returns whether the operator asked to stop; heads of many steps then end with the step in
+    progress.
+    """
     _next: int = 0
 
     @property
@@ -130,7 +156,8 @@ class Releases:
         """Make one release.
 
         Returns:
-            Its step number, and the noisy sum divided by ``plan.expected_batch_size``: float64, on the CPU.
+            Its step number, and the noisy sum divided by ``plan.expected_batch_size``: float64, on
+            the CPU.
 
         Raises:
             PrivacyError: the plan has no step left.
@@ -139,7 +166,9 @@ class Releases:
         return step, self._privatize(self._sum(stream, sum_of, step), step)
 
     def average(self, stream: Records[T], sum_of: SumOf[T], count: int) -> DPGradient:
-        """Return the mean of ``count`` releases of the same sum. With full batches the sum is computed once."""
+        """Return the mean of ``count`` releases of the same sum. With full batches the sum is
+        computed once.
+        """
         totals: dict[str, Tensor] = {}
         total: ClippedSum | None = None
         for _ in range(count):
@@ -151,16 +180,23 @@ class Releases:
         return seal(DPGradient(totals))
 
     def entry_std(self, count: int = 1) -> float:
-        """Return the standard deviation of the noise in each entry of ``average(..., count)``; public."""
+        """Return the standard deviation of the noise in each entry of ``average(..., count)``;
+        public.
+        """
         return self.plan.noise_std / self.plan.expected_batch_size / math.sqrt(count)
 
     def _privatize(self, total: ClippedSum, step: int) -> DPGradient:
-        return privatize(total, self.plan, step, self.noise_key, owners=self.group, dtype=torch.float64)
+        return privatize(
+            total, self.plan, step, self.noise_key, owners=self.group, dtype=torch.float64
+        )
 
     def _charge(self) -> int:
         step = self.charge()
         if not 0 <= step < self.plan.steps:
-            raise PrivacyError(f"adapt: step={step}; expected 0 to {self.plan.steps - 1}. The plan is used up: start a new run.")
+            raise PrivacyError(
+                f"adapt: step={step}; expected 0 to {self.plan.steps - 1}. The plan is used up: "
+                "start a new run."
+            )
         self._next = step + 1
         return step
 
@@ -173,19 +209,26 @@ class Releases:
 
 
 def full_batch_noise(target_epsilon: float, delta: float, steps: int) -> float:
-    """Return the noise multiplier of ``steps`` full-batch releases, sqrt(steps) times the analytic Gaussian's, within 2e-9 of the
-    smallest.
+    """Return the noise multiplier of ``steps`` full-batch releases, sqrt(steps) times the analytic
+    Gaussian's, within 2e-9 of the smallest.
     """
     return math.sqrt(steps) * gaussian.noise_for(target_epsilon, delta) * _ROUNDED_UP
 
 
 def full_batch_plan(
-    dataset_size: int, target_epsilon: float, *, steps: int = 1, delta: float | None = None, max_grad_norm: float = 1.0
+    dataset_size: int,
+    target_epsilon: float,
+    *,
+    steps: int = 1,
+    delta: float | None = None,
+    max_grad_norm: float = 1.0,
 ) -> DPPlan:
-    """Return a plan of ``steps`` full-batch releases with the exact noise of the analytic Gaussian mechanism (Balle & Wang 2018).
+    """Return a plan of ``steps`` full-batch releases with the exact noise of the analytic Gaussian
+    mechanism (Balle & Wang 2018).
 
-    T releases compose to one Gaussian at noise_multiplier / sqrt(T), so T releases need sqrt(T) times the noise multiplier of one.
-    ``make_plan`` with a target rounds up to five digits; this noise multiplier is within 2e-9 of the smallest that reaches the target.
+    T releases compose to one Gaussian at noise_multiplier / sqrt(T), so T releases need sqrt(T)
+    times the noise multiplier of one. ``make_plan`` with a target rounds up to five digits; this
+    noise multiplier is within 2e-9 of the smallest that reaches the target.
 
     Args:
         target_epsilon: positive; the plan's epsilon is at most this.
@@ -195,9 +238,14 @@ def full_batch_plan(
         PrivacyError, ConfigError: as ``make_plan``.
     """
     asked = PrivacyConfig(
-        dataset_size=dataset_size, expected_batch_size=dataset_size, steps=steps, max_grad_norm=max_grad_norm, delta=delta,
-        target_epsilon=target_epsilon, sampling="full_batch",
-    )  # fmt: skip
+        dataset_size=dataset_size,
+        expected_batch_size=dataset_size,
+        steps=steps,
+        max_grad_norm=max_grad_norm,
+        delta=delta,
+        target_epsilon=target_epsilon,
+        sampling="full_batch",
+    )
     delta = default_delta(dataset_size) if delta is None else delta
     noise = full_batch_noise(target_epsilon, delta, steps)
     return make_plan(replace(asked, target_epsilon=None, noise_multiplier=noise, delta=delta))

@@ -1,10 +1,13 @@
-"""Choose the best of several heads by a private score, as one private selection (``privacy.selection``).
+"""Choose the best of several heads by a private score, as one private selection
+(``privacy.selection``).
 
-Each run draws a candidate from a public list, trains its head, and counts, with noise, the records that the head classifies correctly.
-The score uses the training records: a noisy head overfits one record less than holding records out would cost. The whole selection is
-charged as one step before the first run. It releases the head with the highest score, its candidate's name and that score. The number of
-runs is secret, and so is everything that reveals it: this module reports no progress, keeps nothing of a run that lost, and does not
-resume after a crash, because one charge pays for one whole selection.
+Each run draws a candidate from a public list, trains its head, and counts, with noise, the records
+that the head classifies correctly. The score uses the training records: a noisy head overfits one
+record less than holding records out would cost. The whole selection is charged as one step before
+the first run. It releases the head with the highest score, its candidate's name and that score. The
+number of runs is secret, and so is everything that reveals it: this module reports no progress,
+keeps nothing of a run that lost, and does not resume after a crash, because one charge pays for one
+whole selection.
 
 Legend: B records of a block, K classes, D feature dimension.
 """
@@ -36,7 +39,9 @@ class Candidate:
     name: str
     """Released if it wins."""
     fit: Callable[[FeatureStream, Releases], Head]
-    """Trains the head. It reads the records only through the releases left; its other settings are public."""
+    """Trains the head. It reads the records only through the releases left; its other settings are
+    public.
+    """
     max_grad_norm: float | None = None
     """Clip norm; if None, the plan's. It does not change epsilon, since noise is relative to it."""
 
@@ -48,7 +53,9 @@ class Selected:
     head: Head
     candidate: str
     score: float
-    """Noisy number of correctly classified records, as a fraction of the declared number: can be below 0 or above 1."""
+    """Noisy number of correctly classified records, as a fraction of the declared number: can be
+    below 0 or above 1.
+    """
 
 
 def select_head(
@@ -61,16 +68,19 @@ def select_head(
 ) -> Selected | None:
     """Return the head of the best run, or None if the number of runs drawn is 0 (Poisson only).
 
-    Each candidate is first trained on random numbers, so that an invalid setting is refused before anything is charged.
+    Each candidate is first trained on random numbers, so that an invalid setting is refused before
+    anything is charged.
 
     Args:
         candidates: two or more with different names, fixed without looking at these records.
         plan: from ``make_plan(config, ask_selection(config, ...))``.
         charge: ``ledger.append``.
-        key: secret key for the number of runs, the candidates, and the draws and noise of every run; if None, new ones.
+        key: secret key for the number of runs, the candidates, and the draws and noise of every
+            run; if None, new ones.
 
     Raises:
-        ConfigError: fewer than two candidates, a duplicate name, or a candidate that cannot be trained with these releases.
+        ConfigError: fewer than two candidates, a duplicate name, or a candidate that cannot be
+            trained with these releases.
         PrivacyError: the plan has no selection, or is used up.
     """
     check_candidates(candidates)
@@ -78,8 +88,8 @@ def select_head(
     _rehearse(stream, candidates, run_plan, score_plan)
     if charge() != 0:
         raise PrivacyError(
-            "select: the plan's one selection was already charged; expected an empty ledger. Start a new run under another --name: it "
-            "spends its own epsilon."
+            "select: the plan's one selection was already charged; expected an empty ledger. "
+            "Start a new run under another --name: it spends its own epsilon."
         )
     key = new_key() if key is None else key
     key.spend(0)  # the one step of this selection
@@ -99,32 +109,57 @@ def check_candidates(candidates: Sequence[Candidate]) -> None:
     names = [candidate.name for candidate in candidates]
     if len(names) < 2 or len(set(names)) < len(names):
         raise ConfigError(
-            f"select: candidates={names}; expected two or more with different names. Train a single one without selection: that costs less."
+            f"select: candidates={names}; expected two or more with different names. Train a "
+            "single one without selection: that costs less."
         )
 
 
-def _run(stream: FeatureStream, candidate: Candidate, run_plan: DPPlan, score_plan: DPPlan, key: Key, run: int) -> Selected:
+def _run(
+    stream: FeatureStream,
+    candidate: Candidate,
+    run_plan: DPPlan,
+    score_plan: DPPlan,
+    key: Key,
+    run: int,
+) -> Selected:
     """Train and score one candidate: the base mechanism of theorems 2 and 6."""
 
     def keys(part: str) -> tuple[Key, Key]:
         """Return the keys of draws and of noise."""
-        return subkey(key, f"selection, draws of {part}", run=run), subkey(key, f"selection, noise of {part}", run=run)
+        return subkey(key, f"selection, draws of {part}", run=run), subkey(
+            key, f"selection, noise of {part}", run=run
+        )
 
-    plan = run_plan.another_run() if candidate.max_grad_norm is None else replace(run_plan, max_grad_norm=candidate.max_grad_norm)
+    plan = (
+        run_plan.another_run()
+        if candidate.max_grad_norm is None
+        else replace(run_plan, max_grad_norm=candidate.max_grad_norm)
+    )
     head = candidate.fit(stream, Releases(plan, itertools.count().__next__, *keys("head")))
     scorer = Releases(score_plan.another_run(), itertools.count().__next__, *keys("score"))
-    # The head takes features that are centred and scaled to length 1 at most: it includes the stream's other steps.
-    records = IntegerStream(FeatureStream(stream.feature_ND, stream.label, stream.num_classes, centre_D=head.centre_D, unit=head.unit))
+    # The head takes features that are centred and scaled to length 1 at most: it includes the
+    # stream's other steps.
+    records = IntegerStream(
+        FeatureStream(
+            stream.feature_ND,
+            stream.label,
+            stream.num_classes,
+            centre_D=head.centre_D,
+            unit=head.unit,
+        )
+    )
     _, released = scorer.release(records, lambda blocks: hits(blocks, head, score_plan))
     return Selected(head, candidate.name, float(released.grads["hits"]))
 
 
 def hits(blocks: Iterator[IntegerBlock], head: Head, plan: DPPlan) -> ClippedSum:
-    """Return the number of records whose predicted class is one of their labels: each contributes 0 or 1 under the name "hits".
+    """Return the number of records whose predicted class is one of their labels: each contributes 0
+    or 1 under the name "hits".
 
-    Predictions are those of ``head`` on a record's integers (``IntegerStream``), after the head's centring and unit length: in float32
-    the predictions of tied records depend on how many records a block has. A class predicted from NaN scores counts like any other: no
-    record can raise an error here.
+    Predictions are those of ``head`` on a record's integers (``IntegerStream``), after the head's
+    centring and unit length: in float32 the predictions of tied records depend on how many records
+    a block has. A class predicted from NaN scores counts like any other: no record can raise an
+    error here.
     """
     total, weight = Contributions(plan, {"hits": ()}), WholeWeight(head.weight_KD)
     for block in blocks:
@@ -134,15 +169,26 @@ def hits(blocks: Iterator[IntegerBlock], head: Head, plan: DPPlan) -> ClippedSum
         else:
             assert block.target_BK is not None
             hit_B = block.target_BK[torch.arange(len(predicted_B)), predicted_B] > 0
-        total.add("hits", (total.factors(hit_B.double(), block.row_B) * hit_B).sum(dtype=torch.float64))
+        total.add(
+            "hits", (total.factors(hit_B.double(), block.row_B) * hit_B).sum(dtype=torch.float64)
+        )
     return total.sum()
 
 
-def _rehearse(stream: FeatureStream, candidates: Sequence[Candidate], run_plan: DPPlan, score_plan: DPPlan) -> None:
+def _rehearse(
+    stream: FeatureStream, candidates: Sequence[Candidate], run_plan: DPPlan, score_plan: DPPlan
+) -> None:
     """Run every candidate on random numbers of the stream's shape."""
     rng, num = np.random.default_rng(0), min(_REHEARSAL_RECORDS, run_plan.sampled_from)
     feature_ND = rng.normal(size=(num, stream.feature_ND.shape[1])).astype(np.float32)
     shape = (num, stream.num_classes) if stream.multi_label else num
     label = rng.integers(0, 2 if stream.multi_label else stream.num_classes, shape)
     for candidate in candidates:
-        _run(replace(stream, feature_ND=feature_ND, label=label), candidate, run_plan, score_plan, new_key(), 0)
+        _run(
+            replace(stream, feature_ND=feature_ND, label=label),
+            candidate,
+            run_plan,
+            score_plan,
+            new_key(),
+            0,
+        )

@@ -3,9 +3,10 @@
     with new_head_session(config, root) as session:
         adapt(session)
 
-The ledger is correct whenever the process is killed: charged releases stay charged. A resumed run (``resumed_head_session``) has new
-keys and the releases left. A head of many steps is saved on the way, after steps, and goes on from there; another head starts again with
-the releases left, or is refused if these are too few.
+The ledger is correct whenever the process is killed: charged releases stay charged. A resumed run
+(``resumed_head_session``) has new keys and the releases left. A head of many steps is saved on the
+way, after steps, and goes on from there; another head starts again with the releases left, or is
+refused if these are too few.
 
 Legend: N records, D feature dimension.
 """
@@ -44,7 +45,9 @@ from dpvision.runs.stop import StopRequest
 ENCODER_FILE = "encoder.json"
 """Description of the encoder at the start of the run; public."""
 _SAVE_EVERY_S = 10.0
-"""Upper bound on ``hardware.checkpoint_every_s``, which is meant for networks: a head's checkpoint is small."""
+"""Upper bound on ``hardware.checkpoint_every_s``, which is meant for networks: a head's checkpoint
+is small.
+"""
 _BLOCK = 1 << 16
 
 
@@ -91,16 +94,26 @@ def new_head_session(config: RunConfig | Prepared, root: Path) -> Iterator[HeadS
         DPVisionError: the run is impossible or unsafe. Nothing has been charged.
     """
     made = config if isinstance(config, Prepared) else prepare(config)
-    encoder = describe(made.encoder, made.model.encoder.pooling or "", made.model.encoder.width, made.device)
+    encoder = describe(
+        made.encoder, made.model.encoder.pooling or "", made.model.encoder.width, made.device
+    )
     with new_run(
-        root, made.config, made.plan, made.store, made.lineage,
-        num_bytes=_num_bytes(made), secluded=made.encoder.confidential, files={ENCODER_FILE: encoder},
-    ) as run:  # fmt: skip
+        root,
+        made.config,
+        made.plan,
+        made.store,
+        made.lineage,
+        num_bytes=_num_bytes(made),
+        secluded=made.encoder.confidential,
+        files={ENCODER_FILE: encoder},
+    ) as run:
         yield HeadSession(made, run, encoder)
 
 
 @contextlib.contextmanager
-def resumed_head_session(root: Path, hardware: dict[str, Any] | None = None) -> Iterator[HeadSession]:
+def resumed_head_session(
+    root: Path, hardware: dict[str, Any] | None = None
+) -> Iterator[HeadSession]:
     """Open a session for an existing run, with its config, plan, encoder and ledger, and new keys.
 
     Args:
@@ -118,12 +131,15 @@ def resumed_head_session(root: Path, hardware: dict[str, Any] | None = None) -> 
     updates, progress = _read_progress(stopped.checkpoint)
     with stopped.resumed(made.store, made.lineage, num_bytes=_num_bytes(made)) as run:
         charged = run.ledger.steps
-        finished = stopped.checkpoint is not None and (progress is None or charged == made.plan.steps)
+        finished = stopped.checkpoint is not None and (
+            progress is None or charged == made.plan.steps
+        )
         if not finished and progress is None and made.plan.steps - charged < made.releases_needed:
             raise PrivacyError(
-                f"adapt: {charged} of {made.plan.steps} releases of {root} were charged and lost before the head was saved; expected "
-                f"{made.releases_needed} left for {made.model.head}. Their epsilon stays spent. Start a new run under another --name; its "
-                "epsilon adds to it (`dpvision ledger STORE` prints the total)."
+                f"adapt: {charged} of {made.plan.steps} releases of {root} were charged and lost "
+                f"before the head was saved; expected {made.releases_needed} left for "
+                f"{made.model.head}. Their epsilon stays spent. Start a new run under another "
+                "--name; its epsilon adds to it (`dpvision ledger STORE` prints the total)."
             )
         yield HeadSession(made, run, encoder, finished, progress, updates)
 
@@ -146,35 +162,59 @@ def adapt(
         The checkpoint's folder.
 
     Raises:
-        DataError: no record has finite features, or the disk is too full for them. Nothing has been charged.
+        DataError: no record has finite features, or the disk is too full for them. Nothing has been
+            charged.
         CheckpointError: the checkpoint cannot be written.
-        KeyboardInterrupt: SIGINT while features are computed, or a second SIGINT after the first release, which loses the steps since
-            the last checkpoint. The first one ends a head of many steps after the step in progress: the head is saved, and the steps
-            left are not charged until the run is resumed.
+        KeyboardInterrupt: SIGINT while features are computed, or a second SIGINT after the first
+            release, which loses the steps since the last checkpoint. The first one ends a head of
+            many steps after the step in progress: the head is saved, and the steps left are not
+            charged until the run is resumed.
     """
     secrets = secrets or Secrets()
     made, start = session.prepared, time.monotonic()
     stream = feature_stream(made, progress)
-    image_ND = stream.feature_ND.image_MD if isinstance(stream.feature_ND, PersonFeatures) else stream.feature_ND
+    image_ND = (
+        stream.feature_ND.image_MD
+        if isinstance(stream.feature_ND, PersonFeatures)
+        else stream.feature_ND
+    )
     bad = _count_bad(image_ND)
     if bad == len(image_ND):
-        raise DataError(f"features: non-finite for all {bad} records; expected finite ones. Look at them: dpvision data inspect STORE.")
+        raise DataError(
+            f"features: non-finite for all {bad} records; expected finite ones. Look at them: "
+            "dpvision data inspect STORE."
+        )
     features_s = time.monotonic() - start
     about = {"records": len(image_ND), "without_features": bad, "features_s": features_s}
-    # A signal does not stop a selection early: the point where it stopped would reveal the number of runs, which is secret.
+    # A signal does not stop a selection early: the point where it stopped would reveal the number
+    # of runs, which is secret.
     doing = "finishing the selection" if made.model.candidates else "finishing this step"
     with StopRequest(f"{doing}, then saving the head", session.unsaved) as request:
         if made.model.candidates:
             charge, bounded = _charger(session.run), not made.encoder.standard_rows
-            config, selected = choose_head(session.config, stream, session.plan, charge, bounded=bounded)
-            fitted, chosen = Fitted(selected.head), {"candidate": selected.candidate, "score": selected.score}
+            config, selected = choose_head(
+                session.config, stream, session.plan, charge, bounded=bounded
+            )
+            fitted, chosen = (
+                Fitted(selected.head),
+                {"candidate": selected.candidate, "score": selected.score},
+            )
         else:
             keys = secrets.draw, secrets.noise
-            releases = Releases(session.plan, _charger(session.run), *keys, stop=lambda: request.asked, _next=session.run.ledger.steps)
+            releases = Releases(
+                session.plan,
+                _charger(session.run),
+                *keys,
+                stop=lambda: request.asked,
+                _next=session.run.ledger.steps,
+            )
             after_step = _saver(session, on_step)
             config, chosen = session.config, None
-            fitted = fit_head(config, stream, releases, start=session.progress, after_step=after_step)
-            # Not for a selection: its time would reveal the number of runs, which is secret even from this folder.
+            fitted = fit_head(
+                config, stream, releases, start=session.progress, after_step=after_step
+            )
+            # Not for a selection: its time would reveal the number of runs, which is secret even
+            # from this folder.
             about["head_s"] = time.monotonic() - start - features_s
         # Confidential: the number of records left out is a function of private images.
         write_json(session.run.folder.confidential / "head.json", about)
@@ -182,45 +222,79 @@ def adapt(
 
 
 def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None) -> FeatureStream:
-    """Return the features, cached or computed now, and labels of the records (where people are drawn, of the people) that take part."""
+    """Return the features, cached or computed now, and labels of the records (where people are
+    drawn, of the people) that take part.
+    """
     cfg, hardware = made.model, made.config.hardware
     assert cfg.encoder.pooling is not None and cfg.num_classes is not None
-    # Features of public images by confidential weights are private and must not be kept in a public store's folder.
+    # Features of public images by confidential weights are private and must not be kept in a public
+    # store's folder.
     keep = not made.encoder.confidential or made.store.visibility == "private"
     feature_ND = feature_array(
-        made.encoder, cfg.encoder.pooling, cfg.encoder.width, made.store, made.row_N, dataset_size=made.plan.dataset_size, keep=keep,
+        made.encoder,
+        cfg.encoder.pooling,
+        cfg.encoder.width,
+        made.store,
+        made.row_N,
+        dataset_size=made.plan.dataset_size,
+        keep=keep,
         batch_size=rows_of_pass(made.encoder, hardware.physical_batch_size, made.device),
-        workers=loader_threads(hardware.workers, made.device), device=made.device,
+        workers=loader_threads(hardware.workers, made.device),
+        device=made.device,
         progress=progress,
-    )  # fmt: skip
-    centre_D = texture_centre(made.encoder, cfg.encoder.pooling, made.device) if cfg.centre == "textures" else None
+    )
+    centre_D = (
+        texture_centre(made.encoder, cfg.encoder.pooling, made.device)
+        if cfg.centre == "textures"
+        else None
+    )
     order_D = made.encoder.order_D
     scale_D = None if order_D is None else frequency_scale(order_D, cfg.frequency_decay or 1.0)
     rows = feature_ND if made.people is None else PersonFeatures(feature_ND, made.people)
-    return FeatureStream(rows, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit, scale_D=scale_D)
+    return FeatureStream(
+        rows, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit, scale_D=scale_D
+    )
 
 
-def save(session: HeadSession, config: RunConfig, fitted: Fitted, chosen: dict[str, Any] | None, *, timed: bool = False) -> Path:
-    """Write the checkpoint: the head, what more steps start from if there are any left, and a manifest that describes its encoder.
+def save(
+    session: HeadSession,
+    config: RunConfig,
+    fitted: Fitted,
+    chosen: dict[str, Any] | None,
+    *,
+    timed: bool = False,
+) -> Path:
+    """Write the checkpoint: the head, what more steps start from if there are any left, and a
+    manifest that describes its encoder.
 
     Args:
         config: the session's, or the chosen candidate's after a selection.
         chosen: the candidate and score that a private selection releases.
         timed: as for ``Run.save``.
     """
-    more: dict[str, Any] = {"encoder": session.about_encoder, **({} if chosen is None else {"chosen": chosen})}
+    more: dict[str, Any] = {
+        "encoder": session.about_encoder,
+        **({} if chosen is None else {"chosen": chosen}),
+    }
     steps, progress = session.run.ledger.steps, fitted.progress
     updates = steps - session.charged_before if progress is None else progress.releases
     session.finished = progress is None or steps == session.plan.steps
     path = session.run.save(
-        _tensors(fitted.head), updates=updates, ema=None if fitted.ema is None else _tensors(fitted.ema),
-        optimizer=None if progress is None or session.finished else progress.tensors(), config=config, timed=timed, **more,
-    )  # fmt: skip
+        _tensors(fitted.head),
+        updates=updates,
+        ema=None if fitted.ema is None else _tensors(fitted.ema),
+        optimizer=None if progress is None or session.finished else progress.tensors(),
+        config=config,
+        timed=timed,
+        **more,
+    )
     session.updates = updates
     return path
 
 
-def _saver(session: HeadSession, on_step: Callable[[int], None]) -> Callable[[Callable[[], Fitted]], None]:
+def _saver(
+    session: HeadSession, on_step: Callable[[int], None]
+) -> Callable[[Callable[[], Fitted]], None]:
     """Return a function that saves the head every few seconds, so that a crash loses little."""
     every = min(session.config.hardware.checkpoint_every_s, _SAVE_EVERY_S)
     saved = time.monotonic()
@@ -236,11 +310,15 @@ def _saver(session: HeadSession, on_step: Callable[[int], None]) -> Callable[[Ca
 
 
 def _read_progress(checkpoint: Checkpoint | None) -> tuple[int, Progress | None]:
-    """Return the number of releases in a checkpoint, and what more steps start from; None if it is complete."""
+    """Return the number of releases in a checkpoint, and what more steps start from; None if it is
+    complete.
+    """
     if checkpoint is None:
         return 0, None
     updates = checkpoint.manifest["updates"]
-    return updates, None if checkpoint.optimizer is None else Progress.of(updates, checkpoint.optimizer)
+    return updates, None if checkpoint.optimizer is None else Progress.of(
+        updates, checkpoint.optimizer
+    )
 
 
 def _num_bytes(made: Prepared) -> int:

@@ -1,4 +1,6 @@
-"""``dpvision COMMAND ...``. Each command is one module, imported only when called, so that ``plan`` starts without torch."""
+"""``dpvision COMMAND ...``. Each command is one module, imported only when called, so that ``plan``
+starts without torch.
+"""
 
 import contextlib
 import errno
@@ -15,26 +17,56 @@ from dpvision.errors import DPVisionError
 COMMANDS = {
     "plan": ("plan", "choose noise, steps and epsilon for a data set before any compute is spent"),
     "data": ("data", "import images into a store; inspect it, split it, make procedural scenes"),
-    "synth": ("synth", "make procedural textures for a warm start: a store, image files or a contact sheet"),
+    "synth": (
+        "synth",
+        "make procedural textures for a warm start: a store, image files or a contact sheet",
+    ),
     "train": ("train", "train a recipe, with or without privacy; resume after a stop or a crash"),
     "adapt": ("adapt", "train a private classifier on a public encoder, in one step or many"),
-    "tune": ("tune", "choose settings by simulated, public, charged or privately selected trials; prints what each way costs"),
-    "evaluate": ("evaluate", "score encoders by k-NN, linear and few-shot protocols, against random weights and raw pixels"),
+    "tune": (
+        "tune",
+        "choose settings by simulated, public, charged or privately selected trials; prints "
+        "what each way costs",
+    ),
+    "evaluate": (
+        "evaluate",
+        "score encoders by k-NN, linear and few-shot protocols, against random weights and raw "
+        "pixels",
+    ),
     "embed": ("embed", "write an encoder's features for a store or a folder of images"),
     "caption": ("caption", "caption images with a trained captioner"),
-    "ledger": ("ledger", "show the epsilon charged to a store, by run and in total; set the owner's cap"),
-    "report": ("report", "write the guarantee statement (JSON), the report page and the operator's page"),
-    "verify": ("verify", "check a statement: hashes, ledger, lineage, and epsilon by a second accountant"),
-    "compare": ("compare", "plot training curves and scores of several runs on one page, for the operator"),
-    "doctor": ("doctor", "check whether a model can be trained privately; measure exactness, memory and overhead"),
-    "demo": ("demo", "run the main steps in a few minutes, on procedural scenes or on your own images"),
+    "ledger": (
+        "ledger",
+        "show the epsilon charged to a store, by run and in total; set the owner's cap",
+    ),
+    "report": (
+        "report",
+        "write the guarantee statement (JSON), the report page and the operator's page",
+    ),
+    "verify": (
+        "verify",
+        "check a statement: hashes, ledger, lineage, and epsilon by a second accountant",
+    ),
+    "compare": (
+        "compare",
+        "plot training curves and scores of several runs on one page, for the operator",
+    ),
+    "doctor": (
+        "doctor",
+        "check whether a model can be trained privately; measure exactness, memory and overhead",
+    ),
+    "demo": (
+        "demo",
+        "run the main steps in a few minutes, on procedural scenes or on your own images",
+    ),
 }
 
 _RESUMED = ("train", "adapt", "tune")
 
 _FOOT = """
 Start with `dpvision demo`, then `dpvision plan --help`. Each command takes --help and --json.
-The epsilon printed is the epsilon executed: see docs/tour.md for the design and docs/pitfalls.md for common mistakes."""
+The epsilon printed is the epsilon executed: see docs/tour.md for the design and
+docs/pitfalls.md for common mistakes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version("dpvision"))
         return 0
     if args[0] not in COMMANDS:
-        print(f"dpvision: {args[0]!r}; expected one of {', '.join(COMMANDS)}. See dpvision --help.", file=sys.stderr)
+        print(
+            f"dpvision: {args[0]!r}; expected one of {', '.join(COMMANDS)}. See dpvision --help.",
+            file=sys.stderr,
+        )
         return 2
     try:
         importlib.import_module(f"dpvision.cli.{COMMANDS[args[0]][0]}").run(args[1:])
@@ -67,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             place = f" ({error.filename})" if error.filename else ""
             print(
-                f"error: disk: {error.strerror}{place}; expected to write there. Earlier checkpoints are safe: free space, then "
-                "repeat or --resume.",
+                f"error: disk: {error.strerror}{place}; expected to write there. Earlier "
+                "checkpoints are safe: free space, then repeat or --resume.",
                 file=sys.stderr,
             )
             return 2
@@ -76,24 +111,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
             raise
-        print(f"error: hardware: {error}\nUse a smaller --batch-size, or free the GPU of other processes.", file=sys.stderr)
+        print(
+            f"error: hardware: {error}\n"
+            "Use a smaller --batch-size, or free the GPU of other processes.",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
-        print(f"\nstopped{'; --resume continues a run from its last checkpoint' if args[0] in _RESUMED else ''}.", file=sys.stderr)
+        print(
+            "\nstopped"
+            f"""{
+                "; --resume continues a run from its last checkpoint" if args[0] in _RESUMED else ""
+            }.""",
+            file=sys.stderr,
+        )
         return 130
     return 0
 
 
 def _denied(error: OSError) -> str:
-    """Return which file or folder may not be used, how, and what to do, for an error of permissions."""
+    """Return which file or folder may not be used, how, and what to do, for an error of
+    permissions.
+    """
     if not error.filename:
-        return f"permission: {error.strerror}; expected a file that this user may use. Check the permissions of the paths given."
+        return (
+            f"permission: {error.strerror}; expected a file that this user may use. Check the "
+            "permissions of the paths given."
+        )
 
     def may(path: Path, mode: int) -> bool:
         return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
     path, verb = Path(os.fsdecode(error.filename)).absolute(), "written"
-    closed = next((folder for folder in reversed(path.parents) if folder.is_dir() and not may(folder, os.X_OK)), None)
+    closed = next(
+        (
+            folder
+            for folder in reversed(path.parents)
+            if folder.is_dir() and not may(folder, os.X_OK)
+        ),
+        None,
+    )
     if closed is not None:
         path, verb = closed, "entered"
     elif os.path.lexists(path):
@@ -101,12 +158,18 @@ def _denied(error: OSError) -> str:
     else:
         path, verb = path.parent, "written to"
     return (
-        f"permission: {path}: {error.strerror}; expected one that may be {verb} by this user. Have its owner change that (ls -ld "
-        f"{quote(str(path))}), or give another path; then repeat, or --resume. Earlier checkpoints are safe."
+        f"permission: {path}: {error.strerror}; expected one that may be {verb} by this user. "
+        f"Have its owner change that (ls -ld {quote(str(path))}), or give another path; then "
+        "repeat, or --resume. Earlier checkpoints are safe."
     )
 
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
-    return "usage: dpvision COMMAND ...\n\nTrain image models on images that must stay private.\n\n" + "\n".join(lines) + "\n" + _FOOT
+    return (
+        "usage: dpvision COMMAND ...\n\nTrain image models on images that must stay private.\n\n"
+        + "\n".join(lines)
+        + "\n"
+        + _FOOT
+    )

@@ -43,24 +43,32 @@ if TYPE_CHECKING:
 
 _DOC = """Train a private classifier on labelled private images, from a public encoder.
 
-By default the encoder is frozen: each image's features are computed once and cached in the store's folder, and a linear head is trained
-on them with differential privacy in about a minute. You declare three public numbers: records, classes and epsilon.
+By default the encoder is frozen: each image's features are computed once and cached in the store's
+folder, and a linear head is trained on them with differential privacy in about a minute. You
+declare three public numbers: records, classes and epsilon.
 
   dpvision data import IMAGES stores/all --classes classes.txt
   dpvision data split stores/all stores/mine stores/test
-  dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10 --dataset-size 20000 --epsilon 1 --dry-run
-  dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10 --dataset-size 20000 --epsilon 1 --name first
+  dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10
+      --dataset-size 20000 --epsilon 1 --dry-run
+  dpvision adapt --data stores/mine --encoder patches+scattering --num-classes 10
+      --dataset-size 20000 --epsilon 1 --name first
   dpvision evaluate runs/first --test stores/test
   dpvision report runs/first
 
-An ENCODER is a dpvision run folder, timm:NAME (weights in timm's cache) or timm:NAME@FILE, torchvision:NAME@FILE, vip:FILE, mae:FILE,
-simclr:FILE, tan:FILE, or one that needs no file: patches+scattering (the default), patches, scattering, hog, pixels. Nothing is downloaded.
+An ENCODER is a dpvision run folder, timm:NAME (weights in timm's cache) or timm:NAME@FILE,
+torchvision:NAME@FILE, vip:FILE, mae:FILE, simclr:FILE, tan:FILE, or one that needs no file:
+patches+scattering (the default), patches, scattering, hog, pixels. Nothing is downloaded.
 
---head auto (the default) chooses a head by the declared numbers and prints the reason; docs/heads.md has the rules. To train the network
-itself, name a recipe that does (dpvision adapt --help lists them): it runs as `dpvision train` does, starting from --encoder's weights.
---non-private trains the same head without noise, for comparison; its results are confidential if the images are private."""
+--head auto (the default) chooses a head by the declared numbers and prints the reason;
+docs/heads.md has the rules. To train the network itself, name a recipe that does (dpvision adapt
+--help lists them): it runs as `dpvision train` does, starting from --encoder's weights.
+--non-private trains the same head without noise, for comparison; its results are confidential if
+the images are private."""
 
-_Head = Literal["auto", "one_step", "many_steps", "least_squares", "feature_covariance", "prototypes"]
+_Head = Literal[
+    "auto", "one_step", "many_steps", "least_squares", "feature_covariance", "prototypes"
+]
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,10 @@ class Shorts:
     dataset_size: int | None = None
     """Declared number of records."""
     epsilon: float | None = None
-    """Epsilon of the whole head. Without it, the plan at epsilon 1 is printed and nothing is spent. Short for --privacy.target-epsilon, or
-    for --privacy.target-unit-epsilon if people are declared (--privacy.num-units)."""
+    """Epsilon of the whole head. Without it, the plan at epsilon 1 is printed and nothing is spent.
+    Short for --privacy.target-epsilon, or for --privacy.target-unit-epsilon if people are declared
+    (--privacy.num-units).
+    """
 
 
 @dataclass(frozen=True)
@@ -87,8 +97,9 @@ class _What(Shorts):
     head: _Head | None = None
     """Kind of head; short for the recipe transfer.HEAD."""
     select: str | None = None
-    """Choose among these heads (HEAD,HEAD,...) by a private score, within epsilon: each head gets 2.3 to 2.5 times
-    the noise (docs/selection.md)."""
+    """Choose among these heads (HEAD,HEAD,...) by a private score, within epsilon: each head gets
+    2.3 to 2.5 times the noise (docs/selection.md).
+    """
     test: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Labelled store to score the result on. Scores are public only if its images are."""
 
@@ -108,18 +119,35 @@ class AdaptArgs(RunArgs, _What):
 def run(argv: Sequence[str]) -> None:
     """Parse and run."""
     if not argv:
-        print(f"usage: dpvision adapt [RECIPE] --data STORE [--encoder ENCODER] --num-classes K --dataset-size N --epsilon E\n\n{_DOC}")
+        print(
+            "usage: dpvision adapt [RECIPE] --data STORE [--encoder ENCODER] --num-classes K "
+            "--dataset-size N --epsilon E\n"
+            "\n"
+            f"{_DOC}"
+        )
         sys.exit(2)
     first, _, _ = parse_first(AdaptArgs(), get_recipe("transfer.auto"), argv)
     if first.recipe and first.head is not None and first.recipe != f"transfer.{first.head}":
-        raise ConfigError(f"adapt: recipe {first.recipe!r} and --head {first.head}; expected one of the two. Drop one.")
-    if first.select is not None and (first.head or first.recipe or "transfer.auto") not in ("auto", "transfer.auto"):
-        raise ConfigError(f"adapt: --select {first.select} with {first.head or first.recipe}; expected one of the two. Drop one.")
+        raise ConfigError(
+            f"adapt: recipe {first.recipe!r} and --head {first.head}; expected one of the two. "
+            "Drop one."
+        )
+    if first.select is not None and (first.head or first.recipe or "transfer.auto") not in (
+        "auto",
+        "transfer.auto",
+    ):
+        raise ConfigError(
+            f"adapt: --select {first.select} with {first.head or first.recipe}; expected one of "
+            "the two. Drop one."
+        )
     recipe = first.recipe or _recipe(first)
     saved = saved_config("adapt", first.root(recipe), recipe) if first.resume else None
     default = saved or recipe_on(first, recipe)
     args, typed = parse_run(AdaptArgs(recipe=recipe), default, argv, "adapt", _DOC + _recipes())
-    short = {"privacy.guarantee": "none" if args.non_private else None, "model.candidates": args.select and _candidates(args.select)}
+    short = {
+        "privacy.guarantee": "none" if args.non_private else None,
+        "model.candidates": args.select and _candidates(args.select),
+    }
     asked = settings_asked(args, joined(typed, short), default)
     if not isinstance(default.model, HeadConfig):
         _train(args, default, asked)
@@ -150,15 +178,24 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> No
     if args.dry_run:
         result = {"dry_run": True, **made.plan.to_dict(), "store_visibility": made.store.visibility}
         result |= {
-            "operator_only": {"num_records": len(made.row_N), **({} if made.people is None else {"num_people": len(made.label)})},
+            "operator_only": {
+                "num_records": len(made.row_N),
+                **({} if made.people is None else {"num_people": len(made.label)}),
+            },
             "head": made.model.head,
             "candidates": made.model.candidates,
             "reason": made.model.reason,
             "feature_width": made.model.encoder.width,
-            "total": spent(made.plan, made.plan.steps, runs_on(made.lineage, made.store.store_id))[0],
+            "total": spent(made.plan, made.plan.steps, runs_on(made.lineage, made.store.store_id))[
+                0
+            ],
             "store_total": charge,
         }
-        emit(result, args.json, f"{text}\nDry run: every check passed, no features were computed, nothing was charged.")
+        emit(
+            result,
+            args.json,
+            f"{text}\nDry run: every check passed, no features were computed, nothing was charged.",
+        )
         return
     args.say(text)
     require_budget("adapt", made.plan, asked)
@@ -174,8 +211,9 @@ def require_budget(command: str, plan: "DPPlan", asked: Mapping[str, Any]) -> No
     """
     if plan.guarantee == "dp" and all(asked.get(name) is None for name in BUDGETS):
         raise ConfigError(
-            f"{command}: no --epsilon; expected the epsilon to spend. A run would spend epsilon {up(plan.stated_epsilon)} at delta "
-            f"{up_delta(plan.delta)}; nothing was charged. Give --epsilon {up(plan.stated_epsilon)}, or another."
+            f"{command}: no --epsilon; expected the epsilon to spend. A run would spend epsilon "
+            f"{up(plan.stated_epsilon)} at delta {up_delta(plan.delta)}; nothing was charged. "
+            f"Give --epsilon {up(plan.stated_epsilon)}, or another."
         )
 
 
@@ -186,8 +224,21 @@ def _resume(args: AdaptArgs, saved: RunConfig, asked: Mapping[str, Any]) -> None
     with resumed_head_session(root, resumed_hardware("adapt", root, asked, saved)) as session:
         _check_test(args, session.config)
         made = session.prepared
-        args.say(f"{head_text(made)}\n{charge_words(made.store, made.plan, besides=[session.run.folder.run_id])[1]}".rstrip())
-        announce(resume_words(session.plan, session.charged_before, session.updates, session.updates > 0, "releases"))
+        args.say(
+            (
+                f"{head_text(made)}\n"
+                f"{charge_words(made.store, made.plan, besides=[session.run.folder.run_id])[1]}"
+            ).rstrip()
+        )
+        announce(
+            resume_words(
+                session.plan,
+                session.charged_before,
+                session.updates,
+                session.updates > 0,
+                "releases",
+            )
+        )
         _finish(args, session, root)
 
 
@@ -207,23 +258,43 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     cost, said = spent(plan, steps, behind)
     scores = _score(args, root)
     chosen = read_manifest(find_checkpoint(root)).get("chosen")
-    lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} releases: {said}. Run folder: {root}"]
+    lines = [
+        f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} releases: "
+        f"{said}. Run folder: {root}"
+    ]
     if not complete:
-        more = f"dpvision adapt --resume --runs {root.parent} --name {root.name}" if not session.finished else "start a new run"
-        lines.append(f"The head of these releases is saved. The others were not made, but epsilon counts them. To use them: {more}")
+        more = (
+            f"dpvision adapt --resume --runs {root.parent} --name {root.name}"
+            if not session.finished
+            else "start a new run"
+        )
+        lines.append(
+            "The head of these releases is saved. The others were not made, but epsilon counts "
+            f"them. To use them: {more}"
+        )
     if chosen is not None:
-        lines.append(f"Chosen: {chosen['candidate']}; its noisy score is {chosen['score']:.1%} of the records correct.")
+        lines.append(
+            f"Chosen: {chosen['candidate']}; its noisy score is {chosen['score']:.1%} of the "
+            "records correct."
+        )
     lines += lost_words(session.lost, "releases")
     if scores:
         lines.append(_scores_text(args, scores, root))
-    lines += after_run(root, made.store, made.config, released=session.run.folder.base == root, scored=bool(scores))
+    lines += after_run(
+        root, made.store, made.config, released=session.run.folder.base == root, scored=bool(scores)
+    )
     lines.append(f"In Python: dpvision.load_classifier({str(root)!r})")
     result: dict[str, Any] = {
-        "run": str(root), "complete": complete, "steps": steps,
+        "run": str(root),
+        "complete": complete,
+        "steps": steps,
         "head": chosen["candidate"] if chosen else made.model.head,
-        "reason": made.model.reason, "chosen": chosen, **cost, "guarantee": plan.guarantee,
+        "reason": made.model.reason,
+        "chosen": chosen,
+        **cost,
+        "guarantee": plan.guarantee,
         "scores": [score.to_dict() for score in scores],
-    }  # fmt: skip
+    }
     emit(result, args.json, "\n".join(lines))
     if not complete:
         sys.exit(STOPPED)
@@ -235,12 +306,18 @@ def _scores_text(args: AdaptArgs, scores: "list[Score]", root: Path) -> str:
 
     if all(score.visibility == "public" for score in scores):
         return scores_table(scores)
-    return private_scores(scores_table(scores), [str(root / "confidential" / "scores.json")], args.show_confidential)
+    return private_scores(
+        scores_table(scores), [str(root / "confidential" / "scores.json")], args.show_confidential
+    )
 
 
 @contextlib.contextmanager
-def _progress_line(args: AdaptArgs, made: "Prepared") -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Show progress of the features and the steps; if the features resume an earlier start, print a line that stays."""
+def _progress_line(
+    args: AdaptArgs, made: "Prepared"
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """Show progress of the features and the steps; if the features resume an earlier start, print a
+    line that stays.
+    """
     console, called, total = Console(stderr=True, quiet=args.quiet), False, len(made.row_N)
     private = made.store.visibility == "private"
     label = OPERATOR_ONLY if private else ""
@@ -251,7 +328,9 @@ def _progress_line(args: AdaptArgs, made: "Prepared") -> Iterator[tuple[Callable
             if done and not called:
                 shown = f"{label}features: going on at {done:,} of {total:,} images."
                 may = may_show(private, args.show_confidential)
-                console.print(shown if may else "Features: going on where they stopped.", highlight=False)
+                console.print(
+                    shown if may else "Features: going on where they stopped.", highlight=False
+                )
             called = True
             status.update(f"{label}features: {done:,} of {total:,} images (once: they are kept)")
 
@@ -276,7 +355,11 @@ def _score(args: AdaptArgs, root: Path) -> "list[Score]":
         return []
     store = open_store(args.test)
     with Console(stderr=True, quiet=args.quiet).status("test images") as status:
-        scores = score_own_head(root, store, progress=lambda n: status.update(f"test images: {n:,} of {store.num_records:,}"))
+        scores = score_own_head(
+            root,
+            store,
+            progress=lambda n: status.update(f"test images: {n:,} of {store.num_records:,}"),
+        )
     write_scores(root, scores, train_data=NOTHING_FITTED, test_data=args.test.name)
     return scores
 
@@ -285,10 +368,17 @@ def _train(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> Non
     """Run a recipe that trains the network, as ``dpvision train`` does."""
     if not isinstance(default.model, ClassifierConfig):
         raise ConfigError(
-            f"adapt: {args.recipe} trains a {default.model.kind!r}; expected a classifier or a head. Use `dpvision train {args.recipe}`."
+            f"adapt: {args.recipe} trains a {default.model.kind!r}; expected a classifier or a "
+            f"head. Use `dpvision train {args.recipe}`."
         )
     _check_test(args, default if args.resume else resolve(default, asked))
-    train(TrainArgs(**{f.name: getattr(args, f.name) for f in fields(TrainArgs) if hasattr(args, f.name)}), default, asked)
+    train(
+        TrainArgs(
+            **{f.name: getattr(args, f.name) for f in fields(TrainArgs) if hasattr(args, f.name)}
+        ),
+        default,
+        asked,
+    )
     if args.test is not None and not args.dry_run and int(os.environ.get("RANK", "0")) == 0:
         scores = _score(args, root := args.root(args.recipe))
         if not args.json:
@@ -299,7 +389,12 @@ def _recipe(args: AdaptArgs) -> str:
     """Return the default recipe: the head's, or the run's with --resume and --name."""
     from dpvision.runs.folder import read_run, run_base
 
-    if args.resume and args.name and not args.head and run_base(root := args.runs / args.name) is not None:
+    if (
+        args.resume
+        and args.name
+        and not args.head
+        and run_base(root := args.runs / args.name) is not None
+    ):
         return read_run(root)[1].recipe or "transfer.auto"
     return f"transfer.{args.head or 'auto'}"
 
@@ -317,9 +412,12 @@ def recipe_on(args: Shorts, recipe: str) -> RunConfig:
 def settings_asked(args: Shorts, typed: Mapping[str, Any], recipe: RunConfig) -> dict[str, Any]:
     """Return the settings that were typed, and those that the short options stand for."""
     short = {
-        "data.store": args.data, "privacy.dataset_size": args.dataset_size, "epsilon": args.epsilon, "model.num_classes": args.num_classes,
+        "data.store": args.data,
+        "privacy.dataset_size": args.dataset_size,
+        "epsilon": args.epsilon,
+        "model.num_classes": args.num_classes,
         "model.encoder.spec" if isinstance(recipe.model, HeadConfig) else "init_from": args.encoder,
-    }  # fmt: skip
+    }
     return joined(typed, short)
 
 
@@ -327,7 +425,10 @@ def _candidates(typed: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in typed.split(","))
     for name in names:
         if name not in PRESETS:
-            raise ConfigError(f"adapt: --select {typed}: {name!r}; expected names among {', '.join(PRESETS)}. Separate them with commas.")
+            raise ConfigError(
+                f"adapt: --select {typed}: {name!r}; expected names among {', '.join(PRESETS)}. "
+                "Separate them with commas."
+            )
     return names
 
 

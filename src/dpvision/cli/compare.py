@@ -20,10 +20,11 @@ def compare(
     out: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Plot training curves and scores of several runs on one page, to see whether larger models, larger batches or a warm start help.
+    """Plot training curves and scores of several runs on one page, to see whether larger models,
+    larger batches or a warm start help.
 
-    Losses depend on the images, so the page is written into the first run's confidential/ folder. A path outside a folder
-    of that name is refused unless all images of the runs are public.
+    Losses depend on the images, so the page is written into the first run's confidential/ folder. A
+    path outside a folder of that name is refused unless all images of the runs are public.
 
       dpvision compare runs/small runs/large runs/large-random
       dpvision compare runs/* --out runs/confidential/compare.html

@@ -40,7 +40,8 @@ def run(argv: Sequence[str]) -> None:
     tyro.extras.subcommand_cli_from_dict(
         commands,
         prog="dpvision data",
-        description="Import, inspect and split stores; make procedural scenes; train a tokenizer; find images that two stores share.",
+        description="Import, inspect and split stores; make procedural scenes; train a tokenizer; "
+        "find images that two stores share.",
         args=list(argv),
         config=CONFIG,
     )
@@ -69,67 +70,113 @@ def import_(
 ) -> None:
     """Import images into a store: tar shards and a memory-mapped index.
 
-    SOURCE is a folder of images (class folders or flat), parquet files with image bytes, or WebDataset tars (indexed in
-    place). Files that are unreadable, too large, hidden, masks of other images or no images are left out; they are counted here and
-    named only in the store's confidential/ folder. A store is private unless you give --public. If a private store's labels are names
-    (such as class folders), give --classes: numbers assigned from the names found would depend on private images. With --dataset,
-    SOURCE is the folder of that data set's unpacked archives; docs/datasets.md has the layouts.
+    SOURCE is a folder of images (class folders or flat), parquet files with image bytes, or
+    WebDataset tars (indexed in place). Files that are unreadable, too large, hidden, masks of other
+    images or no images are left out; they are counted here and named only in the store's
+    confidential/ folder. A store is private unless you give --public. If a private store's labels
+    are names (such as class folders), give --classes: numbers assigned from the names found would
+    depend on private images. With --dataset, SOURCE is the folder of that data set's unpacked
+    archives; docs/datasets.md has the layouts.
 
     Args:
         source: Folder, parquet file or tar file to import.
         store: New folder for the store.
         public: These images need no protection; figures and images from this store may be shown.
-        unit_from: Field that names the person: column, JSON field, or `parent` for the folder's name.
-        unmatched: With --unit-from, for an image without a person: refuse the import, make it a person of its own, or leave it out.
-        shared_images: With --unit-from, for an image of two persons: refuse the import, or keep it for the first. Statements then list this
-            as not covered.
-        label_from: Field that holds the label (class folders and `label` columns are found without it). `parent` for a tar of class
-            folders. A list gives an image several labels; an empty list means that it belongs to none of the classes.
-        label_separator: Separator between an image's labels in a text field, such as "|". An empty text is an empty list.
-        classes: File with the class names in the order of their numbers, one per line or a JSON list; or a JSON object from the labels in
-            SOURCE to names, {"1": "cat", "2": "dog"}.
-        unknown_classes: For an image whose class is not declared: refuse the import, or keep the image unlabelled, so that it
-            contributes exactly zero in training.
-        captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with columns image and caption.
-            Captions next to an image (NAME.txt, NAME.json, a column `captions`, `caption` or `text`) are found without it.
-        require_captions: Leave out images without a caption; a captioner needs at least one per image.
-        max_value: White in images of more than 8 bits whose files do not state it, such as 4095 for 12-bit cameras that write 16 bits. They
-            are stored as 8-bit PNG.
-        window: Black and white in images of more than 8 bits, e.g. -160 240 for Hounsfield units, or of floating-point values.
+        unit_from: Field that names the person: column, JSON field, or `parent` for the folder's
+            name.
+        unmatched: With --unit-from, for an image without a person: refuse the import, make it a
+            person of its own, or leave it out.
+        shared_images: With --unit-from, for an image of two persons: refuse the import, or keep it
+            for the first. Statements then list this as not covered.
+        label_from: Field that holds the label (class folders and `label` columns are found without
+            it). `parent` for a tar of class folders. A list gives an image several labels; an empty
+            list means that it belongs to none of the classes.
+        label_separator: Separator between an image's labels in a text field, such as "|". An empty
+            text is an empty list.
+        classes: File with the class names in the order of their numbers, one per line or a JSON
+            list; or a JSON object from the labels in SOURCE to names, {"1": "cat", "2": "dog"}.
+        unknown_classes: For an image whose class is not declared: refuse the import, or keep the
+            image unlabelled, so that it contributes exactly zero in training.
+        captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV
+            with columns image and caption. Captions next to an image (NAME.txt, NAME.json, a column
+            `captions`, `caption` or `text`) are found without it.
+        require_captions: Leave out images without a caption; a captioner needs at least one per
+            image.
+        max_value: White in images of more than 8 bits whose files do not state it, such as 4095 for
+            12-bit cameras that write 16 bits. They are stored as 8-bit PNG.
+        window: Black and white in images of more than 8 bits, e.g. -160 240 for Hounsfield units,
+            or of floating-point values.
         licence: Licence of public images, for the statement.
-        dataset: One of the papers' data sets, e.g. imagenet, cifar100, caltech101, aircraft. Labels and their order are then the same
-            for each split.
+        dataset: One of the papers' data sets, e.g. imagenet, cifar100, caltech101, aircraft. Labels
+            and their order are then the same for each split.
         split: With --dataset: train, val or test, as defined by that data set.
         workers: Threads that check images.
         json: Print JSON.
     """
     if dataset is not None or split is not None:
         if captions is not None or require_captions:
-            raise DataError("data import: captions with --dataset, whose images have labels only; expected none. Drop --dataset.")
+            raise DataError(
+                "data import: captions with --dataset, whose images have labels only; expected "
+                "none. Drop --dataset."
+            )
         if max_value is not None or window is not None:
-            raise DataError("data import: --max-value or --window with --dataset, whose images have 8 bits; expected neither. Drop it.")
+            raise DataError(
+                "data import: --max-value or --window with --dataset, whose images have 8 bits; "
+                "expected neither. Drop it."
+            )
         if (unmatched, shared_images) != ("refuse", "refuse"):
             raise DataError(
-                "data import: --unmatched or --shared-images with --dataset, whose images have no persons; expected neither. Drop them."
+                "data import: --unmatched or --shared-images with --dataset, whose images have "
+                "no persons; expected neither. Drop them."
             )
         if classes is not None or unknown_classes != "refuse":
-            raise DataError("data import: --classes with --dataset, which fixes its classes; expected only one of them. Drop one.")
-        return _import_dataset(source, store, dataset, split, public, licence, workers, json, [unit_from, label_from, label_separator])
+            raise DataError(
+                "data import: --classes with --dataset, which fixes its classes; expected only "
+                "one of them. Drop one."
+            )
+        return _import_dataset(
+            source,
+            store,
+            dataset,
+            split,
+            public,
+            licence,
+            workers,
+            json,
+            [unit_from, label_from, label_separator],
+        )
     if max_value is not None and window is not None:
-        raise DataError("data import: --max-value and --window; expected one of them. Drop --max-value.")
+        raise DataError(
+            "data import: --max-value and --window; expected one of them. Drop --max-value."
+        )
     if max_value is not None:
         window = 0, max_value
     check_source(source)
-    rule = ClassRule(unknown=unknown_classes) if classes is None else read_rule(classes, unknown_classes)
+    rule = (
+        ClassRule(unknown=unknown_classes)
+        if classes is None
+        else read_rule(classes, unknown_classes)
+    )
     from dpvision.data.importer import import_source
 
     with Console(stderr=True).status("importing") as status:
         made = import_source(
-            source, store, public=public, unit_from=unit_from, unmatched=unmatched, shared_images=shared_images, label_from=label_from,
-            label_separator=label_separator, classes=rule,
-            captions=captions, require_captions=require_captions, licence=licence, window=window, workers=workers,
+            source,
+            store,
+            public=public,
+            unit_from=unit_from,
+            unmatched=unmatched,
+            shared_images=shared_images,
+            label_from=label_from,
+            label_separator=label_separator,
+            classes=rule,
+            captions=captions,
+            require_captions=require_captions,
+            licence=licence,
+            window=window,
+            workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} images"),
-        )  # fmt: skip
+        )
     _said(made, json)
 
 
@@ -147,22 +194,47 @@ def _import_dataset(
     from dpvision.data.datasets import DATASETS, dataset_source, find_dataset
 
     if name is None:
-        raise DataError(f"data import: split={split!r} without a data set; expected --dataset, one of {', '.join(DATASETS)}. Add it.")
+        raise DataError(
+            f"data import: split={split!r} without a data set; expected --dataset, one of "
+            f"{', '.join(DATASETS)}. Add it."
+        )
     dataset = find_dataset(name)
     if split is None:
-        raise DataError(f"data import: --dataset {name} without --split; expected one of {', '.join(dataset.splits)}. Add it.")
+        raise DataError(
+            f"data import: --dataset {name} without --split; expected one of "
+            f"{', '.join(dataset.splits)}. Add it."
+        )
     if any(field is not None for field in fields):
-        raise DataError(f"data import: --unit-from or a label option with --dataset {name}, which fixes both; expected neither. Drop them.")
+        raise DataError(
+            f"data import: --unit-from or a label option with --dataset {name}, which fixes "
+            "both; expected neither. Drop them."
+        )
     found = dataset_source(name, split, root)
     from dpvision.data.importer import import_samples
 
     with Console(stderr=True).status("importing") as status:
         made = import_samples(
-            found.samples, store, public=public, label_names=found.label_names, licence=licence or dataset.licence, metric=dataset.metric,
+            found.samples,
+            store,
+            public=public,
+            label_names=found.label_names,
+            licence=licence or dataset.licence,
+            metric=dataset.metric,
             workers=workers,
-            progress=lambda n: status.update(f"importing: {n:,} images of {dataset.splits[split]:,}"),
-        )  # fmt: skip
-    _said(made, json, {"dataset": name, "split": split, "pictures_published": dataset.splits[split], "metric": dataset.metric})
+            progress=lambda n: status.update(
+                f"importing: {n:,} images of {dataset.splits[split]:,}"
+            ),
+        )
+    _said(
+        made,
+        json,
+        {
+            "dataset": name,
+            "split": split,
+            "pictures_published": dataset.splits[split],
+            "metric": dataset.metric,
+        },
+    )
 
 
 def scenes(
@@ -176,14 +248,16 @@ def scenes(
     workers: int = 2,
     json: bool = False,
 ) -> None:
-    """Make a store of procedural captioned scenes: coloured shapes, each with a true caption, unlimited and reproducible.
+    """Make a store of procedural captioned scenes: coloured shapes, each with a true caption,
+    unlimited and reproducible.
 
     Args:
         store: New folder for the store.
         num: Number of scenes.
         size_px: Width and height.
         first: Number of the first scene; different numbers give different scenes.
-        label: The attribute used as the label. Shape, colour and texture are those of the largest object; colour is the easiest to learn.
+        label: The attribute used as the label. Shape, colour and texture are those of the largest
+            object; colour is the easiest to learn.
         multi_label: Label a scene with the attribute of all its objects, not just the largest.
         public: Mark the store public. By default it is private, as a substitute for private images.
         workers: Processes that render.
@@ -194,21 +268,34 @@ def scenes(
     start = time.monotonic()
     with Console(stderr=True).status("drawing") as status:
         made = write_scenes(
-            store, num, size_px, first=first, label=label, multi_label=multi_label, workers=workers, public=public,
-            progress=lambda n: status.update(f"drawing: {n:,} of {num:,} scenes, {n / (time.monotonic() - start):,.0f}/s"),
-        )  # fmt: skip
+            store,
+            num,
+            size_px,
+            first=first,
+            label=label,
+            multi_label=multi_label,
+            workers=workers,
+            public=public,
+            progress=lambda n: status.update(
+                f"drawing: {n:,} of {num:,} scenes, {n / (time.monotonic() - start):,.0f}/s"
+            ),
+        )
     _said(made, json)
 
 
 def inspect(
-    store: StorePath, sheet: Path | None = None, num_images: int = 64, release_private_outputs: bool = False, json: bool = False
+    store: StorePath,
+    sheet: Path | None = None,
+    num_images: int = 64,
+    release_private_outputs: bool = False,
+    json: bool = False,
 ) -> None:
     """Print a store's counts, labels, image sizes and people, and write a contact sheet.
 
     Args:
         store: Folder of the store.
-        sheet: Write the contact sheet (PNG) here. For a private store the default is its confidential/ folder, and any other path needs a
-            folder of that name.
+        sheet: Write the contact sheet (PNG) here. For a private store the default is its
+            confidential/ folder, and any other path needs a folder of that name.
         num_images: Images on the sheet.
         release_private_outputs: Write a sheet of private images anywhere.
         json: Print JSON.
@@ -225,12 +312,26 @@ def inspect(
         folder = store / "confidential" if opened.results_visibility == "private" else store
         sheet = folder / "contact_sheet.png"
     elif opened.results_visibility == "private" and not release_private_outputs:
-        require_confidential(sheet, "data inspect", "private images", ", or give --release-private-outputs")
+        require_confidential(
+            sheet, "data inspect", "private images", ", or give --release-private-outputs"
+        )
     sheet.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(opened, num_images).save(sheet)
     result["contact_sheet"] = str(sheet)
-    lines = [f"{_label(opened)}what {store} holds", pairs(result), *(_unit_lines(opened) if has_units(opened) else [])]
-    emit(result | {"operator_only": opened.results_visibility == "private", "declare": numbers_to_declare(opened)}, json, "\n".join(lines))
+    lines = [
+        f"{_label(opened)}what {store} holds",
+        pairs(result),
+        *(_unit_lines(opened) if has_units(opened) else []),
+    ]
+    emit(
+        result
+        | {
+            "operator_only": opened.results_visibility == "private",
+            "declare": numbers_to_declare(opened),
+        },
+        json,
+        "\n".join(lines),
+    )
 
 
 def split(
@@ -241,13 +342,15 @@ def split(
     seed: int = 0,
     json: bool = False,
 ) -> None:
-    """Split a store into two that share its shards, id and ledgers. All images of a person stay in one part.
+    """Split a store into two that share its shards, id and ledgers. All images of a person stay in
+    one part.
 
     Args:
         store: Folder of the store.
         first: New folder next to the store, for a part of the size --fraction.
         second: New folder next to the store, for the rest.
-        fraction: Fraction of the people (or of the records, if no people are recorded) in the first part.
+        fraction: Fraction of the people (or of the records, if no people are recorded) in the first
+            part.
         seed: Seed of the split.
         json: Print JSON.
     """
@@ -257,9 +360,15 @@ def split(
     from dpvision.data.split import split_store
 
     made = split_store(store, first, second, fraction, seed)
-    lines = [f"{_label(made[0])}what each part holds", pairs({str(half.path): _held(half) for half in made})]
+    lines = [
+        f"{_label(made[0])}what each part holds",
+        pairs({str(half.path): _held(half) for half in made}),
+    ]
     lines += _unit_lines(made[0]) if has_units(made[0]) else []
-    lines += [*to_train(made[0]), f"Keep {made[1].path} for the test: a finished run names the command that scores it there."]
+    lines += [
+        *to_train(made[0]),
+        f"Keep {made[1].path} for the test: a finished run names the command that scores it there.",
+    ]
     emit({str(half.path): half.num_records for half in made}, json, "\n".join(lines))
 
 
@@ -269,7 +378,11 @@ def _held(store: "Store") -> str:
 
     from dpvision.data.declared import count_units, has_units
 
-    people = f" of {count_units(store, np.arange(store.num_records)):,} people" if has_units(store) else ""
+    people = (
+        f" of {count_units(store, np.arange(store.num_records)):,} people"
+        if has_units(store)
+        else ""
+    )
     return f"{store.num_records:,} records{people}"
 
 
@@ -279,14 +392,20 @@ def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     confidential = store.path / "confidential"
     lines = [
         f"{text}: {confidential / name}"
-        for text, name in (("Rows without a file, files without a row", UNMATCHED_FILE), ("Images of two persons, with both", SHARED_FILE))
+        for text, name in (
+            ("Rows without a file, files without a row", UNMATCHED_FILE),
+            ("Images of two persons, with both", SHARED_FILE),
+        )
         if (confidential / name).exists()
     ]
     if not left_out:
         return lines
     lines += [f"Files left out, with the reason: {store.path / 'confidential' / 'left_out.jsonl'}"]
     if "HEIF" in left_out:
-        lines.append("HEIF images (.heic) need pillow-heif: pip install pillow-heif, or convert them: magick mogrify -format jpg *.heic")
+        lines.append(
+            "HEIF images (.heic) need pillow-heif: pip install pillow-heif, or convert them: "
+            "magick mogrify -format jpg *.heic"
+        )
     return lines
 
 
@@ -295,8 +414,9 @@ def _caption_lines(summary: dict[str, Any]) -> list[str]:
     if not (found := summary.get("captions_suspicious")):
         return []
     return [
-        f"{sum(found.values()):,} captions may say nothing about their image ({', '.join(found)}), and are kept. If they are no captions, "
-        "empty these fields in the source and import again."
+        f"{sum(found.values()):,} captions may say nothing about their image "
+        f"({', '.join(found)}), and are kept. If they are no captions, empty these fields in the "
+        "source and import again."
     ]
 
 
@@ -305,16 +425,22 @@ def _range_lines(summary: dict[str, Any]) -> list[str]:
     if "window" in summary:
         low, high = summary["window"]
         return [
-            f"Runs on this store read files of more than 8 bits by the same range, {low:g} to {high:g}, also for prediction; with another "
-            f"encoder: preprocess(FILE, window=({low:g}, {high:g}))."
+            f"Runs on this store read files of more than 8 bits by the same range, {low:g} to "
+            f"{high:g}, also for prediction; with another encoder: preprocess(FILE, "
+            f"window=({low:g}, {high:g}))."
         ]
-    found = {name: n for name, n in summary.get("largest_values_of_16_bits", {}).items() if int(name.split()[-1]) < _DARK_BELOW}
+    found = {
+        name: n
+        for name, n in summary.get("largest_values_of_16_bits", {}).items()
+        if int(name.split()[-1]) < _DARK_BELOW
+    }
     if not found:
         return []
     most = int(list(found)[-1].split()[-1])
     return [
-        f"{sum(found.values()):,} images of 16 bits are dark: their values do not pass {most}, and 65535 is white. If their range "
-        f"is smaller, import again with --max-value {most}, or with --window LOW HIGH."
+        f"{sum(found.values()):,} images of 16 bits are dark: their values do not pass {most}, "
+        f"and 65535 is white. If their range is smaller, import again with --max-value {most}, "
+        "or with --window LOW HIGH."
     ]
 
 
@@ -335,7 +461,9 @@ def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> 
         **(more or {}),
     }
     labels = ", several labels per record" if store.multi_label else ""
-    lines = [f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"]
+    lines = [
+        f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"
+    ]
     lines.append(pairs(_flat(summary | (more or {}))))
     lines += _left_out_lines(store, summary)
     lines += [*_range_lines(summary), *_caption_lines(summary)]
@@ -352,10 +480,19 @@ def _unit_lines(store: "Store") -> list[str]:
     from dpvision.data.declared import numbers_to_declare, rounded_up
 
     field, numbers = store.meta["unit_field"], numbers_to_declare(store)
-    lines = [f"{_label(store)}The guarantee will be for a {field} with all its images. Declare one of these (see docs/data.md, persons):"]
+    lines = [
+        f"{_label(store)}The guarantee will be for a {field} with all its images. Declare one of "
+        "these (see docs/data.md, persons):"
+    ]
     for one in numbers:
-        lines.append("  " + " ".join(f"--privacy.{name.replace('_', '-')} {value}" for name, value in one.items()))
-    people = f"--privacy.num-units {numbers[0]['num_units']} --privacy.dataset-size {rounded_up(store.num_records)}"
+        lines.append(
+            "  "
+            + " ".join(f"--privacy.{name.replace('_', '-')} {value}" for name, value in one.items())
+        )
+    people = (
+        f"--privacy.num-units {numbers[0]['num_units']} --privacy.dataset-size "
+        f"{rounded_up(store.num_records)}"
+    )
     lines.append(f"  --privacy.sampling-unit person {people}")
     return lines
 
@@ -363,5 +500,7 @@ def _unit_lines(store: "Store") -> list[str]:
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key, value in values.items():
-        made |= _flat(value, f"{prefix}{key}: ") if isinstance(value, dict) else {prefix + key: value}
+        made |= (
+            _flat(value, f"{prefix}{key}: ") if isinstance(value, dict) else {prefix + key: value}
+        )
     return made

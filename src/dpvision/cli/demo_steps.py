@@ -1,4 +1,6 @@
-"""The steps of ``dpvision demo`` on procedural scenes: a private classifier, then a private captioner from a public warm start."""
+"""The steps of ``dpvision demo`` on procedural scenes: a private classifier, then a private
+captioner from a public warm start.
+"""
 
 import sys
 import time
@@ -37,8 +39,14 @@ LABEL = "colour"
 CLASSIFIER_EPSILON = 2.0
 PUBLIC_COLOURS = ("red", "yellow", "green", "cyan", "black")
 """The colours that captions of public scenes name; those of private scenes name all ten."""
-# Scene numbers: private parts, warm start and test are different scenes of the same kind; the tokenizer's sentences begin at 0.
-_FIRST_LABELLED, _FIRST_PUBLIC, _FIRST_TEST, _FIRST_CAPTIONED = 10_000_000, 20_000_000, 30_000_000, 40_000_000
+# Scene numbers: private parts, warm start and test are different scenes of the same kind; the
+# tokenizer's sentences begin at 0.
+_FIRST_LABELLED, _FIRST_PUBLIC, _FIRST_TEST, _FIRST_CAPTIONED = (
+    10_000_000,
+    20_000_000,
+    30_000_000,
+    40_000_000,
+)
 _NUM_LABELLED, _NUM_PUBLIC, _NUM_TEST, _NUM_SENTENCES = 3000, 6000, 1000, 4000
 _GALLERY = 6
 
@@ -70,28 +78,54 @@ def run_demo(place: Place) -> None:
     size = captioner.model.encoder.image_size
     place.say("1/4  Images: procedural scenes, some of which play the private ones")
     labelled = _scenes(place, "demo-labelled", _NUM_LABELLED, _FIRST_LABELLED, size, public=False)
-    captioned = _scenes(place, "demo-captioned", captioner.privacy.dataset_size, _FIRST_CAPTIONED, size, public=False)
-    plain = _scenes(place, "demo-public", _NUM_PUBLIC, _FIRST_PUBLIC, size, public=True, keep=_named_in_public)
+    captioned = _scenes(
+        place,
+        "demo-captioned",
+        captioner.privacy.dataset_size,
+        _FIRST_CAPTIONED,
+        size,
+        public=False,
+    )
+    plain = _scenes(
+        place, "demo-public", _NUM_PUBLIC, _FIRST_PUBLIC, size, public=True, keep=_named_in_public
+    )
     test = _scenes(place, "demo-test", _NUM_TEST, _FIRST_TEST, size, public=True)
-    unnamed = _scenes(place, "demo-test-new-colours", _NUM_TEST, _FIRST_TEST, size, public=True, keep=_named_in_private_only)
-    place.say(f"2/4  A private classifier: the {LABEL} of the largest object, from non-private features")
+    unnamed = _scenes(
+        place,
+        "demo-test-new-colours",
+        _NUM_TEST,
+        _FIRST_TEST,
+        size,
+        public=True,
+        keep=_named_in_private_only,
+    )
+    place.say(
+        f"2/4  A private classifier: the {LABEL} of the largest object, from non-private features"
+    )
     head, found = fit_classifier(place, labelled, _NUM_LABELLED, len(ATTRIBUTES[LABEL]), test)
     page = make_report(head, test.path, store_dir=labelled.path, tuning="public")
     make_operator_page(head, labelled.path)
     place.say(f"     {_said(found[0])}")
-    place.say("3/4  A captioner: a public warm start that knows five colours, then private captions that name all ten")
+    place.say(
+        "3/4  A captioner: a public warm start that knows five colours, then private captions "
+        "that name all ten"
+    )
     run, learned, epsilon = _captioner(place, captioner, plain, captioned, [test, unnamed])
     for (after, before), store in zip(learned, (test, unnamed), strict=True):
         place.say(f"     {store.path.name}: {_said(after)}")
         place.say(f"     {_compared(after, before)}")
     place.say("4/4  Report")
     gallery = gallery_of_run(run.private, test.path, [run.start], count=_GALLERY).public_part()
-    captions = make_report(run.private, test.path, store_dir=captioned.path, tuning="public", gallery=gallery)
+    captions = make_report(
+        run.private, test.path, store_dir=captioned.path, tuning="public", gallery=gallery
+    )
     make_operator_page(run.private, captioned.path)
     minutes = (time.monotonic() - start) / 60
     result = {
         "classifier": _result(head, CLASSIFIER_EPSILON, page, found),
-        "captioner": _result(run.private, epsilon, captions, [score for pair in learned for score in pair]),
+        "captioner": _result(
+            run.private, epsilon, captions, [score for pair in learned for score in pair]
+        ),
         "seconds": 60 * minutes,
     }
     text = f"Done in {minutes:.1f} minutes. Open in a browser:\n  {page}\n  {captions}\n"
@@ -99,27 +133,43 @@ def run_demo(place: Place) -> None:
     emit(result, place.json, text)
 
 
-def _result(root: Path, epsilon: float | None, page: Path, scores: Sequence[Score]) -> dict[str, Any]:
-    return {"run": str(root), "epsilon": epsilon, "report": str(page), "scores": [score.to_dict() for score in scores]}
+def _result(
+    root: Path, epsilon: float | None, page: Path, scores: Sequence[Score]
+) -> dict[str, Any]:
+    return {
+        "run": str(root),
+        "epsilon": epsilon,
+        "report": str(page),
+        "scores": [score.to_dict() for score in scores],
+    }
 
 
-def fit_classifier(place: Place, store: Store, dataset_size: int, num_classes: int, test: Store) -> tuple[Path, list[Score]]:
-    """A private head on features that need no training, and its scores on ``test``, written where they may be."""
+def fit_classifier(
+    place: Place, store: Store, dataset_size: int, num_classes: int, test: Store
+) -> tuple[Path, list[Score]]:
+    """A private head on features that need no training, and its scores on ``test``, written where
+    they may be.
+    """
     config = get_recipe("transfer.auto")
     assert isinstance(config.model, HeadConfig)
     config = replace(
-        config, model=replace(config.model, num_classes=num_classes), data=replace(config.data, store=str(store.path)),
+        config,
+        model=replace(config.model, num_classes=num_classes),
+        data=replace(config.data, store=str(store.path)),
         privacy=replace(
-            config.privacy, dataset_size=dataset_size, expected_batch_size=dataset_size, target_epsilon=CLASSIFIER_EPSILON
+            config.privacy,
+            dataset_size=dataset_size,
+            expected_batch_size=dataset_size,
+            target_epsilon=CLASSIFIER_EPSILON,
         ),
-    )  # fmt: skip
+    )
     root = place.free_run("demo-classifier")
     with new_head_session(config, root) as session:
         plan = session.plan
         charged = charge_words(store, plan, besides=[session.run.folder.run_id])[1]
         place.say(
-            f"     {dataset_size:,} private images, {num_classes} classes, epsilon {up(plan.epsilon)} at delta {up_delta(plan.delta)}. "
-            f"{charged}"
+            f"     {dataset_size:,} private images, {num_classes} classes, epsilon "
+            f"{up(plan.epsilon)} at delta {up_delta(plan.delta)}. {charged}"
         )
         adapt(session)
     scores = score_own_head(root, test)
@@ -136,20 +186,34 @@ class _Runs:
 def _captioner(
     place: Place, config: RunConfig, plain: Store, captioned: Store, tests: Sequence[Store]
 ) -> tuple[_Runs, list[tuple[Score, Score]], float | None]:
-    """The public warm start and the private run from it; of each test the private captioner's score and its parent's; epsilon."""
+    """The public warm start and the private run from it; of each test the private captioner's score
+    and its parent's; epsilon.
+    """
     words = _tokenizer(place.stores / "demo-words.json", config)
     runs = _Runs(place.free_run("demo-start"), place.free_run("demo"))
     start = get_recipe("demo.start")
     size = replace(start.privacy, dataset_size=plain.num_records)
-    _train(replace(start, privacy=size, data=replace(start.data, store=str(plain.path), tokenizer=words)), runs.start, place)
-    config = replace(config, data=replace(config.data, store=str(captioned.path), tokenizer=words), init_from=str(runs.start))
+    _train(
+        replace(
+            start, privacy=size, data=replace(start.data, store=str(plain.path), tokenizer=words)
+        ),
+        runs.start,
+        place,
+    )
+    config = replace(
+        config,
+        data=replace(config.data, store=str(captioned.path), tokenizer=words),
+        init_from=str(runs.start),
+    )
     epsilon = _train(config, runs.private, place)
     askers = [open_captioner(runs.private), replace(open_captioner(runs.start), name=PARENT)]
     asked = ZeroShotSettings(("trie",), prompt="a", match_article=True)
     found = []
     for test in tests:
         after, before = zero_shot_scores(askers, test, load_label_set("store", test), asked)
-        write_scores(runs.private, [after, before], train_data=NOTHING_FITTED, test_data=test.path.name)
+        write_scores(
+            runs.private, [after, before], train_data=NOTHING_FITTED, test_data=test.path.name
+        )
         found.append((after, before))
     return runs, found, epsilon
 
@@ -158,16 +222,28 @@ def _train(config: RunConfig, root: Path, place: Place) -> float | None:
     """A run from its first step to its last; gives epsilon. Ctrl-C saves, and ends the demo."""
     with new_session(config, root) as session:
         plan = session.plan
-        what = f"epsilon {up(plan.epsilon)} at delta {up_delta(plan.delta)}, " if plan.epsilon is not None else "public images, "
-        place.say(f"     {what}{plan.steps} steps of {plan.expected_batch_size:,.0f} images (Ctrl-C saves and stops)")
+        what = (
+            f"epsilon {up(plan.epsilon)} at delta {up_delta(plan.delta)}, "
+            if plan.epsilon is not None
+            else "public images, "
+        )
+        place.say(
+            f"     {what}{plan.steps} steps of {plan.expected_batch_size:,.0f} images (Ctrl-C "
+            "saves and stops)"
+        )
         if not fit(session):
-            place.say(f"     Stopped and saved: dpvision train {config.recipe} --name {root.name} --runs {root.parent} --resume goes on.")
+            place.say(
+                f"     Stopped and saved: dpvision train {config.recipe} --name {root.name} "
+                f"--runs {root.parent} --resume goes on."
+            )
             sys.exit(STOPPED)
     return plan.epsilon
 
 
 def _tokenizer(path: Path, config: RunConfig) -> str:
-    """A tokenizer from the sentences of scenes, which are public: each of their words is one token."""
+    """A tokenizer from the sentences of scenes, which are public: each of their words is one
+    token.
+    """
     assert isinstance(config.model, CaptionerConfig)
     if not path.exists():
         train_tokenizer(scene_captions(_NUM_SENTENCES), config.model.vocab_size).save(path)
@@ -176,13 +252,25 @@ def _tokenizer(path: Path, config: RunConfig) -> str:
 
 def _said(score: Score) -> str:
     interval = f"{score.low:.1%} to {score.high:.1%}"
-    return f"{score.value:.1%} of {score.n:,} {score.visibility} images right ({interval}); the most frequent class: {score.chance:.1%}"
+    return (
+        f"{score.value:.1%} of {score.n:,} {score.visibility} images right ({interval}); the "
+        f"most frequent class: {score.chance:.1%}"
+    )
 
 
 def _compared(after: Score, before: Score) -> str:
     """What private training changed, by the intervals."""
-    words = "ahead of" if after.low > before.high else "behind" if after.high < before.low else "not to be told from"
-    return f"That is {words} its public warm start: {before.value:.1%} ({before.low:.1%} to {before.high:.1%})."
+    words = (
+        "ahead of"
+        if after.low > before.high
+        else "behind"
+        if after.high < before.low
+        else "not to be told from"
+    )
+    return (
+        f"That is {words} its public warm start: {before.value:.1%} ({before.low:.1%} to "
+        f"{before.high:.1%})."
+    )
 
 
 def caption_of(scene: Scene) -> str:
@@ -204,13 +292,36 @@ def _named_in_private_only(scene: Scene) -> bool:
 
 
 def _scenes(
-    place: Place, name: str, num: int, first: int, size: int, *, public: bool, keep: Callable[[Scene], bool] | None = None
+    place: Place,
+    name: str,
+    num: int,
+    first: int,
+    size: int,
+    *,
+    public: bool,
+    keep: Callable[[Scene], bool] | None = None,
 ) -> Store:
-    """Scenes with the colour as label and a short caption of the largest object; those of ``num`` that ``keep`` keeps."""
+    """Scenes with the colour as label and a short caption of the largest object; those of ``num``
+    that ``keep`` keeps.
+    """
     folder = place.stores / name
     if folder.exists():
         store = open_store(folder)
-        if keep is None and abs(store.num_records - num) > num // 100:  # identical scenes are one record
-            raise DataError(f"demo: {folder} holds {store.num_records} records; expected {num} scenes. Remove it, or use another --stores.")
+        if (
+            keep is None and abs(store.num_records - num) > num // 100
+        ):  # identical scenes are one record
+            raise DataError(
+                f"demo: {folder} holds {store.num_records} records; expected {num} scenes. "
+                "Remove it, or use another --stores."
+            )
         return store
-    return write_scenes(folder, num, size, first=first, label=LABEL, caption_of=caption_of, keep=keep or _any, public=public)
+    return write_scenes(
+        folder,
+        num,
+        size,
+        first=first,
+        label=LABEL,
+        caption_of=caption_of,
+        keep=keep or _any,
+        public=public,
+    )

@@ -1,4 +1,6 @@
-"""``dpvision doctor``: how a model's per-record gradients are computed, without allocating it; with ``--measure``, run on this machine."""
+"""``dpvision doctor``: how a model's per-record gradients are computed, without allocating it; with
+``--measure``, run on this machine.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,29 +35,36 @@ def doctor(
     image_size: int | None = None,
     json: bool = False,
 ) -> None:
-    """Check whether a model can be trained privately, how its per-record gradients are computed, and at what cost.
+    """Check whether a model can be trained privately, how its per-record gradients are computed,
+    and at what cost.
 
-    Without --measure the model is never allocated: only shapes are needed, so any model takes about a second. With --measure,
-    three records are compared with the oracle (exit 2 if they differ), the largest physical batch is found, and a private step is timed
-    against a non-private one.
+    Without --measure the model is never allocated: only shapes are needed, so any model takes about
+    a second. With --measure, three records are compared with the oracle (exit 2 if they differ),
+    the largest physical batch is found, and a private step is timed against a non-private one.
 
       dpvision doctor vip.base                          a recipe
       dpvision doctor vit_base_patch16_224              a timm name, as a classifier
-      dpvision doctor mymodel:make                      a function in ./mymodel.py that returns a torch.nn.Module
+      dpvision doctor mymodel:make                      a function in ./mymodel.py that returns a
+                                                        torch.nn.Module
       dpvision doctor vip.micro --measure --max-minutes 1
 
     Args:
-        model: Recipe, timm name, or module:function. The function returns an image classifier, or (model, loss_fn, batch).
+        model: Recipe, timm name, or module:function. The function returns an image classifier, or
+            (model, loss_fn, batch).
         measure: Also run the model on this machine.
         device: For --measure; if omitted, the recipe's, or a GPU if there is one.
-        precision: Precision of the forward pass for --measure; if omitted, the recipe's, or float32.
+        precision: Precision of the forward pass for --measure; if omitted, the recipe's, or
+            float32.
         physical_batch_size: Time a batch of this size instead of searching for the largest.
         max_minutes: Approximate time limit for --measure; batches shrink to meet it.
-        image_size: Image size in pixels, for a model that does not define it; if omitted, timm's, or 224.
+        image_size: Image size in pixels, for a model that does not define it; if omitted, timm's,
+            or 224.
         json: Print JSON.
     """
     if not 0 < max_minutes < float("inf"):
-        raise ConfigError(f"doctor: --max-minutes={max_minutes}; expected a positive number. Use 5.")
+        raise ConfigError(
+            f"doctor: --max-minutes={max_minutes}; expected a positive number. Use 5."
+        )
     from dpvision.cli.doctor_look import look
     from dpvision.cli.doctor_measure import measure as run_measure
     from dpvision.cli.doctor_model import find_subject
@@ -93,7 +102,9 @@ def doctor(
     emit(result, json, f"{text}\n{_measured_text(result['measured'])}")
 
 
-def _hardware(subject: "Subject", device: str | None, precision: str | None, physical_batch_size: int | None) -> HardwareConfig:
+def _hardware(
+    subject: "Subject", device: str | None, precision: str | None, physical_batch_size: int | None
+) -> HardwareConfig:
     given = {"device": device, "precision": precision, "physical_batch_size": physical_batch_size}
     default = subject.config.hardware if subject.config is not None else HardwareConfig()
     return replace(default, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
@@ -107,7 +118,8 @@ def _result(subject: "Subject", seen: "Look", sizes: dict[str, int], total: int)
             part = name.split(".")[0]
             parts[part] = parts.get(part, 0) + size
     optim = subject.config.optim if subject.config is not None else OptimConfig()
-    # Weights, clipped sum, noise (one tensor at a time), the optimizer's moments, the averaged weights: float32 each.
+    # Weights, clipped sum, noise (one tensor at a time), the optimizer's moments, the averaged
+    # weights: float32 each.
     copies = 3 + (2 if optim.name == "adamw" else 1) + optim.averages
     return {
         "model": subject.name,
@@ -118,79 +130,141 @@ def _result(subject: "Subject", seen: "Look", sizes: dict[str, int], total: int)
         "state_bytes": 4 * (copies * total + sum(sizes[name] for name in seen.frozen)),
         "per_record_gradient_bytes": 4 * total,
         "ways": {
-            way: {"num_tensors": len(names), "num_parameters": sum(sizes[name] for name in names)} for way, names in seen.ways.items()
+            way: {"num_tensors": len(names), "num_parameters": sum(sizes[name] for name in names)}
+            for way, names in seen.ways.items()
         },
         "slow": seen.slow,
         "unused": seen.ways.get("unused", []),
-        "refused": [{"message": refusal.message, "layers": refusal.layers} for refusal in seen.refused],
-        "frozen": {"num_tensors": len(seen.frozen), "num_parameters": sum(sizes[name] for name in seen.frozen), "names": seen.frozen},
+        "refused": [
+            {"message": refusal.message, "layers": refusal.layers} for refusal in seen.refused
+        ],
+        "frozen": {
+            "num_tensors": len(seen.frozen),
+            "num_parameters": sum(sizes[name] for name in seen.frozen),
+            "names": seen.frozen,
+        },
         "tied": seen.tied,
     }
 
 
-def _text(result: dict[str, Any], seen: "Look", sizes: dict[str, int], slow_chunk: int, measured: bool) -> str:
+def _text(
+    result: dict[str, Any], seen: "Look", sizes: dict[str, int], slow_chunk: int, measured: bool
+) -> str:
     total = result["num_parameters"]
     tensors = len(sizes) - len(seen.frozen)
-    lines = [f"{result['model']} ({result['kind']}): {total:,} trained parameters in {tensors:,} tensors"]
+    lines = [
+        f"{result['model']} ({result['kind']}): {total:,} trained parameters in {tensors:,} tensors"
+    ]
     parts = sorted(result["parts"].items(), key=lambda item: -item[1])
     lines.append(f"  parts    {_few([f'{name} {size:,}' for name, size in parts])}")
     if seen.frozen:
-        lines.append(f"  frozen   {result['frozen']['num_parameters']:,} in {len(seen.frozen):,} tensors: {_few(seen.frozen)}")
+        lines.append(
+            f"  frozen   {result['frozen']['num_parameters']:,} in {len(seen.frozen):,} tensors: "
+            f"{_few(seen.frozen)}"
+        )
     if seen.tied:
-        lines.append(f"  tied     {_few([' = '.join([first, *others]) for first, others in seen.tied.items()])}")
-    lines.append(f"  memory   {_size(result['state_bytes'])} of state in training (weights, clipped sum, noise, optimizer), and the batch")
+        lines.append(
+            "  tied     "
+            f"{_few([' = '.join([first, *others]) for first, others in seen.tied.items()])}"
+        )
+    lines.append(
+        f"  memory   {_size(result['state_bytes'])} of state in training (weights, clipped sum, "
+        "noise, optimizer), and the batch"
+    )
     for refusal in seen.refused:
         lines += ["", f"REFUSED  {refusal.message}"]
         if len(refusal.layers) > 1:
-            lines.append(f"         The same holds for {len(refusal.layers) - 1:,} more: {_few(refusal.layers[1:])}")
+            lines.append(
+                f"         The same holds for {len(refusal.layers) - 1:,} more: "
+                f"{_few(refusal.layers[1:])}"
+            )
     if seen.refused:
         return "\n".join(lines)
-    lines += ["", "ways to the per-record gradients (exact, all of them):", *_ways_table(result["ways"], total)]
+    lines += [
+        "",
+        "ways to the per-record gradients (exact, all of them):",
+        *_ways_table(result["ways"], total),
+    ]
     if seen.slow:
         slow_bytes = 4 * sum(sizes[name] for name in seen.slow)
         lines += [
             "",
-            f"slow: per-record gradients by vmap, {_size(slow_bytes)} each, up to {slow_chunk:,} records at once. To avoid this, freeze",
+            f"slow: per-record gradients by vmap, {_size(slow_bytes)} each, up to {slow_chunk:,} "
+            "records at once. To avoid this, freeze",
         ]
-        lines.append("these (requires_grad_(False)) or write the layer with operations that have a rule (docs/clipping.md):")
-        shown_slow = [f"  {name}  {reason}" for name, reason in list(seen.slow.items())[: 3 * _NAMED]]
-        lines += shown_slow + ([f"  and {len(seen.slow) - len(shown_slow):,} more"] if len(seen.slow) > len(shown_slow) else [])
+        lines.append(
+            "these (requires_grad_(False)) or write the layer with operations that have a rule "
+            "(docs/clipping.md):"
+        )
+        shown_slow = [
+            f"  {name}  {reason}" for name, reason in list(seen.slow.items())[: 3 * _NAMED]
+        ]
+        lines += shown_slow + (
+            [f"  and {len(seen.slow) - len(shown_slow):,} more"]
+            if len(seen.slow) > len(shown_slow)
+            else []
+        )
     if result["unused"]:
-        lines += ["", f"unused: the loss does not depend on {_few(result['unused'])}. They get only noise: freeze them."]
+        lines += [
+            "",
+            f"unused: the loss does not depend on {_few(result['unused'])}. They get only noise: "
+            "freeze them.",
+        ]
     if result["kind"] == "timm":
         lines += ["", "Checked as a classifier with cross-entropy, at timm's image size for it."]
     if not measured:
-        lines += ["", "Next: --measure compares with the oracle, checks separability, and finds the largest batch and the overhead."]
+        lines += [
+            "",
+            "Next: --measure compares with the oracle, checks separability, and finds the "
+            "largest batch and the overhead.",
+        ]
     return "\n".join(lines)
 
 
 def _ways_table(ways: dict[str, dict[str, int]], total: int) -> list[str]:
     rows = [("method", "tensors", "parameters", "share")]
     for way, counts in sorted(ways.items(), key=lambda item: -item[1]["num_parameters"]):
-        rows.append((way, f"{counts['num_tensors']:,}", f"{counts['num_parameters']:,}", _share(counts["num_parameters"] / total)))
+        rows.append(
+            (
+                way,
+                f"{counts['num_tensors']:,}",
+                f"{counts['num_parameters']:,}",
+                _share(counts["num_parameters"] / total),
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return [f"  {row[0]:{widths[0]}}  " + "  ".join(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3)) for row in rows]
+    return [
+        f"  {row[0]:{widths[0]}}  " + "  ".join(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3))
+        for row in rows
+    ]
 
 
 def _measured_text(measured: dict[str, Any]) -> str:
     oracle, largest, step = measured["oracle"], measured["largest_physical_batch"], measured["step"]
     lines = ["", f"measured on {measured['device']}, {measured['precision']}:"]
     lines.append(
-        f"  exact    sum of {oracle['records']} records within {oracle['difference']:.1e} of the oracle's, norms within "
-        f"{oracle['norm_difference']:.1e} ({oracle['tolerance']:.0e} allowed); float64 gates: {oracle['float64']}"
+        f"  exact    sum of {oracle['records']} records within {oracle['difference']:.1e} of the "
+        f"oracle's, norms within {oracle['norm_difference']:.1e} ({oracle['tolerance']:.0e} "
+        f"allowed); float64 gates: {oracle['float64']}"
     )
     if largest is not None:
         told = f"  fits     {largest['records']:,} records in one physical batch ({largest['how']}"
         if "record_bytes" in largest:
-            told += f": {_size(largest['record_bytes'])} each, {largest['margin']:.0%} of {_size(largest['available_bytes'])} free"
+            told += (
+                f": {_size(largest['record_bytes'])} each, {largest['margin']:.0%} of "
+                f"{_size(largest['available_bytes'])} free"
+            )
         lines.append(told + ")")
     price, private, plain = step["price"], step["private_s"], step["non_private_s"]
     lines.append(
-        f"  step     {step['physical_batch_size']:,} records in {private['median']:.3g} s [{private['low']:.3g} to {private['high']:.3g}], "
-        f"{shown(step['records_per_s'])} records/s; non-private {plain['median']:.3g} s [{plain['low']:.3g} to {plain['high']:.3g}]"
+        f"  step     {step['physical_batch_size']:,} records in {private['median']:.3g} s "
+        f"[{private['low']:.3g} to {private['high']:.3g}], {shown(step['records_per_s'])} "
+        f"records/s; non-private {plain['median']:.3g} s [{plain['low']:.3g} to "
+        f"{plain['high']:.3g}]"
     )
     lines.append(
-        f"  overhead {price['median']:.2f} times a non-private step [{price['low']:.2f} to {price['high']:.2f}], {step['rounds']} rounds"
+        f"  overhead {price['median']:.2f} times a non-private step [{price['low']:.2f} to "
+        f"{price['high']:.2f}], {step['rounds']} rounds"
     )
     return "\n".join(lines)
 
@@ -207,5 +281,9 @@ def _share(part: float) -> str:
 def _size(num_bytes: float) -> str:
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= factor:
-            return f"{num_bytes / factor:.3g} {unit}" if num_bytes < 1000 * factor else f"{num_bytes / factor:,.0f} {unit}"
+            return (
+                f"{num_bytes / factor:.3g} {unit}"
+                if num_bytes < 1000 * factor
+                else f"{num_bytes / factor:,.0f} {unit}"
+            )
     return f"{num_bytes:.0f} bytes"

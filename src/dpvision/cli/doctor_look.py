@@ -1,4 +1,5 @@
-"""Find how each parameter's per-record gradient is computed, on the ``meta`` device: no values, and no memory for the weights.
+"""Find how each parameter's per-record gradient is computed, on the ``meta`` device: no values, and
+no memory for the weights.
 
 Legend: B records.
 """
@@ -37,7 +38,9 @@ class Look:
     """Findings about a model's parameters, by name."""
 
     ways: dict[str, list[str]] = field(default_factory=dict)
-    """From a way (the rules of ``dp.matrix_rules``, "slow" or "unused") to its parameters; empty if the model is refused."""
+    """From a way (the rules of ``dp.matrix_rules``, "slow" or "unused") to its parameters; empty if
+    the model is refused.
+    """
     slow: dict[str, str] = field(default_factory=dict)
     """From each parameter without a rule to the reason."""
     refused: list[Refusal] = field(default_factory=list)
@@ -58,7 +61,10 @@ def look(name: str, built: Built) -> Look:
     """
     frozen, tied = _frozen_and_tied(built.model)
     if not trained(built.model):
-        raise ConfigError(f"doctor: {name} has no parameter with requires_grad; expected at least one. Call requires_grad_(True) on some.")
+        raise ConfigError(
+            f"doctor: {name} has no parameter with requires_grad; expected at least one. Call "
+            "requires_grad_(True) on some."
+        )
     refused = _refused_layers(built.model)
     if refused:
         return Look(refused=refused, frozen=frozen, tied=tied)
@@ -95,7 +101,9 @@ def _refused_layers(model: nn.Module) -> list[Refusal]:
 
 
 def _check_losses(name: str, built: Built) -> None:
-    """Run the forward pass once, report errors in it, and check that it gives one loss per record."""
+    """Run the forward pass once, report errors in it, and check that it gives one loss per
+    record.
+    """
     shape = tuple(built.batch.image_BVCHW.shape)
     wrapped, buffers = LossModule(built.loss_fn, built.model), prefixed(copied_buffers(built.model))
     try:
@@ -106,8 +114,10 @@ def _check_losses(name: str, built: Built) -> None:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"doctor: the forward pass of {name} on images of shape {shape} raised {type(error).__name__}: {first}; expected one loss "
-            "per record, from operations that read no values. Give --image-size, or return (model, loss_fn, batch): docs/doctor.md."
+            f"doctor: the forward pass of {name} on images of shape {shape} raised "
+            f"{type(error).__name__}: {first}; expected one loss per record, from operations "
+            "that read no values. Give --image-size, or return (model, loss_fn, batch): "
+            "docs/doctor.md."
         ) from None
 
 
@@ -119,7 +129,9 @@ def told_by_us() -> Iterator[None]:
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message="There is a performance drop", category=UserWarning
+            )
             yield
     finally:
         log.setLevel(level)

@@ -1,4 +1,5 @@
-"""``dpvision doctor --measure``: check exactness on this machine, find the largest physical batch, and time a step.
+"""``dpvision doctor --measure``: check exactness on this machine, find the largest physical batch,
+and time a step.
 
 Legend: B records.
 """
@@ -33,13 +34,19 @@ from dpvision.train.step import autocast
 TOLERANCE = 1e-5
 """Largest relative difference of the float32 sum, and of a norm, from the oracle's."""
 MARGIN = 0.8
-"""Fraction of the free memory that an estimate uses; the rest is for fragmentation and library workspaces."""
+"""Fraction of the free memory that an estimate uses; the rest is for fragmentation and library
+workspaces.
+"""
 _MOST_RECORDS = 2**16
 _ROUNDS = 7
 _FLOAT64_COPIES = 8
-"""Float64 copies of the weights that the gates hold at once: the model, single gradients, sums, temporaries."""
+"""Float64 copies of the weights that the gates hold at once: the model, single gradients, sums,
+temporaries.
+"""
 _FLOAT64_PASSES = 60
-"""Cost of the gates (at most 33 float64 forward and backward passes) in float32 forward passes of one record."""
+"""Cost of the gates (at most 33 float64 forward and backward passes) in float32 forward passes of
+one record.
+"""
 _TIMED_SHARE = 0.6
 """Fraction of the time left for the timed rounds; the searches get the rest."""
 
@@ -62,9 +69,18 @@ class Bench:
         return to_device(records(self.built.batch, num), self.device)
 
     def step(self, batch: Batch, max_grad_norm: float | None) -> ClippedSum:
-        """Return the clipped sum, or the plain sum of gradients if ``max_grad_norm`` is None, by a forward and a backward pass."""
+        """Return the clipped sum, or the plain sum of gradients if ``max_grad_norm`` is None, by a
+        forward and a backward pass.
+        """
         with autocast(self.hardware.precision, self.device):
-            return clipped_sum(self.built.loss_fn, self.built.model, batch, KEY, max_grad_norm=max_grad_norm, check_separability=False)
+            return clipped_sum(
+                self.built.loss_fn,
+                self.built.model,
+                batch,
+                KEY,
+                max_grad_norm=max_grad_norm,
+                check_separability=False,
+            )
 
     def seconds_of(self, batch: Batch, max_grad_norm: float | None) -> float:
         """Return the seconds of one step. Its result is freed after the clock stops."""
@@ -82,16 +98,25 @@ class Bench:
 
 
 def measure(
-    built: Built, hardware: HardwareConfig, *, num_timed: int | None, max_grad_norm: float, state_bytes: int, max_minutes: float
+    built: Built,
+    hardware: HardwareConfig,
+    *,
+    num_timed: int | None,
+    max_grad_norm: float,
+    state_bytes: int,
+    max_minutes: float,
 ) -> dict[str, Any]:
-    """Check three records against the oracle, find the largest physical batch, time a step; progress on standard error.
+    """Check three records against the oracle, find the largest physical batch, time a step;
+    progress on standard error.
 
     Args:
         built: on the CPU.
         hardware: device, precision, and the physical batch size of a run.
-        num_timed: physical batch size to time, without a search for the largest; if None, the run's, reduced to fit memory and time.
+        num_timed: physical batch size to time, without a search for the largest; if None, the
+            run's, reduced to fit memory and time.
         state_bytes: memory that training holds between steps, weights included.
-        max_minutes: total time limit; batches and searches shrink to meet it, the oracle check does not.
+        max_minutes: total time limit; batches and searches shrink to meet it, the oracle check does
+            not.
 
     Returns:
         The figures, ready for JSON.
@@ -120,8 +145,9 @@ def measure(
             step = _times(bench, num)
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"doctor: {num_timed or 1} records do not fit into the memory of {device}; expected a smaller physical batch. "
-                "Lower --physical-batch-size, or use a smaller model."
+                f"doctor: {num_timed or 1} records do not fit into the memory of {device}; "
+                "expected a smaller physical batch. Lower --physical-batch-size, or use a "
+                "smaller model."
             ) from None
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -138,7 +164,9 @@ def say(line: str) -> None:
 
 
 def _stir(model: nn.Module) -> None:
-    """Give small random values to parameters that are all zero: zeros would hide differences in the layers before them."""
+    """Give small random values to parameters that are all zero: zeros would hide differences in the
+    layers before them.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -147,7 +175,8 @@ def _stir(model: nn.Module) -> None:
 
 
 def _gates(built: Built, end: float) -> str:
-    """Run the two gates of a private run in float64 on the CPU. Return "passed", or why they were left out.
+    """Run the two gates of a private run in float64 on the CPU. Return "passed", or why they were
+    left out.
 
     Raises:
         PrivacyError: a gate refuses.
@@ -169,7 +198,8 @@ def _gates(built: Built, end: float) -> str:
 
 
 def compare(bench: Bench) -> dict[str, Any]:
-    """Compare one-pass clipping with ``vmap`` in float32, clipping at the median norm so that only some records are clipped.
+    """Compare one-pass clipping with ``vmap`` in float32, clipping at the median norm so that only
+    some records are clipped.
 
     Raises:
         PrivacyError: the sums or the norms have a relative difference above 1e-5.
@@ -178,23 +208,45 @@ def compare(bench: Bench) -> dict[str, Any]:
 
     def run(method: str, max_grad_norm: float) -> ClippedSum:
         return clipped_sum(
-            built.loss_fn, built.model, batch, KEY, max_grad_norm=max_grad_norm, method=method, chunk_size=1, check_separability=False
+            built.loss_fn,
+            built.model,
+            batch,
+            KEY,
+            max_grad_norm=max_grad_norm,
+            method=method,
+            chunk_size=1,
+            check_separability=False,
         )
 
     middle = float(run("one_pass", 1.0).norms_B.median())
     if not 1e-12 <= middle <= 1e12:
-        raise PrivacyError(f"doctor: gradient norm={middle} on random images; expected a finite, nonzero norm. Check the model and loss.")
+        raise PrivacyError(
+            f"doctor: gradient norm={middle} on random images; expected a finite, nonzero norm. "
+            "Check the model and loss."
+        )
     ours, oracle = run("one_pass", middle), run("vmap", middle)
     size = sum(float(value.double().square().sum()) for value in oracle.grads.values()) ** 0.5
-    off = sum(float((ours.grads[name].double() - value.double()).square().sum()) for name, value in oracle.grads.items()) ** 0.5
+    off = (
+        sum(
+            float((ours.grads[name].double() - value.double()).square().sum())
+            for name, value in oracle.grads.items()
+        )
+        ** 0.5
+    )
     norms_off = float(((ours.norms_B - oracle.norms_B).abs() / oracle.norms_B).max())
     difference = off / size if size else off
     if not max(difference, norms_off) <= TOLERANCE:
         raise PrivacyError(
-            f"doctor: the one-pass sum differs from the oracle's by {difference:.1e}, a norm by {norms_off:.1e}; expected at most "
-            f"{TOLERANCE:.0e}. Train with method='vmap', and report this model as a bug."
+            f"doctor: the one-pass sum differs from the oracle's by {difference:.1e}, a norm by "
+            f"{norms_off:.1e}; expected at most {TOLERANCE:.0e}. Train with method='vmap', and "
+            "report this model as a bug."
         )
-    return {"records": len(batch.record_id_B), "difference": difference, "norm_difference": norms_off, "tolerance": TOLERANCE}
+    return {
+        "records": len(batch.record_id_B),
+        "difference": difference,
+        "norm_difference": norms_off,
+        "tolerance": TOLERANCE,
+    }
 
 
 def _largest(bench: Bench, state_bytes: int) -> dict[str, Any]:
@@ -205,7 +257,9 @@ def _largest(bench: Bench, state_bytes: int) -> dict[str, Any]:
 
 
 def _largest_tried(bench: Bench, other_bytes: int) -> dict[str, Any]:
-    """Try steps of growing batches on the GPU, with memory reserved for what training holds besides the weights."""
+    """Try steps of growing batches on the GPU, with memory reserved for what training holds besides
+    the weights.
+    """
 
     def fits(num: int) -> bool:
         try:
@@ -224,11 +278,17 @@ def _largest_tried(bench: Bench, other_bytes: int) -> dict[str, Any]:
     if not num:
         raise torch.OutOfMemoryError("not even one record")
     torch.cuda.empty_cache()
-    return {"records": num, "how": "measured" if final else "measured; more may fit: time or search was limited"}
+    return {
+        "records": num,
+        "how": "measured" if final else "measured; more may fit: time or search was limited",
+    }
 
 
-def most_that_fit(fits: Callable[[int], bool], *, most: int, stop: Callable[[], bool]) -> tuple[int, bool]:
-    """Find the largest number for which ``fits`` is true, to within 1/16, by doubling and bisection.
+def most_that_fit(
+    fits: Callable[[int], bool], *, most: int, stop: Callable[[], bool]
+) -> tuple[int, bool]:
+    """Find the largest number for which ``fits`` is true, to within 1/16, by doubling and
+    bisection.
 
     Args:
         fits: true up to some number, false beyond it.
@@ -252,11 +312,17 @@ def most_that_fit(fits: Callable[[int], bool], *, most: int, stop: Callable[[], 
 
 
 def _largest_estimated(bench: Bench, other_bytes: int) -> dict[str, Any]:
-    """Estimate the largest batch from the peak memory of two small batches and the machine's free memory."""
+    """Estimate the largest batch from the peak memory of two small batches and the machine's free
+    memory.
+    """
     free = available_bytes()
     seconds = bench.seconds_of(bench.batch(2), bench.max_grad_norm) / 2
-    # Larger batches give a better slope, since computations in chunks stop growing. At most ten seconds of steps.
-    num = max(2, min(bench.hardware.physical_batch_size, 64, int(min(10.0, bench.left_s() / 20) / seconds)))
+    # Larger batches give a better slope, since computations in chunks stop growing. At most ten
+    # seconds of steps.
+    num = max(
+        2,
+        min(bench.hardware.physical_batch_size, 64, int(min(10.0, bench.left_s() / 20) / seconds)),
+    )
     many = peak_bytes(lambda: bench.step(bench.batch(num), bench.max_grad_norm))
     few = peak_bytes(lambda: bench.step(bench.batch(num // 2), bench.max_grad_norm))
     record_bytes = max(1.0, (many - few) / (num - num // 2))
@@ -275,13 +341,21 @@ def _largest_estimated(bench: Bench, other_bytes: int) -> dict[str, Any]:
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """Return the peak bytes that torch's CPU allocator holds for ``step``, beyond what it held before."""
+    """Return the peak bytes that torch's CPU allocator holds for ``step``, beyond what it held
+    before.
+    """
     gc.collect()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start, and a missing GPU
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # else the profiler logs every start, and a missing GPU
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         step()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()  # negative where memory is freed
@@ -296,7 +370,10 @@ def available_bytes() -> int:
         found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
     ):
         try:
             found = min(found, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
@@ -310,11 +387,15 @@ def _meminfo(name: str) -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
+    return next(
+        (1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None
+    )
 
 
 def _timed_batch(bench: Bench, fitting: int) -> int:
-    """Return the run's physical batch size, reduced to fit memory and to leave time for a warm-up and three rounds."""
+    """Return the run's physical batch size, reduced to fit memory and to leave time for a warm-up
+    and three rounds.
+    """
     num = min(4, fitting)
     seconds = min(bench.seconds_of(bench.batch(num), bench.max_grad_norm) for _ in range(2)) / num
     in_time = int(_TIMED_SHARE * bench.left_s() / (2 * 4 * seconds))
@@ -328,7 +409,10 @@ def _times(bench: Bench, num: int) -> dict[str, Any]:
     plain: list[float] = []
     for number in range(-1, _ROUNDS):
         start = time.monotonic()
-        ways: list[tuple[list[float], float | None]] = [(private, bench.max_grad_norm), (plain, None)]
+        ways: list[tuple[list[float], float | None]] = [
+            (private, bench.max_grad_norm),
+            (plain, None),
+        ]
         # The order alternates, so that cache effects hit both equally.
         for seconds, max_grad_norm in ways if number % 2 else reversed(ways):
             taken = bench.seconds_of(batch, max_grad_norm)

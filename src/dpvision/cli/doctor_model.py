@@ -1,4 +1,5 @@
-"""The models that ``dpvision doctor`` checks: a recipe, a user's function or a timm model, built on the CPU or without memory.
+"""The models that ``dpvision doctor`` checks: a recipe, a user's function or a timm model, built on
+the CPU or without memory.
 
 Legend: B records, V views, C channels, H height, W width, K classes.
 """
@@ -50,7 +51,9 @@ class Subject:
     config: RunConfig | None
     """The recipe's config, or None for other kinds."""
     make: Callable[[bool], Built]
-    """Builds the model: on the meta device, without memory for the weights, if the argument is true; otherwise on the CPU."""
+    """Builds the model: on the meta device, without memory for the weights, if the argument is
+    true; otherwise on the CPU.
+    """
 
 
 def find_subject(name: str, image_size: int | None = None) -> Subject:
@@ -64,15 +67,25 @@ def find_subject(name: str, image_size: int | None = None) -> Subject:
         ConfigError: no model has that name; the message lists similar names.
     """
     if image_size is not None and not image_size >= 1:
-        raise ConfigError(f"doctor: --image-size={image_size}; expected at least 1. Give pixels, 224 say.")
+        raise ConfigError(
+            f"doctor: --image-size={image_size}; expected at least 1. Give pixels, 224 say."
+        )
     if name in RECIPES:
         config = RECIPES[name]()
         if image_size is not None:
-            raise ConfigError(f"doctor: --image-size={image_size}; expected none with recipe {name}, which defines it. Drop it.")
+            raise ConfigError(
+                f"doctor: --image-size={image_size}; expected none with recipe {name}, which "
+                "defines it. Drop it."
+            )
         return Subject(name, "recipe", config, lambda on_meta: _recipe(config, on_meta))
     if ":" in name:
         function = _find_function(name)
-        return Subject(name, "function", None, lambda on_meta: _from_function(name, function, image_size, on_meta))
+        return Subject(
+            name,
+            "function",
+            None,
+            lambda on_meta: _from_function(name, function, image_size, on_meta),
+        )
     import timm  # takes seconds, so only now
 
     if timm.is_model(name.partition(".")[0]):
@@ -101,7 +114,9 @@ def records(batch: Batch, num: int) -> Batch:
 
 def _recipe(config: RunConfig, on_meta: bool) -> Built:
     model = make_model_on_meta(config.model) if on_meta else make_model(config.model, config.seed)
-    return Built(model, loss_function(config), _to_meta(example_batch(config, NUM_RECORDS), on_meta))
+    return Built(
+        model, loss_function(config), _to_meta(example_batch(config, NUM_RECORDS), on_meta)
+    )
 
 
 def _from_timm(name: str, image_size: int | None, on_meta: bool) -> Built:
@@ -123,32 +138,48 @@ def _find_function(name: str) -> Callable[[], Any]:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(
-            f"doctor: {name!r}: module {module_name!r} cannot be imported ({_told(error)}); expected a module of the current folder or of "
-            "this Python. Run it where the module can be imported, or fix the module."
+            f"doctor: {name!r}: module {module_name!r} cannot be imported ({_told(error)}); "
+            "expected a module of the current folder or of this Python. Run it where the module "
+            "can be imported, or fix the module."
         ) from None
     function = vars(module).get(function_name)
     if not callable(function):
-        close = difflib.get_close_matches(function_name, [key for key, value in vars(module).items() if callable(value)], n=3)
-        remedy = f"Did you mean {' or '.join(f'{module_name}:{key}' for key in close)}?" if close else "Define it there."
-        raise ConfigError(f"doctor: {name!r}; expected a function of module {module_name!r}. {remedy}")
+        close = difflib.get_close_matches(
+            function_name, [key for key, value in vars(module).items() if callable(value)], n=3
+        )
+        remedy = (
+            f"Did you mean {' or '.join(f'{module_name}:{key}' for key in close)}?"
+            if close
+            else "Define it there."
+        )
+        raise ConfigError(
+            f"doctor: {name!r}; expected a function of module {module_name!r}. {remedy}"
+        )
     return function
 
 
-def _from_function(name: str, function: Callable[[], Any], image_size: int | None, on_meta: bool) -> Built:
+def _from_function(
+    name: str, function: Callable[[], Any], image_size: int | None, on_meta: bool
+) -> Built:
     made = _called(name, function, on_meta)
     if isinstance(made, nn.Module):
         return _classifier(made, (3, image_size or _IMAGE_SIZE, image_size or _IMAGE_SIZE), on_meta)
     if not (isinstance(made, tuple) and len(made) == 3):
         raise ConfigError(
-            f"doctor: {name} returns {type(made).__name__}; expected a torch.nn.Module that classifies, or (model, loss_fn, batch): "
-            "docs/doctor.md."
+            f"doctor: {name} returns {type(made).__name__}; expected a torch.nn.Module that "
+            "classifies, or (model, loss_fn, batch): docs/doctor.md."
         )
     model, loss_fn, batch = made
-    if not (isinstance(model, nn.Module) and callable(loss_fn) and isinstance(batch, Batch) and len(batch.record_id_B) >= 2):
+    if not (
+        isinstance(model, nn.Module)
+        and callable(loss_fn)
+        and isinstance(batch, Batch)
+        and len(batch.record_id_B) >= 2
+    ):
         got = ", ".join(type(part).__name__ for part in made)
         raise ConfigError(
-            f"doctor: {name} returns ({got}); expected (torch.nn.Module, function, dpvision.data.batch.Batch of at least 2 records). "
-            "See docs/doctor.md."
+            f"doctor: {name} returns ({got}); expected (torch.nn.Module, function, "
+            "dpvision.data.batch.Batch of at least 2 records). See docs/doctor.md."
         )
     return Built(model, loss_fn, _to_meta(batch, on_meta))
 
@@ -173,14 +204,26 @@ def _called(name: str, function: Callable[[], Any], on_meta: bool) -> Any:
             torch.manual_seed(0)
             return function()
     except Exception as error:
-        hint = " It is called under torch.device('meta'), where tensors have no values: read none." if "meta" in str(error) else ""
-        raise ConfigError(f"doctor: {name} raised {_told(error)}; expected a model.{hint} Fix the function.") from None
+        hint = (
+            " It is called under torch.device('meta'), where tensors have no values: read none."
+            if "meta" in str(error)
+            else ""
+        )
+        raise ConfigError(
+            f"doctor: {name} raised {_told(error)}; expected a model.{hint} Fix the function."
+        ) from None
 
 
 def _told(error: Exception) -> str:
     """Return an exception as one line, with the file and line where it was raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<frozen")]
-    place = f" at {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else ""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)[1:]
+        if not frame.filename.startswith("<frozen")
+    ]
+    place = (
+        f" at {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else ""
+    )
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{place}"
 
 

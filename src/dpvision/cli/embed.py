@@ -30,19 +30,24 @@ def embed(
 ) -> None:
     """Write an encoder's features for a store, or for any source that `data import` accepts.
 
-    Features of private images are private: the guarantee covers the weights, not their output on an image. So they go to a folder
-    named confidential. Images outside a store count as private; import them with --public if they are public.
+    Features of private images are private: the guarantee covers the weights, not their output on an
+    image. So they go to a folder named confidential. Images outside a store count as private;
+    import them with --public if they are public.
 
     Args:
-        encoder: A run folder or one of its checkpoints, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights), vip:FILE, mae:FILE,
-            simclr:FILE, tan:FILE, pixels, hog, scattering, patches or patches+scattering.
+        encoder: A run folder or one of its checkpoints, random:RUN, timm:NAME or torchvision:NAME
+            (@FILE for weights), vip:FILE, mae:FILE, simclr:FILE, tan:FILE, pixels, hog, scattering,
+            patches or patches+scattering.
         source: Store, folder of images, parquet file or tar file.
-        out: File to write: .npz or .safetensors. For private images its path needs a folder named confidential.
-        pooling: mean (over the image), 2x2 (over its four quadrants), cls, ... (docs/encoders.md); the encoder's default if omitted.
+        out: File to write: .npz or .safetensors. For private images its path needs a folder named
+            confidential.
+        pooling: mean (over the image), 2x2 (over its four quadrants), cls, ... (docs/encoders.md);
+            the encoder's default if omitted.
         ema: Use the averaged weights of a run.
         batch_size: Images in one forward pass.
         workers: Threads that read images.
-        release_private_outputs: Write features of private images anywhere. You decide this for the people shown; no epsilon covers it.
+        release_private_outputs: Write features of private images anywhere. You decide this for the
+            people shown; no epsilon covers it.
         json: Print JSON.
     """
     check_source(source)
@@ -50,10 +55,29 @@ def embed(
 
     with Console(stderr=True).status("features") as status:
         made = write_embeddings(
-            encoder, source, out, ema=ema, pooling=pooling, batch_size=batch_size, workers=workers,
-            progress=lambda n: status.update(f"features: {n:,} images"), release_private_outputs=release_private_outputs,
-        )  # fmt: skip
+            encoder,
+            source,
+            out,
+            ema=ema,
+            pooling=pooling,
+            batch_size=batch_size,
+            workers=workers,
+            progress=lambda n: status.update(f"features: {n:,} images"),
+            release_private_outputs=release_private_outputs,
+        )
     text = f"{made.num:,} x {made.width} features in {out}"
     if made.visibility == "private":
-        text = f"{OPERATOR_ONLY}{text}\nThese are features of private images: keep the file where the images are kept."
-    emit({"out": str(out), "num_records": made.num, "width": made.width, "visibility": made.visibility}, json, text)
+        text = (
+            f"{OPERATOR_ONLY}{text}\n"
+            "These are features of private images: keep the file where the images are kept."
+        )
+    emit(
+        {
+            "out": str(out),
+            "num_records": made.num,
+            "width": made.width,
+            "visibility": made.visibility,
+        },
+        json,
+        text,
+    )

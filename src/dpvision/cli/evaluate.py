@@ -11,7 +11,13 @@ from dpvision.cli.output import parse
 from dpvision.cli.paths import check_store
 from dpvision.cli.scores import Encoders, check_out, emit_scores, names_of, scores_table
 from dpvision.errors import ConfigError
-from dpvision.eval.probes.settings import FewShotProbeSettings, FineTuneSettings, LarsSettings, checked_controls, checked_protocols
+from dpvision.eval.probes.settings import (
+    FewShotProbeSettings,
+    FineTuneSettings,
+    LarsSettings,
+    checked_controls,
+    checked_protocols,
+)
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
 from dpvision.runs.folder import run_base
@@ -56,13 +62,17 @@ def evaluate(
 ) -> None:
     """Score encoders on labelled images, against random weights and raw pixels.
 
-    An ENCODER is a run folder, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights), vip:FILE, mae:FILE, simclr:FILE, tan:FILE,
-    pixels, hog, scattering, patches or patches+scattering.
+    An ENCODER is a run folder, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights),
+    vip:FILE, mae:FILE, simclr:FILE, tan:FILE, pixels, hog, scattering, patches or
+    patches+scattering.
 
       dpvision evaluate runs/first --train stores/pets-train --test stores/pets-test
-      dpvision evaluate runs/a runs/b hog --train stores/pets --protocols ridge,few_shot_probe --shots 5 10 --out scores.json
-      dpvision evaluate runs/adapted --test stores/pets-test          predictions of a classifier or an adapted head
-      dpvision evaluate runs/first --train stores/pets --protocols linear_lars --lars.epochs 30 --lars.warmup-epochs 3
+      dpvision evaluate runs/a runs/b hog --train stores/pets --protocols ridge,few_shot_probe
+          --shots 5 10 --out scores.json
+      dpvision evaluate runs/adapted --test stores/pets-test    predictions of a classifier or an
+                                                                adapted head
+      dpvision evaluate runs/first --train stores/pets --protocols linear_lars --lars.epochs 30
+          --lars.warmup-epochs 3
 
     Protocols, cheapest first (docs/evaluation.md has their settings, sources and costs):
       knn             20 nearest neighbours by cosine similarity
@@ -70,28 +80,38 @@ def evaluate(
       linear          logistic regression, regularisation chosen on held-out training images
       few_shot_probe  logistic regression on K images per class, 20 draws
       few_shot_dpcap  DP-Cap's version of it: centred features of length 1, fixed regularisation
-      linear_lars     the linear probe of ViP's tables: tokens of the last 12 blocks, LARS, augmented images, 90 epochs
-      linear_cls      linear_lars on the class token alone, as in the MAE paper; not comparable with linear_lars
+      linear_lars     the linear probe of ViP's tables: tokens of the last 12 blocks, LARS,
+                      augmented images, 90 epochs
+      linear_cls      linear_lars on the class token alone, as in the MAE paper; not comparable with
+                      linear_lars
       fine_tune       the whole network fine-tuned on K images per class, 200 epochs, 3 draws
-      own_head        a classifier run's own head, on --test; a multi-label run needs a multi-label store
+      own_head        a classifier run's own head, on --test; a multi-label run needs a multi-label
+                      store
 
-    For a captioner use `dpvision evaluate captioner RUN` (see its --help): zero-shot classification, compositional tests, CIDEr.
-    `dpvision evaluate detection ENCODER` trains a detector on the encoder and scores boxes and masks by COCO's AP.
-    `dpvision evaluate segmentation ENCODER` trains a semantic segmentation model on the encoder and scores mIoU.
+    For a captioner use `dpvision evaluate captioner RUN` (see its --help): zero-shot
+    classification, compositional tests, CIDEr. `dpvision evaluate detection ENCODER` trains a
+    detector on the encoder and scores boxes and masks by COCO's AP. `dpvision evaluate segmentation
+    ENCODER` trains a semantic segmentation model on the encoder and scores mIoU.
 
-    A run's scores on public stores go to its scores.json (and into its report), scores on private stores to its confidential/.
+    A run's scores on public stores go to its scores.json (and into its report), scores on private
+    stores to its confidential/.
 
     Args:
         encoders: Encoders to score.
-        train: Labelled store to train the classifiers on; not needed if only runs' own heads are scored.
+        train: Labelled store to train the classifiers on; not needed if only runs' own heads are
+            scored.
         test: Labelled store to score on; if omitted, a fifth of --train's people is held out.
         protocols: Names from the list above, separated by commas.
-        against: Baselines: random (a run's architecture, untrained), pixels, both with a comma, or none.
-        metric: accuracy or mean_per_class (Caltech-101, Aircraft); if omitted, the store's, else accuracy.
-        labels: File of sets of correct classes that replace each test image's one label: ImageNet-ReaL's real.json, a JSON object or a
-            CSV (docs/evaluation.md). Images without a correct class do not count.
+        against: Baselines: random (a run's architecture, untrained), pixels, both with a comma, or
+            none.
+        metric: accuracy or mean_per_class (Caltech-101, Aircraft); if omitted, the store's, else
+            accuracy.
+        labels: File of sets of correct classes that replace each test image's one label:
+            ImageNet-ReaL's real.json, a JSON object or a CSV (docs/evaluation.md). Images without a
+            correct class do not count.
         shots: Images per class for the few-shot protocols; several are allowed.
-        out: Also write all scores here. Scores on private images need a folder named confidential in the path.
+        out: Also write all scores here. Scores on private images need a folder named confidential
+            in the path.
         ema: Use the averaged weights of runs.
         no_cache: Neither read nor write cached features and scores (STORE/confidential/features).
         batch_size: Images in one forward pass.
@@ -99,14 +119,20 @@ def evaluate(
         lars: Settings of linear_lars and linear_cls; the defaults are the paper's.
         fine_tune: Settings of fine_tune; the defaults are the paper's.
         few_shot_probe: Settings of few_shot_probe; few_shot_dpcap uses its draws.
-        show_confidential: Print scores on private images even if the output is not a terminal, such as a job's log.
+        show_confidential: Print scores on private images even if the output is not a terminal, such
+            as a job's log.
         json: Print JSON, with private scores too.
     """
     if not encoders:
-        raise ConfigError("evaluate: no encoder; expected one or more. For example: dpvision evaluate runs/first --train STORE.")
+        raise ConfigError(
+            "evaluate: no encoder; expected one or more. For example: dpvision evaluate "
+            "runs/first --train STORE."
+        )
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         if not value >= 1:
-            raise ConfigError(f"evaluate: {name}={value}; expected at least 1. Omit it for the default.")
+            raise ConfigError(
+                f"evaluate: {name}={value}; expected at least 1. Omit it for the default."
+            )
     if train is None:
         check_store(test)
         _own_heads(encoders, test, labels, ema, out, batch_size, workers, show_confidential, json)
@@ -124,17 +150,25 @@ def evaluate(
     from dpvision.eval.probes.protocols import make_protocols
     from dpvision.eval.probes.suite import evaluate as run_suite
 
-    asked = make_protocols(names, shots=shots, few_shot_probe=few_shot_probe, fine_tune=fine_tune, lars=lars)
+    asked = make_protocols(
+        names, shots=shots, few_shot_probe=few_shot_probe, fine_tune=fine_tune, lars=lars
+    )
     measure = checked_metric(metric) if metric is not None else None
     train_store, test_store = open_store(train), open_store(test) if test is not None else None
     if labels is not None and measure not in (None, "accuracy"):
-        raise ConfigError(f"evaluate: labels={str(labels)!r} with metric={metric}; expected accuracy with --labels. Drop --metric.")
+        raise ConfigError(
+            f"evaluate: labels={str(labels)!r} with metric={metric}; expected accuracy with "
+            "--labels. Drop --metric."
+        )
     any_of = load_any_of_labels(labels, test_store or train_store) if labels is not None else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Open every encoder and check --out before the first is scored, to fail fast.
     known = [train_store, *([] if test_store is None else [test_store])]
     averages = with_averages(encoders, ema)
-    confidential = [recognised(open_encoder(spec, ema=own), *known).confidential for spec, own in zip(encoders, averages, strict=True)]
+    confidential = [
+        recognised(open_encoder(spec, ema=own), *known).confidential
+        for spec, own in zip(encoders, averages, strict=True)
+    ]
     private = any(confidential) or "private" in [store.results_visibility for store in known]
     if out is not None:
         check_out(out, private)
@@ -148,9 +182,20 @@ def evaluate(
                 status.update(f"{spec}: {text}")
 
             found[spec] = run_suite(
-                spec, train_store, test_store, protocols=asked, against=controls, metric=measure, any_of=any_of,
-                ema=own, batch_size=batch_size, workers=workers, device=device, cache=not no_cache, progress=say,
-            )  # fmt: skip
+                spec,
+                train_store,
+                test_store,
+                protocols=asked,
+                against=controls,
+                metric=measure,
+                any_of=any_of,
+                ema=own,
+                batch_size=batch_size,
+                workers=workers,
+                device=device,
+                cache=not no_cache,
+                progress=say,
+            )
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
     _tell(found, stores, out, written, show_confidential, json)
@@ -179,15 +224,22 @@ def _own_heads(
 
     lacks = next((spec for spec in specs if not is_run(spec) or not has_own_head(spec)), None)
     if lacks is not None or test is None:
-        what = "no --test" if lacks is None else f"{lacks} has no head of its own and there is no --train"
+        what = (
+            "no --test"
+            if lacks is None
+            else f"{lacks} has no head of its own and there is no --train"
+        )
         raise ConfigError(
-            f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train STORE for all "
-            "other encoders. Give one; for a captioner use `dpvision evaluate captioner RUN`."
+            f"evaluate: {what}; expected --test STORE for runs of classifiers and heads, --train "
+            "STORE for all other encoders. Give one; for a captioner use `dpvision evaluate "
+            "captioner RUN`."
         )
     store = open_store(test)
     any_of = load_any_of_labels(labels, store) if labels is not None else None
     if out is not None:
-        tainted = any(shaped_in_confidence(load_checkpoint(spec).manifest["lineage"]) for spec in specs)
+        tainted = any(
+            shaped_in_confidence(load_checkpoint(spec).manifest["lineage"]) for spec in specs
+        )
         check_out(out, tainted or store.results_visibility == "private")
     found: dict[str, list[Score]] = {}
     written: list[Path] = []
@@ -200,7 +252,14 @@ def _own_heads(
                 status.update(f"{spec}: {done:,} test images")
 
             found[spec] = score_own_head(
-                spec, store, any_of=any_of, ema=ema, batch_size=batch_size, workers=workers, device=device, progress=say
+                spec,
+                store,
+                any_of=any_of,
+                ema=ema,
+                batch_size=batch_size,
+                workers=workers,
+                device=device,
+                progress=say,
             )
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
@@ -208,7 +267,12 @@ def _own_heads(
 
 
 def _tell(
-    found: dict[str, list[Score]], stores: dict[str, str], out: Path | None, written: list[Path], show_confidential: bool, json: bool
+    found: dict[str, list[Score]],
+    stores: dict[str, str],
+    out: Path | None,
+    written: list[Path],
+    show_confidential: bool,
+    json: bool,
 ) -> None:
     """Print the scores, and write them to ``out``."""
     scores = _told_apart(found)
@@ -218,11 +282,17 @@ def _tell(
 
 
 def _told_apart(found: dict[str, list[Score]]) -> list[Score]:
-    """Return all scores, named by run if there are several encoders. A baseline that encoders share appears once."""
+    """Return all scores, named by run if there are several encoders. A baseline that encoders share
+    appears once.
+    """
     scores: dict[tuple[str, str, float], Score] = {}
     for spec, some in found.items():
         for score in some:
             ours = score.name.startswith(("encoder", "own head"))
-            name = f"{spec}{score.name.removeprefix('encoder').removeprefix('own head')}" if ours and len(found) > 1 else score.name
+            name = (
+                f"{spec}{score.name.removeprefix('encoder').removeprefix('own head')}"
+                if ours and len(found) > 1
+                else score.name
+            )
             scores.setdefault((name, score.protocol, score.value), replace(score, name=name))
     return list(scores.values())

@@ -28,27 +28,34 @@ def ledger(
     restore: Annotated[bool, tyro.conf.arg(name="restore-marks")] = False,
     json: bool = False,
 ) -> None:
-    """Show the epsilon charged to a store's records: by run with its name, in total, and what is left under the owner's cap.
+    """Show the epsilon charged to a store's records: by run with its name, in total, and what is
+    left under the owner's cap.
 
-    Epsilon is computed from the ledgers, never from a config. The LEDGERS folder next to the store has the ledgers of all runs on it. A run
-    counts with all its planned steps once the first is charged, because where it ends may follow its results. The total (PLD) holds if the
-    settings of all runs were fixed beforehand. For runs chosen after seeing the results of others only a cap set before the first run is
-    a guarantee; the Renyi filter's total describes them.
+    Epsilon is computed from the ledgers, never from a config. The LEDGERS folder next to the store
+    has the ledgers of all runs on it. A run counts with all its planned steps once the first is
+    charged, because where it ends may follow its results. The total (PLD) holds if the settings of
+    all runs were fixed beforehand. For runs chosen after seeing the results of others only a cap
+    set before the first run is a guarantee; the Renyi filter's total describes them.
 
     Args:
         store: Folder made by `dpvision data import`.
-        cap: Set the owner's hard cap on the total epsilon: a run that would exceed it is refused. The cap is on a person's total
-            if people are declared (--privacy.num-units), otherwise on an image's.
+        cap: Set the owner's hard cap on the total epsilon: a run that would exceed it is refused.
+            The cap is on a person's total if people are declared (--privacy.num-units), otherwise
+            on an image's.
         cap_delta: Delta at which the cap holds, at most 0.001; required with --set-cap.
-        moved: Declare that this store was moved here together with its LEDGERS folder, or is mounted under another path, and that no copy
-            of it is in use elsewhere. A private store at another path than its import is refused until then, because a copy would have
+        moved: Declare that this store was moved here together with its LEDGERS folder, or is
+            mounted under another path, and that no copy of it is in use elsewhere. A private store
+            at another path than its import is refused until then, because a copy would have
             separate ledgers. Statements give the number of such declarations.
-        restore: Restore a lost marks file (the store's ledger_marks.json, or marks.json next to its ledgers) from another one that has
-            every charge.
+        restore: Restore a lost marks file (the store's ledger_marks.json, or marks.json next to its
+            ledgers) from another one that has every charge.
         json: Print JSON.
     """
     if (cap is None) != (cap_delta is None):
-        raise ConfigError("ledger: only one of --set-cap and --cap-delta; expected both. For example --set-cap 8 --cap-delta 1e-6.")
+        raise ConfigError(
+            "ledger: only one of --set-cap and --cap-delta; expected both. For example "
+            "--set-cap 8 --cap-delta 1e-6."
+        )
     check_store(store)
     from dpvision.privacy.account import declare_moved, restore_marks, set_cap, store_account
 
@@ -63,14 +70,18 @@ def ledger(
 
 
 def _with_runs_before(store: Path) -> dict[str, float]:
-    """Return, for each run that started from another run's weights on this store, the total epsilon of its chain, at the smallest delta."""
+    """Return, for each run that started from another run's weights on this store, the total epsilon
+    of its chain, at the smallest delta.
+    """
     from dpvision.privacy.composition import parts_of, total_epsilon
     from dpvision.privacy.store_marks import StoreLedgers
     from dpvision.runs.lineage import runs_on
 
     found = {}
     for run_id, contents in StoreLedgers.of(store).read_all().items():
-        before = runs_on(contents.lineage, contents.store_id) if contents.plan.guarantee == "dp" else ()
+        before = (
+            runs_on(contents.lineage, contents.store_id) if contents.plan.guarantee == "dp" else ()
+        )
         if before:
             found[run_id] = total_epsilon(parts_of([*before, (contents.plan, contents.steps)]))[0]
     return found
@@ -95,26 +106,56 @@ def _text(account: "StoreAccount", behind: dict[str, float]) -> str:
     drawn = account.draws_people
     whose = "one drawn" if drawn else "an image"
     columns = (
-        "run", *(("name",) if named else ()), "steps", "restarts", f"epsilon of {whose}" if people else "epsilon", "delta",
-        *(("epsilon of a person",) if people else ()), *((f"of {whose}, with the runs its weights come from",) if behind else ()),
-    )  # fmt: skip
+        "run",
+        *(("name",) if named else ()),
+        "steps",
+        "restarts",
+        f"epsilon of {whose}" if people else "epsilon",
+        "delta",
+        *(("epsilon of a person",) if people else ()),
+        *((f"of {whose}, with the runs its weights come from",) if behind else ()),
+    )
     lines = [table(f"store {account.store_id}", columns, rows)] if rows else ["No run yet."]
     if account.unprotected:
-        lines.append(f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without privacy; no total holds.")
-    elif account.epsilon is not None and account.delta is not None:  # no delta before the first run, without a cap
-        chosen = "" if account.epsilon_filter is None else f"; {up(account.epsilon_filter)} by a Renyi filter"
+        lines.append(
+            f"NO GUARANTEE: {', '.join(account.unprotected)} trained on this store without "
+            "privacy; no total holds."
+        )
+    elif (
+        account.epsilon is not None and account.delta is not None
+    ):  # no delta before the first run, without a cap
+        chosen = (
+            ""
+            if account.epsilon_filter is None
+            else f"; {up(account.epsilon_filter)} by a Renyi filter"
+        )
         if account.unit_epsilon is not None and not drawn:
-            lines.append(f"total for a person with all their images: epsilon {up(account.unit_epsilon)} at delta {up_delta(account.delta)}")
-        image = "total" if account.unit_epsilon is None else f"total for {'a person' if drawn else 'an image'}"
-        lines.append(f"{image}: epsilon {up(account.epsilon)} at delta {up_delta(account.delta)}{chosen}")
+            lines.append(
+                f"total for a person with all their images: epsilon {up(account.unit_epsilon)} "
+                f"at delta {up_delta(account.delta)}"
+            )
+        image = (
+            "total"
+            if account.unit_epsilon is None
+            else f"total for {'a person' if drawn else 'an image'}"
+        )
+        lines.append(
+            f"{image}: epsilon {up(account.epsilon)} at delta {up_delta(account.delta)}{chosen}"
+        )
     if account.cap is not None:
         left = "" if account.left is None else f"; left: {down(account.left)}"
         whom = "" if account.unit_epsilon is None else " for a person"
-        lines.append(f"owner's cap{whom}: epsilon {up(account.cap.epsilon)} at delta {up_delta(account.cap.delta)}{left}")
+        lines.append(
+            f"owner's cap{whom}: epsilon {up(account.cap.epsilon)} at delta "
+            f"{up_delta(account.cap.delta)}{left}"
+        )
     if len(rows) > 1 and account.epsilon is not None:
         lines.append(_of_choices(account))
     if account.moves:
-        lines.append(f"declared moved: {account.moves} times; a copy in use elsewhere would have separate ledgers")
+        lines.append(
+            f"declared moved: {account.moves} times; a copy in use elsewhere would have separate "
+            "ledgers"
+        )
     return "\n".join(lines)
 
 
@@ -127,8 +168,12 @@ def _short(name: str | None) -> str:
 def _of_choices(account: "StoreAccount") -> str:
     """Return a line on what holds for runs that were chosen after seeing the results of others."""
     if account.cap is not None and account.cap_covers_choice:
-        return "The cap was set before the first run: it is a guarantee also if runs were chosen after seeing the results of others."
+        return (
+            "The cap was set before the first run: it is a guarantee also if runs were chosen "
+            "after seeing the results of others."
+        )
     return (
-        "The total is a guarantee if the settings of all runs were fixed beforehand. If runs were chosen after seeing the results of "
-        "others, only a cap set before the first run, which their Renyi filter keeps, is one."
+        "The total is a guarantee if the settings of all runs were fixed beforehand. If runs "
+        "were chosen after seeing the results of others, only a cap set before the first run, "
+        "which their Renyi filter keeps, is one."
     )

@@ -1,4 +1,6 @@
-"""The commands that are printed after an import, a split and a run: they follow from what the store holds, and each passes as printed."""
+"""The commands that are printed after an import, a split and a run: they follow from what the store
+holds, and each passes as printed.
+"""
 
 import os
 from pathlib import Path
@@ -22,36 +24,60 @@ _ENOUGH_UNITS = 5
 
 
 def to_train(store: Store) -> list[str]:
-    """Return commands that plan a private run on a store's captions, labels or images, with numbers to declare.
+    """Return commands that plan a private run on a store's captions, labels or images, with numbers
+    to declare.
 
-    The numbers are counts of the store, rounded: for the operator, who declares them or better ones.
+    The numbers are counts of the store, rounded: for the operator, who declares them or better
+    ones.
     """
     numbers = numbers_to_declare(store)[0]
     size, rows, place = numbers["dataset_size"], store.eligible_rows(1, 0), quote(str(store.path))
     units = f" --privacy.num-units {numbers['num_units']}" if "num_units" in numbers else ""
-    lines = ["Next, declare a number of records (public; rounded, or better chosen without counting: docs/data.md):"]
+    lines = [
+        "Next, declare a number of records (public; rounded, or better chosen without counting: "
+        "docs/data.md):"
+    ]
     captioned, recipe, words = int(store.has_captions(rows).sum()), "vip.micro_random_start", ""
     if captioned == len(rows):
         recipe, file = "dpcap.micro_random_start", quote(f"{store.path}-words.json")
-        model, texts = get_recipe(recipe).model, f" --store {place}" if store.results_visibility == "public" else ""
+        model, texts = (
+            get_recipe(recipe).model,
+            f" --store {place}" if store.results_visibility == "public" else "",
+        )
         assert isinstance(model, CaptionerConfig)
-        lines.append(f"  dpvision data tokenizer {file}{texts} --scenes {_SCENES} --vocab-size {model.vocab_size}")
+        lines.append(
+            f"  dpvision data tokenizer {file}{texts} --scenes {_SCENES} --vocab-size "
+            f"{model.vocab_size}"
+        )
         words = f" --data.tokenizer {file}"
     batch = max(1, size // _SMALLEST_SHARE)
-    batch_size = f" --privacy.expected-batch-size {batch}" if batch < get_recipe(recipe).privacy.expected_batch_size else ""
-    lines.append(f"  dpvision train {recipe} --data {place}{words} --privacy.dataset-size {size}{batch_size}{units} --dry-run")
+    batch_size = (
+        f" --privacy.expected-batch-size {batch}"
+        if batch < get_recipe(recipe).privacy.expected_batch_size
+        else ""
+    )
+    lines.append(
+        f"  dpvision train {recipe} --data {place}{words} --privacy.dataset-size "
+        f"{size}{batch_size}{units} --dry-run"
+    )
     if store.has_labels:
         lines.append(_to_adapt(store, rows, f"--dataset-size {size}{units}"))
     if words:
-        lines.append("The tokenizer knows the words of procedural scenes; add --text FILE, public captions like yours, if you have some.")
+        lines.append(
+            "The tokenizer knows the words of procedural scenes; add --text FILE, public "
+            "captions like yours, if you have some."
+        )
     if len(numbers_to_declare(store)) > 1:
         lines.append(
-            "These commands take one image of each person. For more, declare other numbers with --privacy.max-records-per-unit "
-            "(`dpvision data inspect`)."
+            "These commands take one image of each person. For more, declare other numbers with "
+            "--privacy.max-records-per-unit (`dpvision data inspect`)."
         )
     if not words and captioned:
         whose = OPERATOR_ONLY if store.results_visibility == "private" else ""
-        lines.append(f"{whose}{len(rows) - captioned:,} images have no caption. For a captioner import with --require-captions.")
+        lines.append(
+            f"{whose}{len(rows) - captioned:,} images have no caption. For a captioner import "
+            "with --require-captions."
+        )
     return lines
 
 
@@ -59,17 +85,26 @@ def _to_adapt(store: Store, rows: np.ndarray, declared: str) -> str:
     """Return the command that plans a classifier, or why these labels allow none."""
     from dpvision.runs.store_checks import check_labels
 
-    classes = int(store.classes(rows)[1].max(initial=0)) + 1 if store.label_names is None else len(store.label_names)
+    classes = (
+        int(store.classes(rows)[1].max(initial=0)) + 1
+        if store.label_names is None
+        else len(store.label_names)
+    )
     try:
         check_labels(store, rows, classes, multi_label=store.multi_label)
     except DataError as error:
         return f"  no classifier: {error}"
     several = "--model.multi-label " if store.multi_label else ""
-    command = f"dpvision adapt --data {quote(str(store.path))} --encoder patches+scattering {several}--num-classes {classes}"
+    command = (
+        f"dpvision adapt --data {quote(str(store.path))} --encoder patches+scattering "
+        f"{several}--num-classes {classes}"
+    )
     return f"  {command} {declared} --epsilon 1 --dry-run"
 
 
-def after_run(root: Path, store: Store, config: RunConfig, *, released: bool, scored: bool = False) -> list[str]:
+def after_run(
+    root: Path, store: Store, config: RunConfig, *, released: bool, scored: bool = False
+) -> list[str]:
     """Return commands that score and report a finished run.
 
     Args:
@@ -91,16 +126,26 @@ def _to_score(run: str, store: Store, other: Store | None, config: RunConfig) ->
 
     kind, test = config.model.kind, "" if other is None else quote(str(other.path))
     if kind == "captioner":
-        captioned = other is not None and int(other.has_captions(np.arange(other.num_records)).sum()) > 1
-        return [f"  dpvision evaluate captioner {run} {f'--store {test} --captions' if captioned else '--scenes 1000'}"]
+        captioned = (
+            other is not None and int(other.has_captions(np.arange(other.num_records)).sum()) > 1
+        )
+        return [
+            f"  dpvision evaluate captioner {run} "
+            f"{f'--store {test} --captions' if captioned else '--scenes 1000'}"
+        ]
     if kind not in ("classifier", "head"):
         return (
-            [f"  dpvision evaluate {run} --train {quote(str(store.path))}{f' --test {test}' if test else ''}"]
+            [
+                f"  dpvision evaluate {run} --train "
+                f"{quote(str(store.path))}{f' --test {test}' if test else ''}"
+            ]
             if _probes(store, other)
             else []
         )
     try:
-        if other is not None and len(scorable(config, other, {"class_names": store.label_names})[1]):
+        if other is not None and len(
+            scorable(config, other, {"class_names": store.label_names})[1]
+        ):
             return [f"  dpvision evaluate {run} --test {test}"]
     except (DataError, ConfigError):
         pass
@@ -117,7 +162,11 @@ def _probes(store: Store, other: Store | None) -> bool:
         return False
     try:
         train, test = evaluation_rows(store, other)
-        check_labels(torch.from_numpy(store.labels[train]), torch.from_numpy((other or store).labels[test]), store.label_names)
+        check_labels(
+            torch.from_numpy(store.labels[train]),
+            torch.from_numpy((other or store).labels[test]),
+            store.label_names,
+        )
     except DataError:
         return False
     unit, first = np.unique(units(store)[train], return_index=True)
@@ -136,11 +185,16 @@ def other_half(store: Store) -> Store | None:
             continue
         try:
             meta = parse_json(file.read_bytes())
-            if not isinstance(meta, dict) or (meta.get("store_id"), meta.get("split")) != (store.store_id, wanted):
+            if not isinstance(meta, dict) or (meta.get("store_id"), meta.get("split")) != (
+                store.store_id,
+                wanted,
+            ):
                 continue
             found = open_store(file.parent)
         except (OSError, ValueError, DPVisionError):
             continue
-        if not len(np.intersect1d(found.index["id"], store.index["id"])):  # a part of a part may have the same numbers
+        if not len(
+            np.intersect1d(found.index["id"], store.index["id"])
+        ):  # a part of a part may have the same numbers
             return found
     return None

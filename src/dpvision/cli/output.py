@@ -15,7 +15,9 @@ from dpvision.errors import OPERATOR_ONLY
 T = TypeVar("T")
 
 CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-"""Flags get no --no-flag twin. A setting of a union type keeps the recipe's type, so that there are no subcommands."""
+"""Flags get no --no-flag twin. A setting of a union type keeps the recipe's type, so that there are
+no subcommands.
+"""
 
 StorePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
 RunPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -24,7 +26,9 @@ RecipeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE"
 
 
 def parse(target: Callable[..., T], name: str, argv: Sequence[str], **kwargs: Any) -> T:
-    """Parse ``argv`` with tyro and call ``target``. On wrong usage, tyro prints help and exits with status 2."""
+    """Parse ``argv`` with tyro and call ``target``. On wrong usage, tyro prints help and exits with
+    status 2.
+    """
     return tyro.cli(target, prog=f"dpvision {name}", args=list(argv), config=CONFIG, **kwargs)
 
 
@@ -34,7 +38,8 @@ def emit(result: Mapping[str, Any], as_json: bool, text: str) -> None:
 
 
 def may_show(private: bool, asked: bool) -> bool:
-    """Return whether output that depends on the records may be printed: they are public, both streams are terminals, or the operator asked.
+    """Return whether output that depends on the records may be printed: they are public, both
+    streams are terminals, or the operator asked.
 
     Otherwise the output may be a job's log, which others may read.
     """
@@ -42,7 +47,8 @@ def may_show(private: bool, asked: bool) -> bool:
 
 
 def private_scores(text: str, written: Sequence[str], asked: bool) -> str:
-    """Return scores on private images as text for the operator; if they may not be printed, name the files instead.
+    """Return scores on private images as text for the operator; if they may not be printed, name
+    the files instead.
 
     Args:
         text: the scores.
@@ -50,15 +56,28 @@ def private_scores(text: str, written: Sequence[str], asked: bool) -> str:
         asked: whether --show-confidential was given.
     """
     if may_show(True, asked):
-        return f"{OPERATOR_ONLY}functions of private images; choosing by them is a selection that no guarantee covers.\n{text}"
-    where = f"they are in {', '.join(written)}" if written else "they were not written: give --out confidential/FILE.json"
-    return f"Scores on private images are not printed where others may read them; {where}. --show-confidential prints them."
+        return (
+            f"{OPERATOR_ONLY}functions of private images; choosing by them is a selection that "
+            "no guarantee covers.\n"
+            f"{text}"
+        )
+    where = (
+        f"they are in {', '.join(written)}"
+        if written
+        else "they were not written: give --out confidential/FILE.json"
+    )
+    return (
+        f"Scores on private images are not printed where others may read them; {where}. "
+        "--show-confidential prints them."
+    )
 
 
 def pairs(rows: Mapping[str, Any]) -> str:
     """Return the rows as two aligned columns."""
     width = max(map(len, rows), default=0)
-    return "\n".join(f"  {key:{width}}  {shown(value)}" for key, value in rows.items() if value is not None)
+    return "\n".join(
+        f"  {key:{width}}  {shown(value)}" for key, value in rows.items() if value is not None
+    )
 
 
 def shown(value: Any) -> str:

@@ -36,22 +36,28 @@ def overlap(
 ) -> None:
     """Find images of a public store that are also in a private one, exactly or nearly.
 
-    An encoder trained on the public store without privacy must not have seen the private images. Otherwise scores on them are inflated,
-    and no epsilon covers what the encoder reveals about them.
+    An encoder trained on the public store without privacy must not have seen the private images.
+    Otherwise scores on them are inflated, and no epsilon covers what the encoder reveals about
+    them.
 
       dpvision data overlap stores/public stores/mine
-      dpvision data overlap stores/public stores/mine --encoder timm:vit_small_patch16_224@FILE --out stores/public-clean
+      dpvision data overlap stores/public stores/mine --encoder timm:vit_small_patch16_224@FILE
+      --out stores/public-clean
 
-    Matches have identical files, identical pixels, near perceptual hashes (mirrored too) or, with --encoder, near features (crops, shifts).
-    The pairs are written to PRIVATE/confidential/overlap-NAME/, with a page that shows them side by side. --out writes the public store
-    without them; the private store is never changed. docs/overlap.md states what may be released; the number of matches may not.
+    Matches have identical files, identical pixels, near perceptual hashes (mirrored too) or, with
+    --encoder, near features (crops, shifts). The pairs are written to
+    PRIVATE/confidential/overlap-NAME/, with a page that shows them side by side. --out writes the
+    public store without them; the private store is never changed. docs/overlap.md states what may
+    be released; the number of matches may not.
 
     Args:
         public: Store imported with --public.
         private: The other store.
         encoder: Also compare features of this encoder, named as for `dpvision evaluate`.
-        radius: Bits of 64 in which perceptual hashes may differ, 0 to 11. A second hash always allows 10.
-        threshold: Cosine of features above which two images match; if omitted, measured on copies of public images.
+        radius: Bits of 64 in which perceptual hashes may differ, 0 to 11. A second hash always
+            allows 10.
+        threshold: Cosine of features above which two images match; if omitted, measured on copies
+            of public images.
         exact: Only identical files and pixels.
         out: New folder next to PUBLIC, for a store of the public images without a match.
         workers: Threads that read images.
@@ -59,48 +65,88 @@ def overlap(
         json: Print JSON.
     """
     if threshold is not None and encoder is None:
-        raise ConfigError(f"overlap: threshold={threshold} without an encoder; expected both. Give --encoder, or drop --threshold.")
+        raise ConfigError(
+            f"overlap: threshold={threshold} without an encoder; expected both. Give --encoder, "
+            "or drop --threshold."
+        )
     if exact and (encoder is not None or radius != RADIUS):
-        raise ConfigError("overlap: --exact with --encoder or --radius, which find near matches; expected one or the other. Drop --exact.")
+        raise ConfigError(
+            "overlap: --exact with --encoder or --radius, which find near matches; expected one "
+            "or the other. Drop --exact."
+        )
     if threshold is not None and not -1 <= threshold < 1:
-        raise ConfigError(f"overlap: threshold={threshold}; expected -1 <= cosine < 1. Omit it to have it measured.")
+        raise ConfigError(
+            f"overlap: threshold={threshold}; expected -1 <= cosine < 1. Omit it to have it "
+            "measured."
+        )
     check_store(public, private)
     from dpvision.data.open import open_store
-    from dpvision.data.overlap import HOWS, check_out, find_matches, signatures, write_pairs, write_without
+    from dpvision.data.overlap import (
+        HOWS,
+        check_out,
+        find_matches,
+        signatures,
+        write_pairs,
+        write_without,
+    )
     from dpvision.encoders.feature_matches import find_feature_matches, measure_threshold
     from dpvision.encoders.open import open_encoder, recognised
     from dpvision.report.overlap_page import write_overlap_page
 
     ours, theirs = open_store(public), open_store(private)
     if ours.visibility != "public":
-        raise ConfigError(f"overlap: {public} is private; expected the public store first. Swap them, or import it with --public.")
+        raise ConfigError(
+            f"overlap: {public} is private; expected the public store first. Swap them, or "
+            "import it with --public."
+        )
     if out is not None:
         check_out(ours, out)
     opened = recognised(open_encoder(encoder), ours, theirs) if encoder is not None else None
     if out is not None and opened is not None and opened.confidential:
         raise PrivacyError(
-            f"overlap: encoder={encoder!r} was trained on private images without a guarantee; expected a public one with --out: the "
-            "remaining public store would depend on all of those images. Use a public encoder, or drop --out."
+            f"overlap: encoder={encoder!r} was trained on private images without a guarantee; "
+            "expected a public one with --out: the remaining public store would depend on all "
+            "of those images. Use a public encoder, or drop --out."
         )
     methods = ["identical bytes", "identical pixels"]
     result: dict[str, Any] = {"public": str(public), "private": str(private)}
     with Console(stderr=True).status("reading") as status:
         signed = [
-            signatures(s, workers=workers, progress=lambda n, s=s: status.update(f"{s.path.name}: {n:,} of {s.num_records:,} images"))  # type: ignore[misc]
+            signatures(
+                s,
+                workers=workers,
+                progress=lambda n, s=s: status.update(  # type: ignore[misc]
+                    f"{s.path.name}: {n:,} of {s.num_records:,} images"
+                ),
+            )
             for s in (ours, theirs)
         ]
         found = find_matches(signed[0], signed[1], radius=None if exact else radius)
         if not exact:
-            methods.append(f"perceptual hashes within {radius} and {SECOND_RADIUS} of 64 bits, mirror images too")
+            methods.append(
+                f"perceptual hashes within {radius} and {SECOND_RADIUS} of 64 bits, mirror "
+                "images too"
+            )
         if opened is not None:
             measured = measure_threshold(opened, ours, say=status.update)
             result["recall_on_public_copies"] = measured.recall
             if threshold is not None:
                 measured = replace(measured, cosine=threshold)
             result["threshold"] = measured.cosine
-            near = find_feature_matches(opened, ours, theirs, measured, batch_size=batch_size, workers=workers, say=status.update)
+            near = find_feature_matches(
+                opened,
+                ours,
+                theirs,
+                measured,
+                batch_size=batch_size,
+                workers=workers,
+                say=status.update,
+            )
             found = found.joined(near)
-            methods.append(f"features of {_named(encoder, opened)} with a cosine above {measured.cosine:.3f}, mirror images too")
+            methods.append(
+                f"features of {_named(encoder, opened)} with a cosine above "
+                f"{measured.cosine:.3f}, mirror images too"
+            )
     folder = theirs.path / "confidential" / f"overlap-{ours.path.name}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     counts = {how: int((found.how_M == i).sum()) for i, how in enumerate(HOWS)}
@@ -134,17 +180,30 @@ def _text(result: dict[str, Any], public: "Store", out: Path | None) -> str:
     from dpvision.data.open import open_store
 
     count = result["public_pictures_with_a_match"]
-    lines = [f"{OPERATOR_ONLY}{count:,} of {public.num_records:,} public images have a match among the private ones."]
+    lines = [
+        f"{OPERATOR_ONLY}{count:,} of {public.num_records:,} public images have a match among "
+        "the private ones."
+    ]
     lines.append(pairs({f"by {how}": number for how, number in result["by"].items()}))
     if "threshold" in result:
-        lines.append(f"Features match above a cosine of {result['threshold']:.3f}, which finds these shares of copied public images:")
-        lines.append(pairs({name: f"{share:.0%}" for name, share in result["recall_on_public_copies"].items()}))
+        lines.append(
+            f"Features match above a cosine of {result['threshold']:.3f}, which finds these "
+            "shares of copied public images:"
+        )
+        lines.append(
+            pairs(
+                {name: f"{share:.0%}" for name, share in result["recall_on_public_copies"].items()}
+            )
+        )
     lines.append(f"Side by side: {result['page']}")
     lines.append("Matches and their number depend on private images: do not release them.")
     if out is not None:
         lines.append(
-            f"Without them: {out}, readable only by you. The images missing there reveal who is in the private store: do not share it."
+            f"Without them: {out}, readable only by you. The images missing there reveal who is "
+            "in the private store: do not share it."
         )
-        lines.append("Scores on it reveal how many are missing, so they are written under confidential/.")
+        lines.append(
+            "Scores on it reveal how many are missing, so they are written under confidential/."
+        )
         lines += to_train(open_store(out))
     return "\n".join(lines)

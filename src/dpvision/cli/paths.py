@@ -1,4 +1,6 @@
-"""Check paths on the command line before slow imports. Their contents are checked when they are opened."""
+"""Check paths on the command line before slow imports. Their contents are checked when they are
+opened.
+"""
 
 from pathlib import Path
 
@@ -14,10 +16,13 @@ def check_store(*paths: Path | None) -> None:
 
 
 def check_source(path: Path) -> None:
-    """Raise DataError for a path that does not exist. A name with a * is a pattern, which the import expands."""
+    """Raise DataError for a path that does not exist. A name with a * is a pattern, which the
+    import expands.
+    """
     if "*" not in path.name and not path.exists():
         raise DataError(
-            f"source: {path}: no such file or folder; expected a folder of images, .parquet files or uncompressed .tar files. Check it."
+            f"source: {path}: no such file or folder; expected a folder of images, .parquet "
+            "files or uncompressed .tar files. Check it."
         )
 
 
@@ -26,14 +31,20 @@ def check_run(*paths: Path) -> None:
     for path in paths:
         if not path.exists():
             raise CheckpointError(
-                f"run: {path}: no such folder; expected a run folder or a checkpoint folder. List yours with ls runs, or train one first."
+                f"run: {path}: no such folder; expected a run folder or a checkpoint folder. "
+                "List yours with ls runs, or train one first."
             )
 
 
 def check_sheet(path: Path | None, command: str) -> None:
-    """Raise ConfigError for a contact sheet that is not to be an image file of a usual kind; None is ignored."""
+    """Raise ConfigError for a contact sheet that is not to be an image file of a usual kind; None
+    is ignored.
+    """
     if path is not None and path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-        raise ConfigError(f"{command}: sheet={path}; expected a file name with .png, .jpg or .webp. Use sheet.png.")
+        raise ConfigError(
+            f"{command}: sheet={path}; expected a file name with .png, .jpg or .webp. Use "
+            "sheet.png."
+        )
 
 
 def check_sheet_size(path: Path, command: str, width_px: int, height_px: int) -> None:
@@ -41,4 +52,7 @@ def check_sheet_size(path: Path, command: str, width_px: int, height_px: int) ->
     most = {".webp": 16_383, ".jpg": 65_500, ".jpeg": 65_500}.get(path.suffix.lower())
     if most is not None and max(width_px, height_px) > most:
         got = f"sheet={path} of {width_px:,} x {height_px:,} px"
-        raise ConfigError(f"{command}: {got}; expected at most {most:,} px a side for {path.suffix}. Use .png, or fewer images.")
+        raise ConfigError(
+            f"{command}: {got}; expected at most {most:,} px a side for {path.suffix}. Use .png, "
+            "or fewer images."
+        )

@@ -21,9 +21,10 @@ from dpvision.privacy.printed import up, up_delta
 class PlanArgs:
     """What a data set can afford, before any compute is spent.
 
-    Give the noise and read epsilon, or give --target-epsilon and read the noise. With the name of a recipe, what is left out
-    comes from it. `plan` computes anything; "refused" says whether training with it would be.
-    With --images and --epsilon it recommends what to do with them, and why (docs/plan.md).
+    Give the noise and read epsilon, or give --target-epsilon and read the noise. With the name of a
+    recipe, what is left out comes from it. `plan` computes anything; "refused" says whether
+    training with it would be. With --images and --epsilon it recommends what to do with them, and
+    why (docs/plan.md).
 
       dpvision plan --dataset-size 50000 --expected-batch-size 5000 --steps 300 --target-epsilon 8
       dpvision plan vip.base
@@ -47,24 +48,32 @@ class PlanArgs:
         delta: Left out: 1 / (2 N), or 1 / (2 M) where people are declared; at most 0.001.
         sampling: How a logical batch is drawn (left out: poisson).
         max_batch_size: Cap of a truncated Poisson batch.
-        max_records_per_unit: Records of one person that take part, at most; above 1 it needs --num-units. Where people are drawn, those
-            that take part in a step.
-        num_units: M, the declared public number of people: epsilon is then given for the person, and delta judged by M.
-        sampling_unit: Draw records, with a group bound for a person, or people, whose mean gradient is clipped (left out: record).
+        max_records_per_unit: Records of one person that take part, at most; above 1 it needs
+            --num-units. Where people are drawn, those that take part in a step.
+        num_units: M, the declared public number of people: epsilon is then given for the person,
+            and delta judged by M.
+        sampling_unit: Draw records, with a group bound for a person, or people, whose mean gradient
+            is clipped (left out: record).
         num_parameters: Trained parameters, for the signal figures.
         images: Ask for a recommendation: the declared number of images; needs --epsilon.
         people: Of how many people the images are; epsilon is then for a person.
         labels: Number of classes, if the images have labels.
         captions: The images have captions.
         epsilon: The epsilon that may be spent.
-        public_encoder: An encoder of public images that is at hand, as `dpvision adapt --encoder` takes it.
-        gpus: Number of GPUs (left out: none; with --device: 1). With a recipe: predict step time, hours and memory.
-        device: Their name: A100, H100, H200, V100, L4, ...; or cpu: one core with a recipe, no GPU without.
+        public_encoder: An encoder of public images that is at hand, as `dpvision adapt --encoder`
+            takes it.
+        gpus: Number of GPUs (left out: none; with --device: 1). With a recipe: predict step time,
+            hours and memory.
+        device: Their name: A100, H100, H200, V100, L4, ...; or cpu: one core with a recipe, no GPU
+            without.
         hours: Hours that may be used; the answer says if they do not suffice.
-        simulate: Plan a simulation of these settings with a K-th of the batch and of the noise (TAN); it guarantees nothing.
-        page: Write a page with sliders and figures to this .html file, in about twenty seconds (docs/plan.md).
+        simulate: Plan a simulation of these settings with a K-th of the batch and of the noise
+            (TAN); it guarantees nothing.
+        page: Write a page with sliders and figures to this .html file, in about twenty seconds
+            (docs/plan.md).
         csv: Write the tables behind these figures to this folder, a .csv file each.
-        claims: Recompute every privacy claim of the papers instead, which takes half a minute (docs/claims.md).
+        claims: Recompute every privacy claim of the papers instead, which takes half a minute
+            (docs/claims.md).
         json: Print JSON.
     """
 
@@ -105,33 +114,61 @@ def run(argv: Sequence[str]) -> None:
 
 def plan(args: PlanArgs) -> None:
     """Print what the settings or the question amount to."""
-    given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if value is not None and value is not False
+    }
     if args.claims:
         if others := [name for name in given if name not in ("claims", "json")]:
-            raise ConfigError(f"plan: --claims with {', '.join(others)}; expected it alone, or with --json. Drop the others.")
+            raise ConfigError(
+                f"plan: --claims with {', '.join(others)}; expected it alone, or with --json. "
+                "Drop the others."
+            )
         _claims(args.json)
         return
     asked = {name: value for name, value in given.items() if name in _QUESTION}
-    priced = args.recipe is not None and (args.gpus is not None or args.device is not None) and asked.keys() <= {"gpus", "device", "hours"}
+    priced = (
+        args.recipe is not None
+        and (args.gpus is not None or args.device is not None)
+        and asked.keys() <= {"gpus", "device", "hours"}
+    )
     if asked and not priced:
-        _advise(asked, {name: value for name, value in given.items() if name in _SETTINGS}, args.json)
+        _advise(
+            asked, {name: value for name, value in given.items() if name in _SETTINGS}, args.json
+        )
         return
-    if args.page is not None and (args.page.suffix != ".html" or args.page.is_dir() or not args.page.absolute().parent.is_dir()):
-        raise ConfigError(f"plan: page={str(args.page)!r}; expected a file whose name ends in .html, in a folder that exists. Rename it.")
+    if args.page is not None and (
+        args.page.suffix != ".html"
+        or args.page.is_dir()
+        or not args.page.absolute().parent.is_dir()
+    ):
+        raise ConfigError(
+            f"plan: page={str(args.page)!r}; expected a file whose name ends in .html, in a "
+            "folder that exists. Rename it."
+        )
     if args.csv is not None and args.csv.exists() and not args.csv.is_dir():
-        raise ConfigError(f"plan: csv={str(args.csv)!r}; expected a folder, which is made if it does not exist. Choose another name.")
+        raise ConfigError(
+            f"plan: csv={str(args.csv)!r}; expected a folder, which is made if it does not "
+            "exist. Choose another name."
+        )
     from dpvision.privacy.planner import what_if
 
     num_parameters = args.num_parameters
     if args.recipe is not None and num_parameters is None:
         from dpvision.plan.parameters import count_parameters
 
-        num_parameters = count_parameters(get_recipe(args.recipe).model) or None  # a head's depend on its encoder
+        num_parameters = (
+            count_parameters(get_recipe(args.recipe).model) or None
+        )  # a head's depend on its encoder
     settings = {name: value for name, value in given.items() if name in _NAMES}
     config = _config(args.recipe, settings)
     if args.simulate is not None:
         if args.page is not None or args.csv is not None:
-            raise ConfigError("plan: --simulate with --page or --csv; expected one of them: a simulation has no epsilon to plot. Drop one.")
+            raise ConfigError(
+                "plan: --simulate with --page or --csv; expected one of them: a simulation has "
+                "no epsilon to plot. Drop one."
+            )
         from dpvision.cli.plan_simulation import simulation
 
         config, result, text = simulation(args.recipe, config, args.simulate, settings)
@@ -142,7 +179,11 @@ def plan(args: PlanArgs) -> None:
         from dpvision.cli.plan_cost import cost_text
         from dpvision.plan.cost import step_cost
 
-        cost = step_cost(replace(get_recipe(args.recipe or ""), privacy=config), 1 if args.gpus is None else args.gpus, args.device)
+        cost = step_cost(
+            replace(get_recipe(args.recipe or ""), privacy=config),
+            1 if args.gpus is None else args.gpus,
+            args.device,
+        )
         result, text = result | {"cost": asdict(cost)}, f"{text}\n{cost_text(cost, args.hours)}"
     if args.page is not None or args.csv is not None:
         from dpvision.cli.plan_tables import write_tables
@@ -152,16 +193,30 @@ def plan(args: PlanArgs) -> None:
     emit(result, args.json, text)
 
 
-_QUESTION = ("images", "people", "labels", "captions", "epsilon", "public_encoder", "gpus", "device", "hours")
+_QUESTION = (
+    "images",
+    "people",
+    "labels",
+    "captions",
+    "epsilon",
+    "public_encoder",
+    "gpus",
+    "device",
+    "hours",
+)
 
 
 def _advise(asked: dict[str, Any], settings: dict[str, Any], json: bool) -> None:
     if settings:
-        raise ConfigError(f"plan: --{next(iter(asked))} with {', '.join(settings)}; expected a question or settings. Drop one kind.")
+        raise ConfigError(
+            f"plan: --{next(iter(asked))} with {', '.join(settings)}; expected a question or "
+            "settings. Drop one kind."
+        )
     missing = [f"--{name}" for name in ("images", "epsilon") if name not in asked]
     if missing:
         raise ConfigError(
-            f"plan: without {' and '.join(missing)}; expected both in a question. E.g. --images 20000 --labels 10 --epsilon 3."
+            f"plan: without {' and '.join(missing)}; expected both in a question. E.g. --images "
+            "20000 --labels 10 --epsilon 3."
         )
     from dpvision.cli.plan_advice import answer
     from dpvision.plan.advice import Question
@@ -195,15 +250,31 @@ def _claims(json: bool) -> None:
         for r in found
     ]
     text = table("epsilon of the papers' settings", columns, rows)
-    text += "\nSettings: docs/claims.md. A claim holds where the figure by privacy loss distributions is at most the claimed one."
-    emit({"claims": [asdict(r) | {"holds": r.holds, "as_published": r.as_published} for r in found]}, json, text)
+    text += (
+        "\n"
+        "Settings: docs/claims.md. A claim holds where the figure by privacy loss distributions "
+        "is at most the claimed one."
+    )
+    emit(
+        {"claims": [asdict(r) | {"holds": r.holds, "as_published": r.as_published} for r in found]},
+        json,
+        text,
+    )
 
 
 _BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
 _NAMES = (
-    "dataset_size", "expected_batch_size", "steps", "delta", "sampling", "max_batch_size", "max_records_per_unit", "num_units",
-    "sampling_unit", *_BUDGETS,
-)  # fmt: skip
+    "dataset_size",
+    "expected_batch_size",
+    "steps",
+    "delta",
+    "sampling",
+    "max_batch_size",
+    "max_records_per_unit",
+    "num_units",
+    "sampling_unit",
+    *_BUDGETS,
+)
 
 _SETTINGS = (*_NAMES, "recipe", "num_parameters", "simulate", "page", "csv")
 
@@ -211,25 +282,40 @@ _SETTINGS = (*_NAMES, "recipe", "num_parameters", "simulate", "page", "csv")
 def _config(recipe: str | None, changes: dict[str, Any]) -> PrivacyConfig:
     if recipe is not None:
         return resolve_privacy(with_steps(get_recipe(recipe)).privacy, changes)
-    missing = [f"--{name.replace('_', '-')}" for name in ("dataset_size", "expected_batch_size", "steps") if name not in changes]
+    missing = [
+        f"--{name.replace('_', '-')}"
+        for name in ("dataset_size", "expected_batch_size", "steps")
+        if name not in changes
+    ]
     if not any(name in changes for name in _BUDGETS):
         missing.append("--noise-multiplier or --target-epsilon")
     if missing:
         raise ConfigError(
-            f"plan: without {', '.join(missing)}; expected these options, or a recipe: dpvision plan vip.base. See dpvision plan --help."
+            f"plan: without {', '.join(missing)}; expected these options, or a recipe: dpvision "
+            "plan vip.base. See dpvision plan --help."
         )
     return PrivacyConfig(**changes)
 
 
 def _text(r: dict[str, Any]) -> str:
     if r["epsilon"] is None:
-        return f"NO PRIVACY GUARANTEE (guarantee={r['guarantee']!r})\n" + pairs({"sample-gradients": r["sample_gradients"]})
+        return f"NO PRIVACY GUARANTEE (guarantee={r['guarantee']!r})\n" + pairs(
+            {"sample-gradients": r["sample_gradients"]}
+        )
     tpr = r["attack_tpr"]
     head = f"epsilon {up(r['epsilon'])}"
     if r["unit_epsilon"] is not None:
         k = r["max_records_per_unit"]
-        beside = f" (at most {k} images), {head} for a single image," if k > 1 else " (one image of each)"
-        beside = f" ({k} image{'s' if k > 1 else ''} in a step)" if r["sampling_unit"] == "person" else beside
+        beside = (
+            f" (at most {k} images), {head} for a single image,"
+            if k > 1
+            else " (one image of each)"
+        )
+        beside = (
+            f" ({k} image{'s' if k > 1 else ''} in a step)"
+            if r["sampling_unit"] == "person"
+            else beside
+        )
         head = f"epsilon {up(r['unit_epsilon'])} for a person{beside}"
     image = "" if r["num_units"] is None or r["sampling_unit"] == "person" else ", of an image"
     lines = [
@@ -238,8 +324,11 @@ def _text(r: dict[str, Any]) -> str:
             {
                 f"epsilon (RDP, as the papers){image}": up(r["epsilon_rdp"]),
                 f"epsilon without sampling{image}": up(r["epsilon_unamplified"]),
-                "best attack": f"{up(100 * tpr['0.01'], 1)}% true positives at 1% false ones, {up(100 * tpr['0.001'], 1)}% at 0.1%",
-                "N x delta" if r["num_units"] is None else "people x delta": up_delta(r["n_times_delta"]),
+                "best attack": f"{up(100 * tpr['0.01'], 1)}% true positives at 1% false ones, "
+                f"{up(100 * tpr['0.001'], 1)}% at 0.1%",
+                "N x delta" if r["num_units"] is None else "people x delta": up_delta(
+                    r["n_times_delta"]
+                ),
                 "noise multiplier": r["noise_multiplier"],
                 "sampling": r["sampling"],
                 "sample rate": r["sample_rate"],

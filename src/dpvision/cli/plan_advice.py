@@ -12,17 +12,32 @@ from dpvision.privacy.printed import up, up_delta
 def answer(question: Question) -> tuple[dict[str, Any], str]:
     """The advice as a dict ready for JSON and as text."""
     found = advise(question, get_recipe)
-    return {"question": asdict(question) | {"delta": question.delta}, "advice": asdict(found)}, _text(question, found)
+    return {
+        "question": asdict(question) | {"delta": question.delta},
+        "advice": asdict(found),
+    }, _text(question, found)
 
 
 def _text(q: Question, a: Advice) -> str:
     drawn = a.draws is not None
-    whose = "an image" if q.people is None else "a person" if drawn else f"a person ({q.images_of_a_person} images at most)"
+    whose = (
+        "an image"
+        if q.people is None
+        else "a person"
+        if drawn
+        else f"a person ({q.images_of_a_person} images at most)"
+    )
     hours = None if a.hours is None else f"{a.hours:.2g} ({a.hours_how})"
     lines = [
         f"Recommended: {a.way}.",
         f"  {a.why}",
-        pairs({"guarantee": f"epsilon {up(q.epsilon)} at delta {up_delta(q.delta)} for {whose}", "score": a.score, "hours": hours}),
+        pairs(
+            {
+                "guarantee": f"epsilon {up(q.epsilon)} at delta {up_delta(q.delta)} for {whose}",
+                "score": a.score,
+                "hours": hours,
+            }
+        ),
         "Commands (STORE: from `dpvision data import`)",
         *(f"  {command}" for command in a.commands),
         *([draws_table(a.draws)] if a.draws else []),
@@ -39,4 +54,8 @@ def _text(q: Question, a: Advice) -> str:
 def draws_table(rows: list[dict[str, Any]]) -> str:
     """Return the rows of ``planner.compare_draws`` as text."""
     columns = ("drawn", "images a step", "noise multiplier", "noise / batch")
-    return table("at this epsilon for a person, and as many steps", columns, [tuple(row.values()) for row in rows])
+    return table(
+        "at this epsilon for a person, and as many steps",
+        columns,
+        [tuple(row.values()) for row in rows],
+    )

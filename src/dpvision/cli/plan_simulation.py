@@ -10,7 +10,9 @@ from dpvision.privacy.printed import up, up_delta
 from dpvision.privacy.simulation import NO_GUARANTEE, simulated
 
 
-def simulation(recipe: str | None, full: PrivacyConfig, factor: float, typed: dict[str, Any]) -> tuple[PrivacyConfig, dict[str, Any], str]:
+def simulation(
+    recipe: str | None, full: PrivacyConfig, factor: float, typed: dict[str, Any]
+) -> tuple[PrivacyConfig, dict[str, Any], str]:
     """Return the simulation's settings, what follows from them ready for JSON, and the text.
 
     Args:
@@ -31,20 +33,28 @@ def simulation(recipe: str | None, full: PrivacyConfig, factor: float, typed: di
     }
     assert plan.stated_epsilon is not None, "a private plan has an epsilon"
     text = [
-        f"{NO_GUARANTEE} of a run at epsilon {up(plan.stated_epsilon)}, delta {up_delta(plan.delta)}",
+        f"{NO_GUARANTEE} of a run at epsilon {up(plan.stated_epsilon)}, delta "
+        f"{up_delta(plan.delta)}",
         pairs(
             {
-                "expected batch size": f"{shown(small.expected_batch_size)} in place of {shown(plan.expected_batch_size)}",
-                "noise multiplier": f"{shown(small.noise_multiplier)} in place of {shown(plan.noise_multiplier)}",
+                "expected batch size": f"{shown(small.expected_batch_size)} in place of "
+                f"{shown(plan.expected_batch_size)}",
+                "noise multiplier": f"{shown(small.noise_multiplier)} in place of "
+                f"{shown(plan.noise_multiplier)}",
                 "noise / batch, in both": plan.noise_multiplier / plan.expected_batch_size,
                 "steps, in both": plan.steps,
-                "sample-gradients": f"{shown(found['sample_gradients'])} in place of {shown(plan.steps * images_per_step(plan))}",
+                "sample-gradients": f"{shown(found['sample_gradients'])} in place of "
+                f"{shown(plan.steps * images_per_step(plan))}",
             }
         ),
-        "It predicts the full run's losses; learning rate and schedule stay as they are. On a private store its weights, losses and",
-        "scores are confidential, and choosing settings by them is a selection that no guarantee covers.",
+        "It predicts the full run's losses; learning rate and schedule stay as they are. On a "
+        "private store its weights, losses and",
+        "scores are confidential, and choosing settings by them is a selection that no "
+        "guarantee covers.",
     ]
     if recipe is not None:
-        settings = "".join(f" --privacy.{name.replace('_', '-')} {value}" for name, value in typed.items())
+        settings = "".join(
+            f" --privacy.{name.replace('_', '-')} {value}" for name, value in typed.items()
+        )
         text.append(f"  dpvision train {recipe} --simulate {factor:g} --data STORE{settings}")
     return small, found, "\n".join(text)

@@ -14,7 +14,11 @@ from dpvision.privacy.plan import draft_plan
 
 
 def write_tables(
-    page: Path | None, folder: Path | None, name: str | None, config: PrivacyConfig, facts: dict[str, Any]
+    page: Path | None,
+    folder: Path | None,
+    name: str | None,
+    config: PrivacyConfig,
+    facts: dict[str, Any],
 ) -> tuple[dict[str, Any], str]:
     """Write the page and the tables, and return the tables ready for JSON, and what was written.
 
@@ -41,7 +45,9 @@ def write_tables(
         from dpvision.report.plan_page import make_plan_page
 
         written.append(str(make_plan_page(page, name, plan, facts, tables)))
-    shown = {table.name: {"columns": table.columns, "rows": table.rows} for table in tables.values()}
+    shown = {
+        table.name: {"columns": table.columns, "rows": table.rows} for table in tables.values()
+    }
     return shown, f"Written: {', '.join(written)}"
 
 

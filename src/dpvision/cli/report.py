@@ -29,33 +29,43 @@ def report(
     stop: Stop = "not_declared",
     json: bool = False,
 ) -> None:
-    """Write the statement (statement.json), the report (report.html) and the operator's page (confidential/operator.html).
+    """Write the statement (statement.json), the report (report.html) and the operator's page
+    (confidential/operator.html).
 
-    Epsilon is that of the plan in the ledger, all planned steps, also of a run that ended early. Statement and report contain nothing
-    that depends on private records except through the guarantee; a run without a guarantee on a private store gets neither.
+    Epsilon is that of the plan in the ledger, all planned steps, also of a run that ended early.
+    Statement and report contain nothing that depends on private records except through the
+    guarantee; a run without a guarantee on a private store gets neither.
 
     Args:
         run: Run folder.
-        store: Store that the run was trained on. Its ledgers are authoritative, and list other runs on the same records. If
-            omitted, the store that the run was started with, if it still exists.
-        public_store: Public store whose images the report shows: classified, reconstructed or compared, as the model allows.
-        gallery: Store with captions, to show images with their reference captions and this captioner's. A private store appears only on
-            the operator's page.
-        beside: Runs of other captioners to show in the gallery. One trained on private images without privacy appears only on the
-            operator's page.
-        gallery_num: Images of each kind in the gallery: random ones, and random ones among the tenth with the best captions.
-        tuning: How settings and checkpoint were chosen: "none" (fixed beforehand), "public" (on public images only), "charged" (among
-            runs on this store by public scores: their total covers the choice), or "not_covered" (by looking at private results: the
-            statement says that the guarantee does not cover the choice).
-        stop: Of a run that ended early: "independent" declares that nothing computed from the private images, released or confidential,
-            had an influence on where it ended (a crash, a deadline set beforehand). The statement repeats the declaration and gives the
-            epsilon of the executed steps beside that of the plan.
+        store: Store that the run was trained on. Its ledgers are authoritative, and list other runs
+            on the same records. If omitted, the store that the run was started with, if it still
+            exists.
+        public_store: Public store whose images the report shows: classified, reconstructed or
+            compared, as the model allows.
+        gallery: Store with captions, to show images with their reference captions and this
+            captioner's. A private store appears only on the operator's page.
+        beside: Runs of other captioners to show in the gallery. One trained on private images
+            without privacy appears only on the operator's page.
+        gallery_num: Images of each kind in the gallery: random ones, and random ones among the
+            tenth with the best captions.
+        tuning: How settings and checkpoint were chosen: "none" (fixed beforehand), "public" (on
+            public images only), "charged" (among runs on this store by public scores: their total
+            covers the choice), or "not_covered" (by looking at private results: the statement says
+            that the guarantee does not cover the choice).
+        stop: Of a run that ended early: "independent" declares that nothing computed from the
+            private images, released or confidential, had an influence on where it ended (a crash, a
+            deadline set beforehand). The statement repeats the declaration and gives the epsilon of
+            the executed steps beside that of the plan.
         json: Print JSON.
     """
     if not gallery_num >= 1:
         raise ConfigError(f"report: gallery_num={gallery_num}; expected at least 1. Omit it for 8.")
     if beside and gallery is None:
-        raise ConfigError("report: --beside without --gallery; expected a store with captions to show them on. Add --gallery STORE.")
+        raise ConfigError(
+            "report: --beside without --gallery; expected a store with captions to show them "
+            "on. Add --gallery STORE."
+        )
     check_run(run, *beside)
     check_store(store, public_store, gallery)
     from dpvision.report.gallery import gallery_of_run
@@ -64,7 +74,14 @@ def report(
 
     made = None if gallery is None else gallery_of_run(run, gallery, beside, count=gallery_num)
     operator = make_operator_page(run, store, gallery=made)
-    page = make_report(run, public_store, store_dir=store, tuning=tuning, stop=stop, gallery=None if made is None else made.public_part())
+    page = make_report(
+        run,
+        public_store,
+        store_dir=store,
+        tuning=tuning,
+        stop=stop,
+        gallery=None if made is None else made.public_part(),
+    )
     written = {"statement": run / "statement.json", "report": page, "operator": operator}
     text = "\n".join(f"{name:10} {path}" for name, path in written.items())
     if made is not None:
@@ -76,6 +93,10 @@ def gallery_places(gallery: "Gallery") -> str:
     """Return a line that says on which pages the gallery is."""
     part = gallery.public_part()
     if part is None:
-        return "gallery    on the operator's page only: its images are private, or their captions are"
+        return (
+            "gallery    on the operator's page only: its images are private, or their captions are"
+        )
     missing = [name for name in gallery.means if name not in part.means]
-    return "gallery    on both pages" + (f"; {', '.join(missing)} on the operator's only" if missing else "")
+    return "gallery    on both pages" + (
+        f"; {', '.join(missing)} on the operator's only" if missing else ""
+    )

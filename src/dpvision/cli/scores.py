@@ -12,7 +12,9 @@ from dpvision.eval.score import Score, wilson_interval
 from dpvision.eval.score_file import read_scores
 from dpvision.runs.folder import require_confidential
 
-Encoders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")]
+Encoders = Annotated[
+    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")
+]
 
 
 def names_of(text: str) -> list[str]:
@@ -25,9 +27,13 @@ def check_out(out: Path, private: bool) -> None:
     if private:
         require_confidential(out, "evaluate", "scores of private images")
     if out.suffix != ".json" or out.is_dir():
-        raise ConfigError(f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it.")
+        raise ConfigError(
+            f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it."
+        )
     if not out.absolute().parent.is_dir():
-        raise ConfigError(f"evaluate: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}.")
+        raise ConfigError(
+            f"evaluate: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}."
+        )
     read_scores(out)
 
 
@@ -66,10 +72,18 @@ def scores_table(scores: Sequence[Score]) -> str:
     else:
         text = table(f"{first.n:,} test records, {first.visibility}", columns, rows)
     if any(s.high < s.chance for s in scores):
-        text += "\nBelow chance: do the labels of training and test images count from the same number, or have the same class names?"
+        text += (
+            "\n"
+            "Below chance: do the labels of training and test images count from the same "
+            "number, or have the same class names?"
+        )
     drawn = next((s for s in scores if " draws" in s.protocol), None)
     if drawn is not None:
         low, high = wilson_interval(round(drawn.value * drawn.n), drawn.n)
         half = f"{(high - low) / 2:.1%}"
-        text += f"\nIntervals of scores over draws are Student's over the draws; Wilson's over test records would be about +- {half}."
+        text += (
+            "\n"
+            "Intervals of scores over draws are Student's over the draws; Wilson's over test "
+            f"records would be about +- {half}."
+        )
     return text

@@ -34,10 +34,12 @@ def synth(
     workers: int = 2,
     json: bool = False,
 ) -> None:
-    """Make procedural textures for a warm start: unlimited, public, free of licences, and identical on machines of the same kind.
+    """Make procedural textures for a warm start: unlimited, public, free of licences, and identical
+    on machines of the same kind.
 
-    A store of textures contains no images: training renders them on the fly, with a new view of each in every step. `dpvision train
-    synthetic.vip_micro` makes its own store. With --files they are written as images in shards, for other tools.
+    A store of textures contains no images: training renders them on the fly, with a new view of
+    each in every step. `dpvision train synthetic.vip_micro` makes its own store. With --files they
+    are written as images in shards, for other tools.
 
       dpvision synth --sheet textures.png                    a contact sheet
       dpvision synth stores/textures --num 1300000           a store for training; takes no space
@@ -47,16 +49,21 @@ def synth(
         store: New folder for the store; if omitted, only the sheet is made.
         num: Number of textures; in a store without --files at most 2^28.
         first: Number of the first texture; different numbers give different textures.
-        size_px: Side of the written files and of the sheet's images. Training renders them at the model's size.
+        size_px: Side of the written files and of the sheet's images. Training renders them at the
+            model's size.
         files: Write the images as files.
         sheet: Write a contact sheet (.png, .jpg, .webp) here.
         sheet_num: Images on the sheet.
-        instance: Show this view (position, zoom, rotation, light) on the sheet instead of the canonical one.
+        instance: Show this view (position, zoom, rotation, light) on the sheet instead of the
+            canonical one.
         workers: Processes that render, with --files.
         json: Print JSON.
     """
     if store is None and sheet is None:
-        raise ConfigError("synth: no output; expected a store, --sheet, or both. For example: dpvision synth --sheet textures.png.")
+        raise ConfigError(
+            "synth: no output; expected a store, --sheet, or both. For example: dpvision synth "
+            "--sheet textures.png."
+        )
     check_sheet(sheet, "synth")
     from dpvision.data.inspect import texture_sheet, texture_sheet_size
     from dpvision.data.synthetic_store import write_textures
@@ -73,14 +80,34 @@ def synth(
         if files:
             with Console(stderr=True).status("drawing") as status:
                 made = write_textures(
-                    store, num, size_px, first=first, workers=workers,
-                    progress=lambda n: status.update(f"drawing: {n:,} of {num:,} textures, {n / (time.monotonic() - start):,.0f}/s"),
-                )  # fmt: skip
+                    store,
+                    num,
+                    size_px,
+                    first=first,
+                    workers=workers,
+                    progress=lambda n: status.update(
+                        f"drawing: {n:,} of {num:,} textures, "
+                        f"{n / (time.monotonic() - start):,.0f}/s"
+                    ),
+                )
         else:
             made = write_texture_store(store, num, first=first, size_px=size_px)
-        result |= {"store": str(made.path), "num_records": made.num_records, "visibility": made.visibility, "files": files}
+        result |= {
+            "store": str(made.path),
+            "num_records": made.num_records,
+            "visibility": made.visibility,
+            "files": files,
+        }
     text = pairs(result)
     if store is not None:
-        batch = "" if num >= get_recipe("synthetic.vip_micro").privacy.expected_batch_size else f" --privacy.expected-batch-size {num}"
-        text += f"\nNext: dpvision train synthetic.vip_micro --data {quote(str(store))} --privacy.dataset-size {num}{batch}"
+        batch = (
+            ""
+            if num >= get_recipe("synthetic.vip_micro").privacy.expected_batch_size
+            else f" --privacy.expected-batch-size {num}"
+        )
+        text += (
+            "\n"
+            f"Next: dpvision train synthetic.vip_micro --data {quote(str(store))} "
+            f"--privacy.dataset-size {num}{batch}"
+        )
     emit(result, json, text)

@@ -41,16 +41,22 @@ _SLOW_TO_CHECK = 20_000_000
 """Parameters from which the gates before a run are announced, since they take more than seconds."""
 _DOC = """Train a recipe on a store, privately unless the recipe is non-private.
 
-The plan (noise, steps, epsilon) is printed before any compute is spent, and the ledger next to the store is charged before each
-step. Any setting of the recipe can be overridden: --privacy.target-epsilon 4, --optim.learning-rate 1e-3.
+The plan (noise, steps, epsilon) is printed before any compute is spent, and the ledger next to the
+store is charged before each step. Any setting of the recipe can be overridden:
+--privacy.target-epsilon 4, --optim.learning-rate 1e-3.
 
-  dpvision data import IMAGES stores/mine                        # folders named by class need --classes FILE
-  dpvision train synthetic.vip_micro                             # the warm start, on procedural textures: public, costs no privacy
+  dpvision data import IMAGES stores/mine
+      # folders named by class need --classes FILE
+  dpvision train synthetic.vip_micro
+      # the warm start, on procedural textures: public, costs no privacy
   dpvision train vip.micro --data stores/mine --dry-run
   dpvision train vip.micro --data stores/mine --name first
-  dpvision train vip.micro --data stores/mine --non-private      # without noise and clipping, for comparison; confidential
-  dpvision train vip.micro --data stores/mine --simulate 8       # predict its losses at an eighth of the compute; no guarantee
-  dpvision train vip.micro --name first --resume                 # after a stop (Ctrl-C, SIGTERM; exit status 75) or a crash
+  dpvision train vip.micro --data stores/mine --non-private
+      # without noise and clipping, for comparison; confidential
+  dpvision train vip.micro --data stores/mine --simulate 8
+      # predict its losses at an eighth of the compute; no guarantee
+  dpvision train vip.micro --name first --resume
+      # after a stop (Ctrl-C, SIGTERM; exit status 75) or a crash
   torchrun --nproc-per-node 8 -m dpvision train vip.base --data STORE"""
 
 
@@ -61,7 +67,9 @@ class _What:
     data: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Store made by `dpvision data import`; synthetic.* recipes need none."""
     simulate: Annotated[float | None, tyro.conf.arg(metavar="K")] = None
-    """Simulate the private run with a K-th of its batch and of its noise, at equal steps (TAN). Guarantees nothing; confidential."""
+    """Simulate the private run with a K-th of its batch and of its noise, at equal steps (TAN).
+    Guarantees nothing; confidential.
+    """
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,9 @@ class TrainArgs(RunArgs, _What):
     """Arguments of `dpvision train`."""
 
     non_private: bool = False
-    """Train without noise and clipping, for comparison: short for --privacy.guarantee none. Confidential if the images are private."""
+    """Train without noise and clipping, for comparison: short for --privacy.guarantee none.
+    Confidential if the images are private.
+    """
 
 
 def run(argv: Sequence[str]) -> None:
@@ -81,10 +91,16 @@ def run(argv: Sequence[str]) -> None:
         print("\nrecipes (`dpvision train RECIPE --help` shows all settings):")
         print("\n".join(recipe_lines()))
         if not asks:
-            raise ConfigError("train: no recipe; expected one, also with --resume. Give the one of the list above that the run has.")
+            raise ConfigError(
+                "train: no recipe; expected one, also with --resume. Give the one of the list "
+                "above that the run has."
+            )
         return
     if first.resume and first.simulate is not None:
-        raise ConfigError(f"train: --simulate {first.simulate:g} with --resume; expected one of them. Drop --simulate.")
+        raise ConfigError(
+            f"train: --simulate {first.simulate:g} with --resume; expected one of them. Drop "
+            "--simulate."
+        )
     saved = saved_config("train", first.root(recipe), recipe) if first.resume else None
     default = saved or get_recipe(recipe)  # a run to resume that is not there is refused later
     args, typed = parse_run(TrainArgs(recipe=recipe), default, argv, "train", _DOC)
@@ -101,8 +117,9 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
     """
     if isinstance(default.model, HeadConfig):
         raise ConfigError(
-            f"train: {args.recipe} is a head on frozen features; expected a network to train. Use `dpvision adapt {args.recipe} "
-            "--data STORE --encoder ENCODER --num-classes K --dataset-size N --epsilon E`."
+            f"train: {args.recipe} is a head on frozen features; expected a network to train. "
+            f"Use `dpvision adapt {args.recipe} --data STORE --encoder ENCODER --num-classes K "
+            "--dataset-size N --epsilon E`."
         )
     root = args.root(args.recipe)
     config = default if args.resume else resolve(default, asked)
@@ -112,7 +129,10 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
         config = replace(config, privacy=simulated(config.privacy, args.simulate))
     if not args.resume:
         if config.data.store is None and config.data.images == "textures":
-            config = replace(config, data=replace(config.data, store=str(_texture_store(config.privacy.dataset_size))))
+            config = replace(
+                config,
+                data=replace(config.data, store=str(_texture_store(config.privacy.dataset_size))),
+            )
         check_places(root, config, dry_run=args.dry_run)
     from dpvision.devices import slow_precision
     from dpvision.encoders.starting_weights import open_parent
@@ -128,9 +148,16 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
         opened = resumed_session(root, resumed_hardware("train", root, asked, config), open_parent)
     else:
         opened = new_session(config, root, open_parent)
-    if main_process and config.privacy.guarantee == "dp" and (num := count_parameters(config.model)) >= _SLOW_TO_CHECK:
+    if (
+        main_process
+        and config.privacy.guarantee == "dp"
+        and (num := count_parameters(config.model)) >= _SLOW_TO_CHECK
+    ):
         size = f"{num / 1e6:.0f} million parameters"
-        args.say(f"Checking the network ({size}) on public records, in float64: a minute of one core for 50 million.")
+        args.say(
+            f"Checking the network ({size}) on public records, in float64: a minute of one core "
+            "for 50 million."
+        )
     if args.dry_run:
         plan, store, num_records, lineage = check_run(config, open_parent)
         if main_process:
@@ -139,18 +166,36 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
             result["operator_only"] = {"num_records": num_records}
             result["total"] = spent(plan, plan.steps, runs_on(lineage, store.store_id))[0]
             result["store_total"] = charge
-            lines = [plan_text(config, plan, store, lineage), charged, "Dry run: every check passed, nothing was trained or charged."]
+            lines = [
+                plan_text(config, plan, store, lineage),
+                charged,
+                "Dry run: every check passed, nothing was trained or charged.",
+            ]
             emit(result, args.json, "\n".join(filter(None, lines)))
         return
     with opened as session:
         if main_process:
             assert session.run is not None, "of the main process"
-            charged = charge_words(session.store, session.plan, besides=[session.run.folder.run_id])[1]
-            args.say(f"{plan_text(session.config, session.plan, session.store, session.lineage)}\n{charged}".rstrip())
-            if (warning := slow_precision(session.config.hardware.precision, session.group.device)) is not None:
+            charged = charge_words(
+                session.store, session.plan, besides=[session.run.folder.run_id]
+            )[1]
+            args.say(
+                f"{plan_text(session.config, session.plan, session.store, session.lineage)}\n"
+                f"{charged}".rstrip()
+            )
+            if (
+                warning := slow_precision(session.config.hardware.precision, session.group.device)
+            ) is not None:
                 announce(warning)
         if args.resume and session.run is not None:
-            announce(resume_words(session.plan, session.run.ledger.steps, session.updates, session.saved_steps is not None))
+            announce(
+                resume_words(
+                    session.plan,
+                    session.run.ledger.steps,
+                    session.updates,
+                    session.saved_steps is not None,
+                )
+            )
         complete = fit(session, quiet=args.quiet, show_confidential=args.show_confidential)
         if session.run is not None:
             _finish(session, root, complete, args.json)
@@ -159,7 +204,9 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
 
 
 def _texture_store(num: int) -> Path:
-    """Return the folder of a store of ``num`` textures (a description of a few hundred bytes), and make it if it does not exist."""
+    """Return the folder of a store of ``num`` textures (a description of a few hundred bytes), and
+    make it if it does not exist.
+    """
     from dpvision.data.texture_store import write_texture_store
 
     folder = Path("stores") / f"textures-{num}"
@@ -177,57 +224,90 @@ def _finish(session: "Session", root: Path, complete: bool, as_json: bool) -> No
     plan, steps = session.plan, session.run.ledger.steps
     cost, said = spent(plan, steps, runs_on(session.lineage, session.store.store_id))
     result = {
-        "run": str(root), "complete": complete, "steps": steps, "updates": session.updates,
-        **cost, "guarantee": plan.guarantee,
-    }  # fmt: skip
-    lines = [f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} steps: {said}. Run folder: {root}"]
+        "run": str(root),
+        "complete": complete,
+        "steps": steps,
+        "updates": session.updates,
+        **cost,
+        "guarantee": plan.guarantee,
+    }
+    lines = [
+        f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} steps: {said}. "
+        f"Run folder: {root}"
+    ]
     lines += lost_words(steps - session.updates, "steps")
     if not complete:
         lines.append("Saved. Continue with --resume.")
     if complete:
-        lines += after_run(root, session.store, session.config, released=session.run.folder.base == root)
+        lines += after_run(
+            root, session.store, session.config, released=session.run.folder.base == root
+        )
     emit(result, as_json, "\n".join(lines))
 
 
 def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Lineage") -> str:
-    """Return the plan as text: its guarantee, the total with earlier runs behind the weights, and the main settings."""
+    """Return the plan as text: its guarantee, the total with earlier runs behind the weights, and
+    the main settings.
+    """
     from dpvision.privacy.refusal import weakness
     from dpvision.runs.lineage import runs_on
 
     if plan.guarantee == "dp":
         when = "one step" if plan.steps == 1 else f"all {plan.steps} steps"
         assert plan.epsilon is not None, "a plan with a guarantee has an epsilon"
-        strength = "Private" if weakness(plan) is None else "WEAK GUARANTEE, allowed by --privacy.allow-weak-guarantee"
-        head = f"{strength}: {guarantee_words(plan, plan.epsilon, plan.unit_epsilon, plan.delta)} after {when}"
+        strength = (
+            "Private"
+            if weakness(plan) is None
+            else "WEAK GUARANTEE, allowed by --privacy.allow-weak-guarantee"
+        )
+        head = (
+            f"{strength}: {guarantee_words(plan, plan.epsilon, plan.unit_epsilon, plan.delta)} "
+            f"after {when}"
+        )
         if plan.epsilon_rdp is not None:
             head += f" (RDP {up(plan.epsilon_rdp)})"
     else:
         head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})" + _kept(store, lineage)
     if plan.guarantee == "dp" and (behind := runs_on(lineage, store.store_id)):
-        head += f", this run alone\nTotal of these weights on this store: {spent(plan, plan.steps, behind)[1]}"
+        head += (
+            ", this run alone\n"
+            f"Total of these weights on this store: {spent(plan, plan.steps, behind)[1]}"
+        )
     by_person, of_head = plan.sampling_unit == "person", config.model.kind == "head"
     several = plan.max_records_per_unit if by_person and not of_head else 1
-    return head + "\n" + pairs(
-        {
-            "recipe": config.recipe,
-            "store": f"{store.store_id[:8]}, {store.visibility}",
-            "declared records": plan.dataset_size,
-            "declared people": plan.num_units,
-            "images per person, at most": None if plan.num_units is None or by_person else plan.max_records_per_unit,
-            "images per person in a step": plan.max_records_per_unit if by_person and not of_head else None,
-            "a person's row": _row_of_a_person(plan.max_records_per_unit) if by_person and of_head else None,
-            "sampling": f"{plan.sampling}, of people" if by_person else plan.sampling,
-            "expected batch size": plan.expected_batch_size,
-            "steps": plan.steps,
-            "sample-gradients": round(plan.steps * plan.expected_batch_size) * several,
-            "noise multiplier": plan.noise_multiplier,
-            "clip norm": plan.max_grad_norm if plan.max_grad_norm is not None else "none",
-        }
-    )  # fmt: skip
+    return (
+        head
+        + "\n"
+        + pairs(
+            {
+                "recipe": config.recipe,
+                "store": f"{store.store_id[:8]}, {store.visibility}",
+                "declared records": plan.dataset_size,
+                "declared people": plan.num_units,
+                "images per person, at most": None
+                if plan.num_units is None or by_person
+                else plan.max_records_per_unit,
+                "images per person in a step": plan.max_records_per_unit
+                if by_person and not of_head
+                else None,
+                "a person's row": _row_of_a_person(plan.max_records_per_unit)
+                if by_person and of_head
+                else None,
+                "sampling": f"{plan.sampling}, of people" if by_person else plan.sampling,
+                "expected batch size": plan.expected_batch_size,
+                "steps": plan.steps,
+                "sample-gradients": round(plan.steps * plan.expected_batch_size) * several,
+                "noise multiplier": plan.noise_multiplier,
+                "clip norm": plan.max_grad_norm if plan.max_grad_norm is not None else "none",
+            }
+        )
+    )
 
 
 def _kept(store: "Store", lineage: "Lineage") -> str:
-    """Return the guarantees that weights keep in a run without one: on public images, those of the private runs behind them."""
+    """Return the guarantees that weights keep in a run without one: on public images, those of the
+    private runs behind them.
+    """
     from dpvision.report.guarantee import other_stores
     from dpvision.report.kept_phrases import kept
     from dpvision.runs.lineage import shaped_in_confidence
@@ -240,4 +320,8 @@ def _kept(store: "Store", lineage: "Lineage") -> str:
 
 def _row_of_a_person(count: int) -> str:
     """Return what a head sees of a person, as text."""
-    return "the features of one image" if count == 1 else f"the mean of the features of at most {count} images of one class"
+    return (
+        "the features of one image"
+        if count == 1
+        else f"the mean of the features of at most {count} images of one class"
+    )

@@ -1,4 +1,6 @@
-"""What each way of ``dpvision tune`` costs, before anything runs, and what the charged one has cost."""
+"""What each way of ``dpvision tune`` costs, before anything runs, and what the charged one has
+cost.
+"""
 
 import bisect
 from collections.abc import Iterable
@@ -25,7 +27,9 @@ class Price:
     rows: tuple[tuple[str, str, str, str], ...]
     """Way, epsilon, what stays confidential, the statement's tuning."""
     budget: "RenyiFilter | None"
-    """Of the charged way: the one asked for, or the smallest that admits all trials; None if it is refused."""
+    """Of the charged way: the one asked for, or the smallest that admits all trials; None if it is
+    refused.
+    """
     fits: int
     """Number of trials that the budget admits, at most those asked for."""
     one: float
@@ -36,9 +40,16 @@ class Price:
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, ready for JSON."""
         names = ("epsilon", "confidential", "statement")
-        ways: dict[str, Any] = {way: dict(zip(names, rest, strict=True)) for way, *rest in self.rows}
+        ways: dict[str, Any] = {
+            way: dict(zip(names, rest, strict=True)) for way, *rest in self.rows
+        }
         if self.budget is not None:
-            ways["charged"] |= {"budget": self.budget.epsilon, "delta": self.budget.delta, "order": self.budget.order, "fits": self.fits}
+            ways["charged"] |= {
+                "budget": self.budget.epsilon,
+                "delta": self.budget.delta,
+                "order": self.budget.order,
+                "fits": self.fits,
+            }
         return ways
 
 
@@ -49,13 +60,22 @@ def charged_refusal(plan: "DPPlan") -> str | None:
 
     if plan.sampling == "truncated_poisson" or accountant.rdp_curve(charged_event(plan)) is None:
         return (
-            "tune: these draws have no Renyi accounting (truncated batches, or several images of a person under Poisson draws); expected "
-            "some for trials chosen one after the other. Use --privacy.sampling poisson, with people --privacy.sampling-unit person."
+            "tune: these draws have no Renyi accounting (truncated batches, or several images "
+            "of a person under Poisson draws); expected some for trials chosen one after the "
+            "other. Use --privacy.sampling poisson, with people --privacy.sampling-unit person."
         )
     return None
 
 
-def prices(config: RunConfig, plan: "DPPlan", trials: int, budget: float | None, candidates: tuple[str, ...], *, private: bool) -> Price:
+def prices(
+    config: RunConfig,
+    plan: "DPPlan",
+    trials: int,
+    budget: float | None,
+    candidates: tuple[str, ...],
+    *,
+    private: bool,
+) -> Price:
     """Compute what ``trials`` trials cost in each way.
 
     Args:
@@ -77,13 +97,26 @@ def prices(config: RunConfig, plan: "DPPlan", trials: int, budget: float | None,
         one = one_by_filter[0]
         made = RenyiFilter.of(bound[0] if budget is None else min(budget, bound[0]), plan.delta)
         fits = trials if made.admits([event] * trials) else _most(made, event, trials)
-        charged = f"{up(made.epsilon)} for {fits} of {trials} trials, {up(plan.stated_epsilon)} each alone"
+        charged = (
+            f"{up(made.epsilon)} for {fits} of {trials} trials, {up(plan.stated_epsilon)} each "
+            "alone"
+        )
     free = "0 on your private images"
     rows = (
-        ("simulated", "no bound: nothing covers it" if private else free, "everything" if private else "nothing", _statement(private)),
+        (
+            "simulated",
+            "no bound: nothing covers it" if private else free,
+            "everything" if private else "nothing",
+            _statement(private),
+        ),
         ("public", "refused: images are private" if private else free, "nothing", "public"),
         ("charged", charged, "losses; not the weights", "charged"),
-        ("private-selection", _selection(config, plan, trials, candidates), "the number of runs, the losers", "private selection"),
+        (
+            "private-selection",
+            _selection(config, plan, trials, candidates),
+            "the number of runs, the losers",
+            "private selection",
+        ),
     )
     return Price(rows, made, fits, one, plan.num_units is not None)
 
@@ -93,41 +126,65 @@ def price_table(price: Price, how: How, trials: int) -> str:
     rows = [(f"{'> ' if way == how else '  '}{way}", *rest) for way, *rest in price.rows]
     delta = "" if price.budget is None else f", at delta {up_delta(price.budget.delta)}"
     whose = ", epsilon of a person" if price.of_person else ""
-    text = table(f"{trials} trials{delta}{whose}", ("way", "epsilon", "confidential", "statement's tuning"), rows)
+    text = table(
+        f"{trials} trials{delta}{whose}",
+        ("way", "epsilon", "confidential", "statement's tuning"),
+        rows,
+    )
     if how == "charged" and price.budget is not None:
         text += (
-            f"\nRenyi filter of order {price.budget.order:g}, fixed now: the next trial is refused when all would cost more than epsilon "
-            f"{up(price.budget.epsilon)}. Other runs on the store add to it: `dpvision ledger STORE`."
+            "\n"
+            f"Renyi filter of order {price.budget.order:g}, fixed now: the next trial is refused "
+            f"when all would cost more than epsilon {up(price.budget.epsilon)}. Other runs on "
+            "the store add to it: `dpvision ledger STORE`."
         )
     return text
 
 
-def charged_text(study: "Study", store: "Store", trials: Iterable["Trial"]) -> tuple[str, dict[str, Any]]:
+def charged_text(
+    study: "Study", store: "Store", trials: Iterable["Trial"]
+) -> tuple[str, dict[str, Any]]:
     """Return what the ledgers say that the trials have cost, as text and ready for JSON."""
     from dpvision.cli.tune_trials import charged_event
     from dpvision.privacy.account import filter_bound, store_account
     from dpvision.privacy.store_marks import StoreLedgers
 
     ids = {trial.run_id for trial in trials}
-    ledgers = [found for run_id, found in StoreLedgers.of(store.path).read_all().items() if run_id in ids and found.steps]
+    ledgers = [
+        found
+        for run_id, found in StoreLedgers.of(store.path).read_all().items()
+        if run_id in ids and found.steps
+    ]
     bound = filter_bound([charged_event(found.plan) for found in ledgers], study.plan.delta)
     account = store_account(store.path)
     assert bound is not None and study.budget is not None
-    total = "unknown" if account.epsilon_filter is None else f"{up(account.epsilon_filter)} at delta {up_delta(account.delta)}"
-    text = (
-        f"These trials and the choice among them: epsilon {up(study.budget.epsilon)} at delta {up_delta(study.plan.delta)}, the budget "
-        f"fixed beforehand; the ledgers of {len(ledgers)} trials hold {up(bound[0])}. "
-        "The epsilon of a single trial does not cover the choice.\n"
-        f"All {len(account.runs)} runs on the store: epsilon {total}"
-        f"{'' if account.unit_epsilon is None or account.draws_people else ' for an image'}."
+    total = (
+        "unknown"
+        if account.epsilon_filter is None
+        else f"{up(account.epsilon_filter)} at delta {up_delta(account.delta)}"
     )
-    figures = {"epsilon": study.budget.epsilon, "charged": bound[0], "delta": study.plan.delta, "store_epsilon": account.epsilon_filter}
+    text = (
+        f"These trials and the choice among them: epsilon {up(study.budget.epsilon)} at delta "
+        f"{up_delta(study.plan.delta)}, the budget fixed beforehand; the ledgers of "
+        f"{len(ledgers)} trials hold {up(bound[0])}. The epsilon of a single trial does not "
+        "cover the choice.\n"
+        f"All {len(account.runs)} runs on the store: epsilon "
+        f"{total}{'' if account.unit_epsilon is None or account.draws_people else ' for an image'}."
+    )
+    figures = {
+        "epsilon": study.budget.epsilon,
+        "charged": bound[0],
+        "delta": study.plan.delta,
+        "store_epsilon": account.epsilon_filter,
+    }
     return text, figures
 
 
 def _most(made: "RenyiFilter", event: Any, trials: int) -> int:
     """Largest number of equal events that a filter admits, below ``trials``."""
-    return bisect.bisect_left(range(1, trials), True, key=lambda count: not made.admits([event] * count))
+    return bisect.bisect_left(
+        range(1, trials), True, key=lambda count: not made.admits([event] * count)
+    )
 
 
 def _statement(private: bool) -> str:
@@ -143,8 +200,15 @@ def _selection(config: RunConfig, plan: "DPPlan", trials: int, candidates: tuple
     from dpvision.adapt.prepare import head_plan
 
     try:
-        model = replace(config.model, candidates=candidates or ("one_step", "prototypes"), selection_runs=float(trials))
+        model = replace(
+            config.model,
+            candidates=candidates or ("one_step", "prototypes"),
+            selection_runs=float(trials),
+        )
         whole = head_plan(replace(config, model=model))
     except DPVisionError as error:
         return f"refused: {error}"
-    return f"{up(whole.stated_epsilon)} for all, with noise multiplier {shown(whole.noise_multiplier)}, not {shown(plan.noise_multiplier)}"
+    return (
+        f"{up(whole.stated_epsilon)} for all, with noise multiplier "
+        f"{shown(whole.noise_multiplier)}, not {shown(plan.noise_multiplier)}"
+    )

@@ -1,4 +1,6 @@
-"""The settings that ``dpvision tune`` varies: names, ranges and lists, and which of them keep the price that was printed."""
+"""The settings that ``dpvision tune`` varies: names, ranges and lists, and which of them keep the
+price that was printed.
+"""
 
 import contextlib
 import itertools
@@ -18,11 +20,25 @@ How = Literal["simulated", "public", "charged", "private-selection"]
 _FORM = "NAME=VALUE,VALUE,..., NAME=LOW..HIGH, or NAME=log LOW..HIGH"
 _FREE = ("optim.", "model.", "data.", "privacy.max_grad_norm", "privacy.clipping")
 _OF_THE_PRICE = ("privacy.expected_batch_size", "privacy.steps")
-"""Settings that may vary only if the trials cost no epsilon and the recipe has a target epsilon, which the final run then meets."""
+"""Settings that may vary only if the trials cost no epsilon and the recipe has a target epsilon,
+which the final run then meets.
+"""
 _FIXED = {
-    "data.store", "data.images", "data.tokenizer", "model.kind", "model.num_classes", "model.multi_label", "model.vocab_size",
-}  # fmt: skip
-_FIXED_OF_HEADS = {"model.head", "model.reason", "model.selection_runs", "model.selection_shape", "model.encoder"}
+    "data.store",
+    "data.images",
+    "data.tokenizer",
+    "model.kind",
+    "model.num_classes",
+    "model.multi_label",
+    "model.vocab_size",
+}
+_FIXED_OF_HEADS = {
+    "model.head",
+    "model.reason",
+    "model.selection_runs",
+    "model.selection_shape",
+    "model.encoder",
+}
 
 
 @dataclass(frozen=True)
@@ -39,17 +55,22 @@ Space = Mapping[str, Range | tuple[Any, ...]]
 
 
 def parse_space(typed: Sequence[str], config: RunConfig, how: How) -> Space:
-    """Return the space of the options --space, after trying the ends of every range and every value of every list in ``config``.
+    """Return the space of the options --space, after trying the ends of every range and every value
+    of every list in ``config``.
 
     Raises:
-        ConfigError: no setting, a setting given twice, of unknown name or wrong form, out of range, or one that would change the price.
+        ConfigError: no setting, a setting given twice, of unknown name or wrong form, out of range,
+            or one that would change the price.
     """
     space: dict[str, Range | tuple[Any, ...]] = {}
     for text in typed:
         name, equals, values = text.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
         if not equals or not name or name in space:
-            raise ConfigError(f'tune: --space {text!r}; expected {_FORM}, each name once. E.g. "optim.learning_rate=log 1e-4..1e-2".')
+            raise ConfigError(
+                f"tune: --space {text!r}; expected {_FORM}, each name once. E.g. "
+                '"optim.learning_rate=log 1e-4..1e-2".'
+            )
         found = _values(text, values)
         for value in (found.low, found.high) if isinstance(found, Range) else found:
             with_settings(config, {name: value})
@@ -61,12 +82,20 @@ def parse_space(typed: Sequence[str], config: RunConfig, how: How) -> Space:
         space[name] = found
     choices = {name: found for name, found in space.items() if isinstance(found, tuple)}
     for name in space:
-        others = [{other: value} for other, values in choices.items() if other != name for value in values]
+        others = [
+            {other: value} for other, values in choices.items() if other != name for value in values
+        ]
         refused = [unread(applied(config, one)).get(name) for one in ({}, *others)]
         if all(refused):
-            raise ConfigError(f"tune: {name} is not read: {refused[0]}; expected settings with an effect. Leave it out of --space.")
+            raise ConfigError(
+                f"tune: {name} is not read: {refused[0]}; expected settings with an effect. "
+                "Leave it out of --space."
+            )
     if not space:
-        raise ConfigError(f'tune: no --space; expected settings to vary, as {_FORM}. E.g. --space "optim.learning_rate=log 1e-4..1e-2".')
+        raise ConfigError(
+            f"tune: no --space; expected settings to vary, as {_FORM}. E.g. --space "
+            '"optim.learning_rate=log 1e-4..1e-2".'
+        )
     return space
 
 
@@ -79,11 +108,17 @@ def grid(space: Space, most: int) -> list[Settings]:
     lists = []
     for name, values in space.items():
         if isinstance(values, Range):
-            raise ConfigError(f"tune: {name} is a range; expected a list, because a private selection draws from a list fixed beforehand.")
+            raise ConfigError(
+                f"tune: {name} is a range; expected a list, because a private selection draws "
+                "from a list fixed beforehand."
+            )
         lists.append([(name, value) for value in values])
     count = math.prod(map(len, lists))
     if not 2 <= count <= most:
-        raise ConfigError(f"tune: --space has {count} combinations; expected 2 to {most} for a private selection. Change the lists.")
+        raise ConfigError(
+            f"tune: --space has {count} combinations; expected 2 to {most} for a private "
+            "selection. Change the lists."
+        )
     return [dict(chosen) for chosen in itertools.product(*lists)]
 
 
@@ -93,15 +128,24 @@ def _values(text: str, values: str) -> Range | tuple[Any, ...]:
     low, dots, high = "".join(words[1:] if log else words).partition("..")
     if not dots:
         if log:
-            raise ConfigError(f"tune: --space {text!r}; expected LOW..HIGH after log. Write {_FORM}.")
+            raise ConfigError(
+                f"tune: --space {text!r}; expected LOW..HIGH after log. Write {_FORM}."
+            )
         found = tuple(_scalar(text, value.strip()) for value in values.split(","))
         if len({json.dumps(value) for value in found}) < len(found):
             raise ConfigError(f"tune: --space {text!r}; expected different values. Give each once.")
         return found
     ends = (_scalar(text, low), _scalar(text, high))
-    if any(isinstance(end, bool) or not isinstance(end, int | float) for end in ends) or not ends[0] < ends[1] or (log and not ends[0] > 0):
+    if (
+        any(isinstance(end, bool) or not isinstance(end, int | float) for end in ends)
+        or not ends[0] < ends[1]
+        or (log and not ends[0] > 0)
+    ):
         above = " above 0" if log else ""
-        raise ConfigError(f"tune: --space {text!r}; expected two numbers{above}, the first one smaller. Write {_FORM}.")
+        raise ConfigError(
+            f"tune: --space {text!r}; expected two numbers{above}, the first one smaller. Write "
+            f"{_FORM}."
+        )
     return Range(*ends, log, whole=all(isinstance(end, int) for end in ends))
 
 
@@ -111,8 +155,14 @@ def _scalar(text: str, value: str) -> Any:
         found = json.loads({"None": "null", "True": "true", "False": "false"}.get(value, value))
     except ValueError:
         found = value
-    if not value or isinstance(found, list | dict) or (isinstance(found, float) and not math.isfinite(found)):
-        raise ConfigError(f"tune: --space {text!r}: {value!r}; expected a finite number or a word. Write {_FORM}.")
+    if (
+        not value
+        or isinstance(found, list | dict)
+        or (isinstance(found, float) and not math.isfinite(found))
+    ):
+        raise ConfigError(
+            f"tune: --space {text!r}: {value!r}; expected a finite number or a word. Write {_FORM}."
+        )
     return found
 
 
@@ -120,14 +170,22 @@ def _check_price(name: str, config: RunConfig, how: How) -> None:
     fixed = _FIXED | (_FIXED_OF_HEADS if isinstance(config.model, HeadConfig) else set())
     if name in _OF_THE_PRICE:
         targets = config.privacy.target_epsilon, config.privacy.target_unit_epsilon
-        if how in ("simulated", "public") and targets != (None, None) and config.privacy.sampling != "full_batch":
+        if (
+            how in ("simulated", "public")
+            and targets != (None, None)
+            and config.privacy.sampling != "full_batch"
+        ):
             return
         raise ConfigError(
-            f"tune: {name} changes what a trial costs; expected a setting that keeps the printed price. Vary it with --how simulated or "
-            "public, and a --privacy.target-epsilon, with Poisson batches."
+            f"tune: {name} changes what a trial costs; expected a setting that keeps the printed "
+            "price. Vary it with --how simulated or public, and a --privacy.target-epsilon, "
+            "with Poisson batches."
         )
-    if not name.startswith(_FREE) or any(name == one or name.startswith(f"{one}.") for one in fixed):
+    if not name.startswith(_FREE) or any(
+        name == one or name.startswith(f"{one}.") for one in fixed
+    ):
         raise ConfigError(
-            f"tune: {name} changes the guarantee, the data, or the machine; expected a setting of optim, model or data, "
-            "privacy.max_grad_norm or privacy.clipping. Fix it with an option of its own, the same in all trials."
+            f"tune: {name} changes the guarantee, the data, or the machine; expected a setting "
+            "of optim, model or data, privacy.max_grad_norm or privacy.clipping. Fix it with an "
+            "option of its own, the same in all trials."
         )

@@ -1,8 +1,9 @@
-"""The trials of ``dpvision tune``: ordinary runs, chosen by Optuna, scored, and counted before they start.
+"""The trials of ``dpvision tune``: ordinary runs, chosen by Optuna, scored, and counted before they
+start.
 
-RUNS/NAME/trial-NNN is a run; RUNS/NAME/confidential holds the study: study.json (what was asked), study.journal (Optuna's; it has times)
-and trials.txt. The journal on disk has each trial before its run is made, and the run's id before the first charge, so that a crash loses
-no count.
+RUNS/NAME/trial-NNN is a run; RUNS/NAME/confidential holds the study: study.json (what was asked),
+study.journal (Optuna's; it has times) and trials.txt. The journal on disk has each trial before its
+run is made, and the run's id before the first charge, so that a crash loses no count.
 """
 
 import contextlib
@@ -68,7 +69,9 @@ class Trial:
     settings: Settings
     score: float | None
     run_id: str | None
-    """Of its run, whose ledger counts even if the run folder is gone; None if the trial failed before it had a run."""
+    """Of its run, whose ledger counts even if the run folder is gone; None if the trial failed
+    before it had a run.
+    """
 
 
 def trial_folder(root: Path, number: int) -> Path:
@@ -100,7 +103,9 @@ def study_folder(root: Path, asked: dict[str, Any], *, resume: bool) -> Iterator
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise CheckpointError(f"tune: {root} is in use by another process. Wait for it, or choose another --name.") from None
+            raise CheckpointError(
+                f"tune: {root} is in use by another process. Wait for it, or choose another --name."
+            ) from None
         from dpvision.files import write_json
         from dpvision.privacy.marks import read_json
 
@@ -110,8 +115,9 @@ def study_folder(root: Path, asked: dict[str, Any], *, resume: bool) -> Iterator
             other = [name for name in asked if saved.get(name) != asked[name]]
             if other:
                 raise ConfigError(
-                    f"tune: {', '.join(other)} differ from those of {root}; expected the same command with --resume, because the price was "
-                    "printed for it. Repeat it as it was, or choose another --name."
+                    f"tune: {', '.join(other)} differ from those of {root}; expected the same "
+                    "command with --resume, because the price was printed for it. Repeat it as "
+                    "it was, or choose another --name."
                 )
         else:
             write_json(file, asked)
@@ -126,20 +132,29 @@ def check_study(root: Path, *, resume: bool) -> None:
     """
     found = (root / "confidential" / "study.json").exists()
     if resume and not found:
-        raise CheckpointError(f"tune: {root} holds no study; expected one with --resume. Drop --resume, or correct --name and --runs.")
+        raise CheckpointError(
+            f"tune: {root} holds no study; expected one with --resume. Drop --resume, or correct "
+            "--name and --runs."
+        )
     if not resume and root.exists() and any(root.iterdir()):
-        raise CheckpointError(f"tune: {root} is taken; expected a new name. Use --resume to continue a study, or another --name.")
+        raise CheckpointError(
+            f"tune: {root} is taken; expected a new name. Use --resume to continue a study, or "
+            "another --name."
+        )
 
 
-def search(study: Study, folder: Path, say: Callable[[str, str], None]) -> tuple[list[Trial], PrivacyError | None]:
+def search(
+    study: Study, folder: Path, say: Callable[[str, str], None]
+) -> tuple[list[Trial], PrivacyError | None]:
     """Run the trials that are left.
 
     Args:
         say: called with a line, and with what follows from results, which may be private.
 
     Returns:
-        All finished trials, and the refusal that ended the search, if one did: of a trial that has no run and was charged nothing, by the
-        owner's cap for example. A resumed study tries that trial again.
+        All finished trials, and the refusal that ended the search, if one did: of a trial that has
+        no run and was charged nothing, by the owner's cap for example. A resumed study tries that
+        trial again.
 
     Raises:
         TrialStopped: by a signal; the study can be resumed.
@@ -154,11 +169,16 @@ def search(study: Study, folder: Path, say: Callable[[str, str], None]) -> tuple
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     journal = folder / "study.journal"
     _drop_torn_line(journal)
-    Path(f"{journal}.lock").unlink(missing_ok=True)  # of a process that was killed: the study's own lock is ours
+    Path(f"{journal}.lock").unlink(
+        missing_ok=True
+    )  # of a process that was killed: the study's own lock is ours
     storage = JournalStorage(JournalFileBackend(str(journal)))
     found = optuna.create_study(
-        storage=storage, study_name="tune", direction="maximize" if study.maximize else "minimize", load_if_exists=True,
-    )  # fmt: skip
+        storage=storage,
+        study_name="tune",
+        direction="maximize" if study.maximize else "minimize",
+        load_if_exists=True,
+    )
     found.sampler = optuna.samplers.TPESampler(seed=study.config.seed + len(found.trials))
     distributions = _distributions(study.space)
 
@@ -166,16 +186,27 @@ def search(study: Study, folder: Path, say: Callable[[str, str], None]) -> tuple
     lost = [name for name in runs if int(name.removeprefix("trial-")) >= len(found.trials)]
     if lost:
         raise CheckpointError(
-            f"tune: {journal} does not count {', '.join(lost)}; expected every run folder. Restore it, or start a new study."
+            f"tune: {journal} does not count {', '.join(lost)}; expected every run folder. "
+            "Restore it, or start a new study."
         )
 
     def finish(number: int, settings: Settings, *, resume: bool = False) -> PrivacyError | None:
         name = trial_folder(study.root, number).name
         try:
-            value = _run_trial(study, number, settings, found.user_attrs.get(name), partial(found.set_user_attr, name))
+            value = _run_trial(
+                study,
+                number,
+                settings,
+                found.user_attrs.get(name),
+                partial(found.set_user_attr, name),
+            )
         except DPVisionError as error:
             if isinstance(error, PrivacyError) and name not in found.user_attrs:
-                say(f"Trial {number} was refused before it was charged. The search ends here; --resume tries it again.", "")
+                say(
+                    f"Trial {number} was refused before it was charged. The search ends here; "
+                    "--resume tries it again.",
+                    "",
+                )
                 return error
             found.tell(number, state=TrialState.FAIL)
             if isinstance(error, PrivacyError) and not resume:  # the next one would be refused, too
@@ -193,18 +224,29 @@ def search(study: Study, folder: Path, say: Callable[[str, str], None]) -> tuple
         else:  # killed before it had its settings
             found.tell(one.number, state=TrialState.FAIL)
     while refused is None and (begun := len(found.trials)) < study.trials:
-        if study.budget is not None and not study.budget.admits([charged_event(study.plan)] * (begun + 1)):
-            say(f"Refused: trial {begun} would exceed the budget of epsilon {up(study.budget.epsilon)}. The search ends here.", "")
+        if study.budget is not None and not study.budget.admits(
+            [charged_event(study.plan)] * (begun + 1)
+        ):
+            say(
+                f"Refused: trial {begun} would exceed the budget of epsilon "
+                f"{up(study.budget.epsilon)}. The search ends here.",
+                "",
+            )
             break
         asked = found.ask(distributions)
         refused = finish(asked.number, asked.params)
     finished = found.get_trials(states=(TrialState.COMPLETE, TrialState.FAIL))
-    ids = {one.number: found.user_attrs.get(trial_folder(study.root, one.number).name) for one in finished}
+    ids = {
+        one.number: found.user_attrs.get(trial_folder(study.root, one.number).name)
+        for one in finished
+    }
     return [Trial(one.number, one.params, one.value, ids[one.number]) for one in finished], refused
 
 
 def charged_event(plan: "DPPlan") -> Any:
-    """Return the event of a plan's steps for what its stated epsilon is for: a record, or a person. A trial that began counts whole."""
+    """Return the event of a plan's steps for what its stated epsilon is for: a record, or a person.
+    A trial that began counts whole.
+    """
     from dpvision.privacy.account import unit_view
 
     return plan.event(plan.steps, unit_view([(plan, plan.steps)]) or "record")
@@ -224,9 +266,12 @@ def trial_config(study: Study, settings: Settings) -> RunConfig:
         return replace(config, privacy=simulated(config.privacy, study.simulate))
     if study.how == "charged":
         plan = plan_of(config)
-        if not replace(plan, max_grad_norm=study.plan.max_grad_norm, clipping=study.plan.clipping).same_mechanism(study.plan):
+        if not replace(
+            plan, max_grad_norm=study.plan.max_grad_norm, clipping=study.plan.clipping
+        ).same_mechanism(study.plan):
             raise PrivacyError(
-                f"tune: {dict(settings)} changes the plan of a trial; expected the one that was priced. Leave it out of --space."
+                f"tune: {dict(settings)} changes the plan of a trial; expected the one that was "
+                "priced. Leave it out of --space."
             )
     return config
 
@@ -242,11 +287,14 @@ def plan_of(config: RunConfig) -> "DPPlan":
     return make_plan(config.privacy)
 
 
-def _run_trial(study: Study, number: int, settings: Settings, run_id: str | None, keep: Callable[[str], None]) -> float:
+def _run_trial(
+    study: Study, number: int, settings: Settings, run_id: str | None, keep: Callable[[str], None]
+) -> float:
     """Run or go on with one trial, and return its score.
 
     Args:
-        run_id: of the trial's run; None if it has none yet. A trial has one run, because the budget counts one for each trial.
+        run_id: of the trial's run; None if it has none yet. A trial has one run, because the budget
+            counts one for each trial.
         keep: called with the run's id before anything is charged.
     """
     from dpvision.runs.folder import read_run, run_base
@@ -255,30 +303,41 @@ def _run_trial(study: Study, number: int, settings: Settings, run_id: str | None
     config = trial_config(study, settings)
     started = run_base(folder) is not None
     if run_id is not None and not (started and read_run(folder)[2]["run_id"] == run_id):
-        raise CheckpointError(f"tune: {folder} no longer holds run {run_id}; expected it until the study ends. Its ledger still counts.")
+        raise CheckpointError(
+            f"tune: {folder} no longer holds run {run_id}; expected it until the study ends. Its "
+            "ledger still counts."
+        )
     make = _fit_head if isinstance(config.model, HeadConfig) else _fit_network
     if not make(config, folder, resume=started, quiet=study.quiet, keep=keep):
         raise TrialStopped
     if run_base(folder) != folder and not study.private:
         raise PrivacyError(
-            f"tune: {folder} is confidential, because its weights come from private images without a guarantee; expected public results. "
-            "Start from other weights."
+            f"tune: {folder} is confidential, because its weights come from private images "
+            "without a guarantee; expected public results. Start from other weights."
         )
     return last_loss(folder) if study.objective == LOSS else _score(study, folder)
 
 
-def _fit_network(config: RunConfig, folder: Path, *, resume: bool, quiet: bool, keep: Callable[[str], None]) -> bool:
+def _fit_network(
+    config: RunConfig, folder: Path, *, resume: bool, quiet: bool, keep: Callable[[str], None]
+) -> bool:
     from dpvision.encoders.starting_weights import open_parent
     from dpvision.train.loop import fit
     from dpvision.train.start import new_session, resumed_session
 
-    with resumed_session(folder, None, open_parent) if resume else new_session(config, folder, open_parent) as session:
+    with (
+        resumed_session(folder, None, open_parent)
+        if resume
+        else new_session(config, folder, open_parent) as session
+    ):
         assert session.run is not None, "one process"
         keep(session.run.folder.run_id)
         return fit(session, quiet=quiet)
 
 
-def _fit_head(config: RunConfig, folder: Path, *, resume: bool, quiet: bool, keep: Callable[[str], None]) -> bool:
+def _fit_head(
+    config: RunConfig, folder: Path, *, resume: bool, quiet: bool, keep: Callable[[str], None]
+) -> bool:
     from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 
     with resumed_head_session(folder) if resume else new_head_session(config, folder) as session:
@@ -289,7 +348,8 @@ def _fit_head(config: RunConfig, folder: Path, *, resume: bool, quiet: bool, kee
 
 
 def last_loss(folder: Path) -> float:
-    """Return the mean training loss of the last tenth of a run's steps; confidential where the store is private.
+    """Return the mean training loss of the last tenth of a run's steps; confidential where the
+    store is private.
 
     Raises:
         ConfigError: it is not finite.
@@ -299,12 +359,16 @@ def last_loss(folder: Path) -> float:
     known = [loss for loss in losses if loss is not None]
     mean = math.fsum(known) / len(known) if known else math.nan
     if not math.isfinite(mean):
-        raise ConfigError("tune: the loss is not finite at the end; expected a number. Lower the largest learning rate of --space.")
+        raise ConfigError(
+            "tune: the loss is not finite at the end; expected a number. Lower the largest "
+            "learning rate of --space."
+        )
     return mean
 
 
 def _score(study: Study, folder: Path) -> float:
-    """Score a trial on the test store, write its scores as ``dpvision evaluate`` does, and return the first of the network's own.
+    """Score a trial on the test store, write its scores as ``dpvision evaluate`` does, and return
+    the first of the network's own.
 
     Raises:
         PrivacyError: the score is private where trials must have public ones.
@@ -322,10 +386,16 @@ def _score(study: Study, folder: Path) -> float:
         scores, fitted = score_own_head(folder, store, workers=workers), NOTHING_FITTED
     else:
         protocols = make_protocols((study.objective,))
-        scores, fitted = evaluate(folder, store, protocols=protocols, against=(), workers=workers), study.test.name
+        scores, fitted = (
+            evaluate(folder, store, protocols=protocols, against=(), workers=workers),
+            study.test.name,
+        )
     value = next(score for score in scores if is_of_the_run(score.name))
     if study.how in ("public", "charged") and value.visibility != "public":
-        raise PrivacyError("tune: the score of a trial is private; expected a public one, which costs nothing. Use public test images.")
+        raise PrivacyError(
+            "tune: the score of a trial is private; expected a public one, which costs nothing. "
+            "Use public test images."
+        )
     write_scores(folder, scores, train_data=fitted, test_data=study.test.name)
     return value.value
 

@@ -1,4 +1,6 @@
-"""A command line as options and the settings that were typed. Tyro parses both; nothing else reads the words."""
+"""A command line as options and the settings that were typed. Tyro parses both; nothing else reads
+the words.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -31,8 +33,11 @@ class _First:
     help: Annotated[bool, tyro.conf.arg(aliases=["-h"])] = False
 
 
-def parse_run(options: T, config: RunConfig, argv: Sequence[str], prog: str, description: str) -> tuple[T, dict[str, Any]]:
-    """Parse options and settings, by dotted name; on wrong usage, and with --help, tyro prints help and exits.
+def parse_run(
+    options: T, config: RunConfig, argv: Sequence[str], prog: str, description: str
+) -> tuple[T, dict[str, Any]]:
+    """Parse options and settings, by dotted name; on wrong usage, and with --help, tyro prints help
+    and exits.
 
     Args:
         options: a dataclass of defaults.
@@ -42,31 +47,49 @@ def parse_run(options: T, config: RunConfig, argv: Sequence[str], prog: str, des
         The options, and the settings that were typed.
     """
     both = _words(options, config)
-    found = tyro.cli(both, prog=f"dpvision {prog}", description=description, args=list(argv), config=CONFIG)
+    found = tyro.cli(
+        both, prog=f"dpvision {prog}", description=description, args=list(argv), config=CONFIG
+    )
     return found.options, _typed(found.config, config)
 
 
-def parse_first(options: T, config: RunConfig, argv: Sequence[str]) -> tuple[T, dict[str, Any], bool]:
-    """Return what determines a command's recipe, before its settings are known: the options, the settings that any recipe has, and whether
-    help is asked for. Unknown words are left to ``parse_run``."""
+def parse_first(
+    options: T, config: RunConfig, argv: Sequence[str]
+) -> tuple[T, dict[str, Any], bool]:
+    """Return what determines a command's recipe, before its settings are known: the options, the
+    settings that any recipe has, and whether help is asked for. Unknown words are left to
+    ``parse_run``.
+    """
     both = _words(options, config, ("asks", _First, _First()))
-    found: Any = tyro.cli(both, args=list(argv), config=CONFIG, add_help=False, return_unknown_args=True)[0]
+    found: Any = tyro.cli(
+        both, args=list(argv), config=CONFIG, add_help=False, return_unknown_args=True
+    )[0]
     first = found.options
-    if getattr(first, "recipe", None) == "[]":  # tyro's, of an option that it does not know before any word
+    if (
+        getattr(first, "recipe", None) == "[]"
+    ):  # tyro's, of an option that it does not know before any word
         first = dataclasses.replace(first, recipe="")
     return first, _typed(found.config, config), found.asks.help
 
 
 def joined(typed: Mapping[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
-    """Return typed settings and those that short options stand for; None is an option that was not given.
+    """Return typed settings and those that short options stand for; None is an option that was not
+    given.
 
     Raises:
         ConfigError: one was given in both ways, with different values.
     """
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in short.items() if value is not None}
+    given = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in short.items()
+        if value is not None
+    }
     for name, value in given.items():
         if name in typed and typed[name] != value:
-            raise ConfigError(f"settings: {name}={typed[name]!r} and {value!r}; expected it once. Drop the short or the long option.")
+            raise ConfigError(
+                f"settings: {name}={typed[name]!r} and {value!r}; expected it once. Drop the "
+                "short or the long option."
+            )
     return {**typed, **given}
 
 
@@ -82,14 +105,24 @@ def words_of(name: str, value: Any) -> list[str]:
 def _words(options: Any, config: RunConfig, *more: tuple[str, type, Any]) -> Any:
     settings = _untyped(config)
     parts = [("options", type(options), options), ("config", settings, settings()), *more]
-    fields = [(name, Annotated[cls, tyro.conf.arg(name="")], field(default=value)) for name, cls, value in parts]
+    fields = [
+        (name, Annotated[cls, tyro.conf.arg(name="")], field(default=value))
+        for name, cls, value in parts
+    ]
     return dataclasses.make_dataclass("Words", fields, frozen=True)
 
 
 def _untyped(config: Any) -> Any:
-    """Return a dataclass with the fields of ``config`` whose values are all marked as defaults, except flags: these can only be changed."""
+    """Return a dataclass with the fields of ``config`` whose values are all marked as defaults,
+    except flags: these can only be changed.
+    """
     cls, hints = type(config), get_type_hints(type(config))
-    made: dict[str, Any] = {"__annotations__": {}, "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    made: dict[str, Any] = {
+        "__annotations__": {},
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         hint: Any
@@ -104,16 +137,21 @@ def _untyped(config: Any) -> Any:
         else:
             hint = Annotated[_Default, _spec(hints[f.name])]
         made["__annotations__"][f.name], made[f.name] = hint, default
-    # A subclass: tyro finds the fields' docstrings in the source of its base. No check of ranges: settings are checked together, later.
-    return dataclass(frozen=True)(type(cls.__name__, (cls,), made | {"__post_init__": lambda self: None}))
+    # A subclass: tyro finds the fields' docstrings in the source of its base. No check of ranges:
+    # settings are checked together, later.
+    return dataclass(frozen=True)(
+        type(cls.__name__, (cls,), made | {"__post_init__": lambda self: None})
+    )
 
 
 def _spec(hint: Any) -> PrimitiveConstructorSpec[Any]:
     """Return how tyro parses a type, for fields whose default is marked."""
     spec: Any = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
     return dataclasses.replace(
-        spec, is_instance=lambda value: isinstance(value, _Default), str_from_instance=lambda value: spec.str_from_instance(value.value)
-    )  # fmt: skip
+        spec,
+        is_instance=lambda value: isinstance(value, _Default),
+        str_from_instance=lambda value: spec.str_from_instance(value.value),
+    )
 
 
 def _typed(found: Any, config: Any, part: str = "") -> dict[str, Any]:
@@ -123,6 +161,8 @@ def _typed(found: Any, config: Any, part: str = "") -> dict[str, Any]:
         value, default = getattr(found, f.name), getattr(config, f.name)
         if dataclasses.is_dataclass(default):
             typed |= _typed(value, default, f"{part}{f.name}.")
-        elif not isinstance(value, _Default) and not (isinstance(default, bool) and value == default):
+        elif not isinstance(value, _Default) and not (
+            isinstance(default, bool) and value == default
+        ):
             typed[part + f.name] = value
     return typed

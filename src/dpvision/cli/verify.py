@@ -27,14 +27,17 @@ def verify(
     store: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Check a guarantee statement: its schema and figures, and epsilon by a second accountant that shares no code with the first.
+    """Check a guarantee statement: its schema and figures, and epsilon by a second accountant that
+    shares no code with the first.
 
-    --run adds the hashes of weights, config and code, the ledger's hash chain, and the lineage in ledger, manifest and weights. --store
-    adds that the store's ledgers match its own record of them, and which other runs used the same records.
+    --run adds the hashes of weights, config and code, the ledger's hash chain, and the lineage in
+    ledger, manifest and weights. --store adds that the store's ledgers match its own record of
+    them, and which other runs used the same records.
 
-    Every value is recomputed from the statement's plan and steps, whatever version wrote it, or listed as declared. Each check is ok,
-    declared, not checked with a reason, unverified (a figure that could not be confirmed), or failed. The exit status is 0 if no check
-    failed and no figure is unverified, 1 otherwise, 2 if the statement cannot be read.
+    Every value is recomputed from the statement's plan and steps, whatever version wrote it, or
+    listed as declared. Each check is ok, declared, not checked with a reason, unverified (a figure
+    that could not be confirmed), or failed. The exit status is 0 if no check failed and no figure
+    is unverified, 1 otherwise, 2 if the statement cannot be read.
 
     Args:
         statement: statement.json, written by `dpvision report`.
@@ -45,12 +48,22 @@ def verify(
     if statement.is_dir():
         raise ConfigError(_of_folder(statement))
     if not statement.exists():
-        raise ConfigError(f"verify: {statement}: no such file; expected a statement.json. Make one with `dpvision report RUN`.")
+        raise ConfigError(
+            f"verify: {statement}: no such file; expected a statement.json. Make one with "
+            "`dpvision report RUN`."
+        )
     from dpvision.report.verify import verify_statement
 
     checks = verify_statement(statement, run, store)
-    bad, unverified = (sum(check.status == status for check in checks) for status in ("failed", "unverified"))
-    result = {"statement": str(statement), "failed": bad, "unverified": unverified, "checks": [asdict(check) for check in checks]}
+    bad, unverified = (
+        sum(check.status == status for check in checks) for status in ("failed", "unverified")
+    )
+    result = {
+        "statement": str(statement),
+        "failed": bad,
+        "unverified": unverified,
+        "checks": [asdict(check) for check in checks],
+    }
     emit(result, json, _text(checks, bad, unverified))
     if bad or unverified:
         sys.exit(1)
@@ -62,10 +75,19 @@ def _of_folder(folder: Path) -> str:
 
     file, run = quote(str(folder / "statement.json")), quote(str(folder))
     if (folder / "statement.json").exists():
-        return f"verify: {folder}: a folder; expected a statement.json. Use dpvision verify {file} --run {run}"
+        return (
+            f"verify: {folder}: a folder; expected a statement.json. Use dpvision verify {file} "
+            f"--run {run}"
+        )
     if run_base(folder) is not None:
-        return f"verify: {folder}: a run without a statement; expected a statement.json. Write it first: dpvision report {run}"
-    return f"verify: {folder}: a folder without statement.json; expected the file. Make one with `dpvision report RUN`, and give its path."
+        return (
+            f"verify: {folder}: a run without a statement; expected a statement.json. Write it "
+            f"first: dpvision report {run}"
+        )
+    return (
+        f"verify: {folder}: a folder without statement.json; expected the file. Make one with "
+        "`dpvision report RUN`, and give its path."
+    )
 
 
 def _text(checks: "list[Check]", bad: int, unverified: int) -> str:
@@ -74,7 +96,12 @@ def _text(checks: "list[Check]", bad: int, unverified: int) -> str:
     unknown = sum(check.status == "not checked" for check in checks)
     verdict = "Nothing failed."
     if unverified:
-        verdict = f"NOT VERIFIED: {unverified} of {len(checks)} checks could not confirm a figure. Do not rely on this statement."
+        verdict = (
+            f"NOT VERIFIED: {unverified} of {len(checks)} checks could not confirm a figure. Do "
+            "not rely on this statement."
+        )
     if bad:
         verdict = f"{bad} of {len(checks)} checks FAILED: do not rely on this statement."
-    return "\n".join([*lines, "", verdict + (f" {unknown} could not be checked." if unknown else "")])
+    return "\n".join(
+        [*lines, "", verdict + (f" {unknown} could not be checked." if unknown else "")]
+    )

@@ -1,7 +1,7 @@
 """All settings of a run: frozen dataclasses, validated when made, converted to and from JSON.
 
-``HardwareConfig`` must not change the result beyond rounding; everything else is the recipe and changes what is learned or what is
-guaranteed. Ranges are written so that NaN fails them.
+``HardwareConfig`` must not change the result beyond rounding; everything else is the recipe and
+changes what is learned or what is guaranteed. Ranges are written so that NaN fails them.
 """
 
 from dpvision.config.heads import FrozenEncoderConfig, HeadConfig
@@ -22,12 +22,41 @@ from dpvision.config.models import (
 )
 from dpvision.config.plain import from_dict, to_dict, with_settings
 from dpvision.config.privacy import PrivacyConfig
-from dpvision.config.run import IMAGENET_MEAN, IMAGENET_STD, LAMB_EPS, DataConfig, HardwareConfig, OptimConfig, RunConfig
+from dpvision.config.run import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    LAMB_EPS,
+    DataConfig,
+    HardwareConfig,
+    OptimConfig,
+    RunConfig,
+)
 
 __all__ = [
-    "BOS_ID", "EOS_ID", "IMAGENET_MEAN", "IMAGENET_STD", "LAMB_EPS", "PAD_ID", "CaptionerConfig", "ClassifierConfig", "CrossDecoderConfig",
-    "CrossMAEConfig", "DataConfig", "EncoderConfig", "FrozenEncoderConfig", "HardwareConfig", "HeadConfig",
-    "MAEConfig", "ModelConfig", "OptimConfig",
-    "PrivacyConfig", "ResNetConfig", "RunConfig", "TimmConfig", "ViTConfig", "from_dict", "to_dict",
+    "BOS_ID",
+    "EOS_ID",
+    "IMAGENET_MEAN",
+    "IMAGENET_STD",
+    "LAMB_EPS",
+    "PAD_ID",
+    "CaptionerConfig",
+    "ClassifierConfig",
+    "CrossDecoderConfig",
+    "CrossMAEConfig",
+    "DataConfig",
+    "EncoderConfig",
+    "FrozenEncoderConfig",
+    "HardwareConfig",
+    "HeadConfig",
+    "MAEConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PrivacyConfig",
+    "ResNetConfig",
+    "RunConfig",
+    "TimmConfig",
+    "ViTConfig",
+    "from_dict",
+    "to_dict",
     "with_settings",
-]  # fmt: skip
+]

@@ -11,11 +11,20 @@ def require(ok: bool, where: str, name: str, got: object, rule: str, remedy: str
 
 
 def check_choices(config: Any) -> None:
-    """Refuse a value that is not among its setting's choices: Python does not enforce type annotations."""
+    """Refuse a value that is not among its setting's choices: Python does not enforce type
+    annotations.
+    """
     for name, hint in get_type_hints(type(config)).items():
         if get_origin(hint) is Literal:
             value, choices = getattr(config, name), get_args(hint)
-            require(value in choices, type(config).__name__, name, value, f"one of {', '.join(map(repr, choices))}", "Choose one of them.")
+            require(
+                value in choices,
+                type(config).__name__,
+                name,
+                value,
+                f"one of {', '.join(map(repr, choices))}",
+                "Choose one of them.",
+            )
 
 
 def check_ranges(where: str, settings: Any, *rules: tuple[str, bool, str]) -> None:

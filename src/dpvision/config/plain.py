@@ -24,25 +24,35 @@ def from_dict(cls: type[T], values: Any, where: str = "config") -> T:
         ConfigError: a name is unknown or missing, a type is wrong, or a value is out of range.
     """
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: {values!r}; expected an object of settings. Restore the file that the run wrote.")
+        raise ConfigError(
+            f"{where}: {values!r}; expected an object of settings. Restore the file that the run "
+            "wrote."
+        )
     hints = get_type_hints(cls)
     # An unknown setting that is None was not used by the version that wrote it.
     values = {name: value for name, value in values.items() if name in hints or value is not None}
     unknown = sorted(set(values) - set(hints))
     if unknown:
-        raise ConfigError(f"{where}: {unknown[0]}; expected one of {sorted(hints)}. Remove it, or use the version that wrote it.")
+        raise ConfigError(
+            f"{where}: {unknown[0]}; expected one of {sorted(hints)}. Remove it, or use the "
+            "version that wrote it."
+        )
     made = {name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()}
     try:
         return cls(**made)
     except TypeError as error:
-        raise ConfigError(f"{where}: {error}; expected every setting without a default. Restore the file that the run wrote.") from None
+        raise ConfigError(
+            f"{where}: {error}; expected every setting without a default. Restore the file that "
+            "the run wrote."
+        ) from None
 
 
 def with_settings(config: T, settings: Mapping[str, Any]) -> T:
     """Return a config with settings replaced, by their dotted names.
 
     Raises:
-        ConfigError: a name is unknown or is no single setting, a type is wrong, or a value is out of range.
+        ConfigError: a name is unknown or is no single setting, a type is wrong, or a value is out
+            of range.
     """
     values = to_dict(config)
     for name, value in settings.items():
@@ -52,9 +62,19 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
             inner = inner.get(part) if isinstance(inner, dict) else None
         several = dict if isinstance(value, list | tuple) else dict | list
         if not isinstance(inner, dict) or last not in inner or isinstance(inner[last], several):
-            among = sorted(key for key, old in inner.items() if not isinstance(old, dict | list)) if isinstance(inner, dict) else None
-            known = f"one of {', '.join(among)} in {'.'.join(parts)}" if among and parts else "PART.NAME, as in --help"
-            raise ConfigError(f"settings: {name!r}; expected {known}. `dpvision train --help` lists them.")
+            among = (
+                sorted(key for key, old in inner.items() if not isinstance(old, dict | list))
+                if isinstance(inner, dict)
+                else None
+            )
+            known = (
+                f"one of {', '.join(among)} in {'.'.join(parts)}"
+                if among and parts
+                else "PART.NAME, as in --help"
+            )
+            raise ConfigError(
+                f"settings: {name!r}; expected {known}. `dpvision train --help` lists them."
+            )
         inner[last] = value
     return from_dict(type(config), values)
 
@@ -65,7 +85,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         options = [option for option in get_args(hint) if option is not type(None)]
         if value is None and len(options) < len(get_args(hint)):
             return None
-        return _value(options[0] if len(options) == 1 else _by_kind(options, value, where), value, where)
+        return _value(
+            options[0] if len(options) == 1 else _by_kind(options, value, where), value, where
+        )
     if origin is Literal:
         if value in get_args(hint):
             return value
@@ -85,11 +107,15 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def _by_kind(options: list[Any], value: Any, where: str) -> Any:
-    """Choose the class by the ``kind`` in ``value``; without a kind the first, as in older files."""
+    """Choose the class by the ``kind`` in ``value``; without a kind the first, as in older
+    files.
+    """
     kinds = {get_args(get_type_hints(option)["kind"])[0]: option for option in options}
     kind = value.get("kind", next(iter(kinds))) if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
         got = f"{where}.kind: {kind!r}" if isinstance(value, dict) else f"{where}: {value!r}"
         choices = ", ".join(map(repr, kinds))
-        raise ConfigError(f"{got}; expected kind {choices}. Use one of them, or the version that wrote the file.")
+        raise ConfigError(
+            f"{got}; expected kind {choices}. Use one of them, or the version that wrote the file."
+        )
     return kinds[kind]

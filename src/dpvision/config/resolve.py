@@ -1,10 +1,12 @@
-"""The settings of a run: a recipe, what was asked for, and rules. The command line, Python and ``dpvision tune`` all resolve them here.
+"""The settings of a run: a recipe, what was asked for, and rules. The command line, Python and
+``dpvision tune`` all resolve them here.
 
-    asked = {"data.store": "stores/mine", "privacy.dataset_size": 2000, "model.num_classes": 10, "epsilon": 2.0}
-    config = resolve(RECIPES["transfer.many_steps"](), asked)
+    asked = {"data.store": "stores/mine", "privacy.dataset_size": 2000, "model.num_classes": 10,
+    "epsilon": 2.0} config = resolve(RECIPES["transfer.many_steps"](), asked)
 
-A private head's settings that are None (its number of steps, rate, loss, ...) follow from the encoder and the plan: ``adapt.prepare`` sets
-them, wherever the config comes from. Settings that a run would not read are refused.
+A private head's settings that are None (its number of steps, rate, loss, ...) follow from the
+encoder and the plan: ``adapt.prepare`` sets them, wherever the config comes from. Settings that a
+run would not read are refused.
 """
 
 from collections.abc import Mapping
@@ -28,28 +30,44 @@ def resolve(recipe: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
     """Return the config of a run of ``recipe`` with the settings asked for.
 
     Args:
-        asked: values by dotted name ("privacy.steps", "seed"). "epsilon" is short for privacy.target_epsilon, or for
-            privacy.target_unit_epsilon where people are declared.
+        asked: values by dotted name ("privacy.steps", "seed"). "epsilon" is short for
+            privacy.target_epsilon, or for privacy.target_unit_epsilon where people are declared.
 
     Raises:
-        ConfigError: a name is unknown, a value is out of range, settings contradict each other, or one would not be read.
+        ConfigError: a name is unknown, a value is out of range, settings contradict each other, or
+            one would not be read.
     """
     config = applied(recipe, asked)
     require_read(config, {name for name in asked if _value(recipe, name) != asked[name]})
     # What the recipe set for another optimizer, say, goes back to its default.
     unset = {name: _defaults(config, name) for name in unread(config)}
-    return with_settings(config, {name: values[0] for name, values in unset.items() if _value(config, name) not in values})
+    return with_settings(
+        config,
+        {name: values[0] for name, values in unset.items() if _value(config, name) not in values},
+    )
 
 
 def applied(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
-    """Return the config with the settings asked for, whether or not it reads them; arguments and errors otherwise as for ``resolve``."""
-    privacy = {name.removeprefix("privacy."): value for name, value in asked.items() if name.startswith("privacy.") or name == "epsilon"}
-    others = {name: value for name, value in asked.items() if name != "epsilon" and not name.startswith("privacy.")}
+    """Return the config with the settings asked for, whether or not it reads them; arguments and
+    errors otherwise as for ``resolve``.
+    """
+    privacy = {
+        name.removeprefix("privacy."): value
+        for name, value in asked.items()
+        if name.startswith("privacy.") or name == "epsilon"
+    }
+    others = {
+        name: value
+        for name, value in asked.items()
+        if name != "epsilon" and not name.startswith("privacy.")
+    }
     return with_settings(replace(config, privacy=resolve_privacy(config.privacy, privacy)), others)
 
 
 def read_of(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the settings that a run with all of them reads: the momentum of SGD, say, and none where another optimizer is set."""
+    """Return those of the settings that a run with all of them reads: the momentum of SGD, say, and
+    none where another optimizer is set.
+    """
     ignored = unread(applied(config, settings))
     return {name: value for name, value in settings.items() if name not in ignored}
 
@@ -57,8 +75,10 @@ def read_of(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
 def resolve_privacy(recipe: PrivacyConfig, asked: Mapping[str, Any]) -> PrivacyConfig:
     """Return a recipe's privacy settings with those asked for, by name.
 
-    - A noise multiplier or a target replaces the recipe's. "epsilon" is a person's where people are declared, and so is then the recipe's.
-    - Without a guarantee there is no noise, no target and no clipping, unless they are asked for; a simulation has no target.
+    - A noise multiplier or a target replaces the recipe's. "epsilon" is a person's where people are
+      declared, and so is then the recipe's.
+    - Without a guarantee there is no noise, no target and no clipping, unless they are asked for; a
+      simulation has no target.
     - Full batches hold all that is declared.
     - A delta that is asked for is not the recipe's.
 
@@ -71,10 +91,15 @@ def resolve_privacy(recipe: PrivacyConfig, asked: Mapping[str, Any]) -> PrivacyC
     people = changes.get("num_units", recipe.num_units) is not None
     if epsilon is not None:
         if guarantee == "none":
-            raise ConfigError("settings: --epsilon with --non-private; expected one of the two. Drop --epsilon.")
+            raise ConfigError(
+                "settings: --epsilon with --non-private; expected one of the two. Drop --epsilon."
+            )
         if given:
             option = given[0].replace("_", "-")
-            raise ConfigError(f"settings: --epsilon with --privacy.{option}; expected only one, since it determines the other. Drop one.")
+            raise ConfigError(
+                f"settings: --epsilon with --privacy.{option}; expected only one, since it "
+                "determines the other. Drop one."
+            )
         changes["target_unit_epsilon" if people else "target_epsilon"] = epsilon
         given = ["epsilon"]
     dropped: tuple[str, ...] = ()
@@ -89,12 +114,19 @@ def resolve_privacy(recipe: PrivacyConfig, asked: Mapping[str, Any]) -> PrivacyC
     if "delta" in changes:
         changes = {"delta_for": None} | changes
     values = to_dict(recipe) | dict.fromkeys(dropped) | changes
-    if "full_batch" in (recipe.sampling, values["sampling"]) and "expected_batch_size" not in changes:
-        values["expected_batch_size"] = values["num_units" if people and values["sampling_unit"] == "person" else "dataset_size"]
+    if (
+        "full_batch" in (recipe.sampling, values["sampling"])
+        and "expected_batch_size" not in changes
+    ):
+        values["expected_batch_size"] = values[
+            "num_units" if people and values["sampling_unit"] == "person" else "dataset_size"
+        ]
     return from_dict(PrivacyConfig, values, "privacy")
 
 
-def require_read(config: RunConfig, asked: set[str] | None = None, *, textures: bool = False) -> None:
+def require_read(
+    config: RunConfig, asked: set[str] | None = None, *, textures: bool = False
+) -> None:
     """Refuse settings that a run would not read.
 
     Args:
@@ -107,22 +139,36 @@ def require_read(config: RunConfig, asked: set[str] | None = None, *, textures: 
     for name, why in unread(config, textures=textures).items():
         value = _value(config, name)
         if name in asked if asked is not None else value not in _defaults(config, name):
-            raise ConfigError(f"settings: {name}={value!r} is not read: {why}; expected only settings with an effect. Leave it out.")
+            raise ConfigError(
+                f"settings: {name}={value!r} is not read: {why}; expected only settings with an "
+                "effect. Leave it out."
+            )
 
 
 def unread(config: RunConfig, *, textures: bool = False) -> dict[str, str]:
-    """Return the settings that a run with this config does not read, by dotted name, and why; ``textures`` as for ``require_read``."""
+    """Return the settings that a run with this config does not read, by dotted name, and why;
+    ``textures`` as for ``require_read``.
+    """
     found: dict[str, str] = {}
 
     def add(why: str, part: str, *names: str) -> None:
         found.update({f"{part}{name}": why for name in names})
 
-    model, optim, data, guarantee = config.model, config.optim, config.data, config.privacy.guarantee
+    model, optim, data, guarantee = (
+        config.model,
+        config.optim,
+        config.data,
+        config.privacy.guarantee,
+    )
     if guarantee != "dp":
         add(f"guarantee={guarantee!r}", "privacy.", "allow_weak_guarantee")
     if config.privacy.max_grad_norm is None:
         add("nothing is clipped", "privacy.", "clipping")
-    add(f"name={optim.name!r}", "optim.", *(("betas", "eps") if optim.name == "sgd" else ("momentum",)))
+    add(
+        f"name={optim.name!r}",
+        "optim.",
+        *(("betas", "eps") if optim.name == "sgd" else ("momentum",)),
+    )
     if optim.schedule in ("vip", "constant"):
         add(f"schedule={optim.schedule!r}", "optim.", "decay_horizon")
     if not optim.weight_decay:
@@ -141,8 +187,16 @@ def unread(config: RunConfig, *, textures: bool = False) -> dict[str, str]:
     if config.init_from is None:
         add("init_from=None", "", "public_weights")
     if isinstance(model, ClassifierConfig):
-        add(f"tuned={model.tuned!r}", "model.", *(("last_blocks",) if model.tuned != "last_blocks" else ()))
-        add(f"tuned={model.tuned!r}", "model.", *(("lora_rank", "lora_scale", "lora_on") if model.tuned != "lora" else ()))
+        add(
+            f"tuned={model.tuned!r}",
+            "model.",
+            *(("last_blocks",) if model.tuned != "last_blocks" else ()),
+        )
+        add(
+            f"tuned={model.tuned!r}",
+            "model.",
+            *(("lora_rank", "lora_scale", "lora_on") if model.tuned != "lora" else ()),
+        )
         if model.tuned == "head":
             add("tuned='head'", "optim.", "pretrained_multiplier")
         if model.head_init == "zero":
@@ -153,12 +207,22 @@ def unread(config: RunConfig, *, textures: bool = False) -> dict[str, str]:
 
 
 def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
-    found = {f"data.{name}": "a frozen encoder prepares images in its own way" for name in DataConfig.__dataclass_fields__}
+    found = {
+        f"data.{name}": "a frozen encoder prepares images in its own way"
+        for name in DataConfig.__dataclass_fields__
+    }
     del found["data.store"]
-    found |= dict.fromkeys(("hardware.precision", "hardware.compile", "init_from"), "no network is trained")
-    found |= {"model.reason": "it is a result", "model.encoder.width": "it follows from the encoder"}
+    found |= dict.fromkeys(
+        ("hardware.precision", "hardware.compile", "init_from"), "no network is trained"
+    )
+    found |= {
+        "model.reason": "it is a result",
+        "model.encoder.width": "it follows from the encoder",
+    }
     head = "the head" if model.head == "auto" else model.head
-    found |= dict.fromkeys(("optim.decayed", "optim.average", "optim.pretrained_multiplier"), "a head has one matrix")
+    found |= dict.fromkeys(
+        ("optim.decayed", "optim.average", "optim.pretrained_multiplier"), "a head has one matrix"
+    )
     by_name = bool(model.candidates) and "=" not in model.candidates[0]
     if by_name or model.head in ("least_squares", "prototypes"):
         why = "each candidate has its own" if by_name else f"{head} takes no gradient steps"
@@ -174,19 +238,26 @@ def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
     if model.head in ("one_step", "many_steps"):
         found["model.feature_norm"] = f"{head} clips gradients"
     if not model.candidates:
-        found |= dict.fromkeys(("model.selection_runs", "model.selection_shape"), "nothing is selected")
+        found |= dict.fromkeys(
+            ("model.selection_runs", "model.selection_shape"), "nothing is selected"
+        )
     return found
 
 
 def _defaults(config: RunConfig, name: str) -> list[Any]:
-    """Default values of a setting: with one of these it is not refused, even if the run does not read it."""
+    """Default values of a setting: with one of these it is not refused, even if the run does not
+    read it.
+    """
     model: Any = type(config.model)()
     if isinstance(config.model, ClassifierConfig):
         model = replace(model, encoder=type(config.model.encoder)())
     plain = [RunConfig(config.recipe, config.privacy, model)]
     if isinstance(config.model, HeadConfig):
         still = DataConfig(crop_scale=(1.0, 1.0), horizontal_flip=False)
-        plain += [RunConfig(config.recipe, config.privacy, model, still, preset.optim) for preset in PRESETS.values()]
+        plain += [
+            RunConfig(config.recipe, config.privacy, model, still, preset.optim)
+            for preset in PRESETS.values()
+        ]
     return [_value(one, name) for one in plain]
 
 

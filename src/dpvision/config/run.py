@@ -11,61 +11,116 @@ from dpvision.config.privacy import PrivacyConfig
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 LAMB_EPS = 1e-12
-"""eps of DP-LAMB and DP-Adam in transfer. Mehta et al. 2022 do not state theirs. Noise in a mean over 1.3 million images is about 1e-6 for
-each coordinate, as large as the usual 1e-6; far below it, one step from zero is the sign of each coordinate, as the paper says."""
+"""eps of DP-LAMB and DP-Adam in transfer. Mehta et al. 2022 do not state theirs. Noise in a mean
+over 1.3 million images is about 1e-6 for each coordinate, as large as the usual 1e-6; far below it,
+one step from zero is the sign of each coordinate, as the paper says.
+"""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The store, and the conversion of images to tensors. Augmentation is keyed by (seed, step, record id)."""
+    """The store, and the conversion of images to tensors. Augmentation is keyed by (seed, step,
+    record id).
+    """
 
     store: str | None = None
     """Folder made by ``dpvision data import``."""
     images: Literal["store", "textures", "public"] = "store"
-    """'textures': if no store is named, ``dpvision train`` makes one of privacy.dataset_size procedural textures. 'public': a private store
-    is refused."""
+    """'textures': if no store is named, ``dpvision train`` makes one of privacy.dataset_size
+    procedural textures. 'public': a private store is refused.
+    """
     crop_scale: tuple[float, float] = (0.2, 1.0)
     """Area range of the random resized crop (ViP: 0.2 to 1)."""
     horizontal_flip: bool = True
     resize: int | None = None
-    """Side in pixels of the square to which an image is resized, ignoring its aspect ratio, before it is cropped (transfer: 448, 384). If
-    None, crops are taken from the original image."""
+    """Side in pixels of the square to which an image is resized, ignoring its aspect ratio, before
+    it is cropped (transfer: 448, 384). If None, crops are taken from the original image.
+    """
     crop: Literal["random", "centre"] = "random"
-    """Crop of training views: random and resized, or the centre of side ``image_size`` in the resized square. Evaluation uses the centre of
-    the whole image, or with "centre" the crop of training."""
+    """Crop of training views: random and resized, or the centre of side ``image_size`` in the
+    resized square. Evaluation uses the centre of the whole image, or with "centre" the crop of
+    training.
+    """
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     own_sizes: tuple[int, ...] = ()
-    """Resolutions at which an image may be encoded, px, in ascending order (``transform.own_size``). Frozen encoders set it for their
-    features; in a run's config it is empty, and all images are resized to one size."""
+    """Resolutions at which an image may be encoded, px, in ascending order
+    (``transform.own_size``). Frozen encoders set it for their features; in a run's config it is
+    empty, and all images are resized to one size.
+    """
     views: int = 1
-    """Augmented views of a record, whose losses are averaged before the clip; each has its own caption if the record has several."""
+    """Augmented views of a record, whose losses are averaged before the clip; each has its own
+    caption if the record has several.
+    """
     tokenizer: str | None = None
     """File made by ``dpvision data tokenizer``; needed by a captioner, unused by others."""
 
     def __post_init__(self) -> None:
         check_choices(self)
         lo, hi = self.crop_scale
-        require(0 < lo <= hi <= 1, "data", "crop_scale", self.crop_scale, "0 < low <= high <= 1", "ViP: (0.2, 1.0).")
+        require(
+            0 < lo <= hi <= 1,
+            "data",
+            "crop_scale",
+            self.crop_scale,
+            "0 < low <= high <= 1",
+            "ViP: (0.2, 1.0).",
+        )
         require(self.views >= 1, "data", "views", self.views, "at least 1", "Use 1.")
         ascending = list(self.own_sizes) == sorted({s for s in self.own_sizes if s >= 1})
-        require(ascending, "data", "own_sizes", self.own_sizes, "sizes in ascending order", "Leave it out: the encoder sets it.")
+        require(
+            ascending,
+            "data",
+            "own_sizes",
+            self.own_sizes,
+            "sizes in ascending order",
+            "Leave it out: the encoder sets it.",
+        )
         if self.resize is not None:
-            require(self.resize >= 1, "data", "resize", self.resize, "at least 1", "Transfer: 448 for random crops of 384.")
-        scale = "Pixels run from 0 to 1 here: divide constants for 0 to 255 by 255, or leave the ImageNet ones."
-        require(all(0 <= m <= 1 for m in self.mean), "data", "mean", self.mean, "three numbers from 0 to 1", scale)
-        require(all(0 < s <= 1 for s in self.std), "data", "std", self.std, "three numbers above 0, at most 1", scale)
+            require(
+                self.resize >= 1,
+                "data",
+                "resize",
+                self.resize,
+                "at least 1",
+                "Transfer: 448 for random crops of 384.",
+            )
+        scale = (
+            "Pixels run from 0 to 1 here: divide constants for 0 to 255 by 255, or leave the "
+            "ImageNet ones."
+        )
+        require(
+            all(0 <= m <= 1 for m in self.mean),
+            "data",
+            "mean",
+            self.mean,
+            "three numbers from 0 to 1",
+            scale,
+        )
+        require(
+            all(0 < s <= 1 for s in self.std),
+            "data",
+            "std",
+            self.std,
+            "three numbers above 0, at most 1",
+            scale,
+        )
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimizer, schedule and averaging of privatized gradients: post-processing, at no privacy cost."""
+    """Optimizer, schedule and averaging of privatized gradients: post-processing, at no privacy
+    cost.
+    """
 
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
-    """'lamb' (You et al. 2020) adapts every parameter's rate to its norm; decay is then part of the adapted update, as published."""
+    """'lamb' (You et al. 2020) adapts every parameter's rate to its norm; decay is then part of the
+    adapted update, as published.
+    """
     learning_rate: float | None = 3.84e-4
-    """Peak rate, not scaled by the batch size. If None, it is set by the public rule of the head many_steps (``adapt.rate``); the run's
-    config then has its value."""
+    """Peak rate, not scaled by the batch size. If None, it is set by the public rule of the head
+    many_steps (``adapt.rate``); the run's config then has its value.
+    """
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     """For adamw and lamb; DP transfer has ``LAMB_EPS``."""
@@ -76,47 +131,120 @@ class OptimConfig:
     decayed: Literal["all", "matrices"] = "all"
     """Trained parameters that decay: all (ViP), or those with at least two dimensions (MAE)."""
     schedule: Literal["vip", "cosine", "linear", "constant"] = "vip"
-    """'vip': lr x min((t + 1) / warmup_steps, (1 + cos(pi t / T)) / 2). 'cosine' (MAE): the same warm-up, then a cosine from its end on.
-    'linear' (DP-Cap): the same warm-up, then a straight line. 'constant': the same warm-up, then level."""
+    """'vip': lr x min((t + 1) / warmup_steps, (1 + cos(pi t / T)) / 2). 'cosine' (MAE): the same
+    warm-up, then a cosine from its end on. 'linear' (DP-Cap): the same warm-up, then a straight
+    line. 'constant': the same warm-up, then level.
+    """
     decay_horizon: float = 1.0
-    """Where cosine and linear reach zero, in multiples of the run's steps (DP-Cap: 2, so that the last rate is well above zero)."""
+    """Where cosine and linear reach zero, in multiples of the run's steps (DP-Cap: 2, so that the
+    last rate is well above zero).
+    """
     warmup_steps: int = 0
     pretrained_multiplier: float = 1.0
-    """Factor of the rate for every parameter outside the module ``head``: pretrained weights may need a smaller rate (alpha of Mehta et al.
-    2022, table 7)."""
+    """Factor of the rate for every parameter outside the module ``head``: pretrained weights may
+    need a smaller rate (alpha of Mehta et al. 2022, table 7).
+    """
     global_clip: float | None = None
-    """Norm to which the whole released gradient is clipped before the optimizer step, as usual without privacy; it bounds no record's
-    contribution. If None, no clipping."""
+    """Norm to which the whole released gradient is clipped before the optimizer step, as usual
+    without privacy; it bounds no record's contribution. If None, no clipping.
+    """
     ema_decay: float | None = None
-    """Decay of an exponential moving average of the weights, with a warm-up (optim/ema.py); if None, no average (ViP)."""
+    """Decay of an exponential moving average of the weights, with a warm-up (optim/ema.py); if
+    None, no average (ViP).
+    """
     average: bool = False
-    """Keep the mean of the weights after each step (Mehta et al. 2022, algorithm 1) instead of an EMA."""
+    """Keep the mean of the weights after each step (Mehta et al. 2022, algorithm 1) instead of an
+    EMA.
+    """
 
     def __post_init__(self) -> None:
         check_choices(self)
         w = "optim"
         rate = self.learning_rate
-        require(rate is None or 0 < rate < math.inf, w, "learning_rate", rate, "a positive number", "ViP: 3.84e-4.")
-        require(all(0 <= b < 1 for b in self.betas), w, "betas", self.betas, "two numbers in [0, 1)", "ViP: (0.9, 0.95).")
+        require(
+            rate is None or 0 < rate < math.inf,
+            w,
+            "learning_rate",
+            rate,
+            "a positive number",
+            "ViP: 3.84e-4.",
+        )
+        require(
+            all(0 <= b < 1 for b in self.betas),
+            w,
+            "betas",
+            self.betas,
+            "two numbers in [0, 1)",
+            "ViP: (0.9, 0.95).",
+        )
         require(0 < self.eps < math.inf, w, "eps", self.eps, "a positive number", "ViP: 1e-8.")
         require(0 <= self.momentum < 1, w, "momentum", self.momentum, "in [0, 1)", "Use 0.9.")
-        require(0 <= self.weight_decay < math.inf, w, "weight_decay", self.weight_decay, "0 or more", "ViP: 0.005.")
-        require(self.warmup_steps >= 0, w, "warmup_steps", self.warmup_steps, "0 or more", "ViP: 1000.")
-        require(1 <= self.decay_horizon < math.inf, w, "decay_horizon", self.decay_horizon, "1 or more", "DP-Cap: 2.")
+        require(
+            0 <= self.weight_decay < math.inf,
+            w,
+            "weight_decay",
+            self.weight_decay,
+            "0 or more",
+            "ViP: 0.005.",
+        )
+        require(
+            self.warmup_steps >= 0, w, "warmup_steps", self.warmup_steps, "0 or more", "ViP: 1000."
+        )
+        require(
+            1 <= self.decay_horizon < math.inf,
+            w,
+            "decay_horizon",
+            self.decay_horizon,
+            "1 or more",
+            "DP-Cap: 2.",
+        )
         alpha = self.pretrained_multiplier
         require(
-            0 < alpha < math.inf, w, "pretrained_multiplier", alpha, "a positive number", "To train the head alone: --model.tuned head."
+            0 < alpha < math.inf,
+            w,
+            "pretrained_multiplier",
+            alpha,
+            "a positive number",
+            "To train the head alone: --model.tuned head.",
         )
         if self.global_clip is not None:
-            require(0 < self.global_clip < math.inf, w, "global_clip", self.global_clip, "a positive number", "Leave it out for none.")
+            require(
+                0 < self.global_clip < math.inf,
+                w,
+                "global_clip",
+                self.global_clip,
+                "a positive number",
+                "Leave it out for none.",
+            )
         if self.ema_decay is not None:
-            require(0 < self.ema_decay < 1, w, "ema_decay", self.ema_decay, "strictly between 0 and 1", "Leave it out for none.")
-        require(not (self.average and self.ema_decay is not None), w, "average", True, "False with ema_decay: one average", "Drop one.")
+            require(
+                0 < self.ema_decay < 1,
+                w,
+                "ema_decay",
+                self.ema_decay,
+                "strictly between 0 and 1",
+                "Leave it out for none.",
+            )
+        require(
+            not (self.average and self.ema_decay is not None),
+            w,
+            "average",
+            True,
+            "False with ema_decay: one average",
+            "Drop one.",
+        )
 
     @property
     def rate(self) -> float:
         """float: the learning rate; raises ConfigError if a rule has not set it yet."""
-        require(self.learning_rate is not None, "optim", "learning_rate", None, "a positive number", "Only the head many_steps has a rule.")
+        require(
+            self.learning_rate is not None,
+            "optim",
+            "learning_rate",
+            None,
+            "a positive number",
+            "Only the head many_steps has a rule.",
+        )
         assert self.learning_rate is not None
         return self.learning_rate
 
@@ -128,30 +256,66 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """Device and speed; must not change the result beyond rounding (a test changes each and compares)."""
+    """Device and speed; must not change the result beyond rounding (a test changes each and
+    compares).
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     physical_batch_size: int = 64
     """Records (with privacy.sampling_unit="person", people) in one forward pass, per process."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Autocast of the forward pass; norms, sums and noise stay in float32. float16 takes its loss scale from a public batch. bfloat16 is
-    slower than float32 on CPUs that only emulate it."""
+    """Autocast of the forward pass; norms, sums and noise stay in float32. float16 takes its loss
+    scale from a public batch. bfloat16 is slower than float32 on CPUs that only emulate it.
+    """
     compile: bool = False
-    """Compile transformer blocks (torch.compile): faster on a GPU and in long runs, after a minute or more at the start."""
+    """Compile transformer blocks (torch.compile): faster on a GPU and in long runs, after a minute
+    or more at the start.
+    """
     workers: int | None = None
-    """Threads that read and decode images; if None, 2 on a CPU, and on a GPU the cores of this process, from 2 to 16."""
+    """Threads that read and decode images; if None, 2 on a CPU, and on a GPU the cores of this
+    process, from 2 to 16.
+    """
     checkpoint_every_s: float = 300.0
-    """Seconds between checkpoints under ``confidential/``; one that may leave is written at the end and on SIGINT (Ctrl-C), SIGTERM or
-    SIGUSR1."""
+    """Seconds between checkpoints under ``confidential/``; one that may leave is written at the end
+    and on SIGINT (Ctrl-C), SIGTERM or SIGUSR1.
+    """
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
         check_choices(self)
         w = "hardware"
-        require(self.physical_batch_size >= 1, w, "physical_batch_size", self.physical_batch_size, "at least 1", "Try 64.")
-        require(self.workers is None or self.workers >= 1, w, "workers", self.workers, "at least 1", "Leave it out.")
-        require(0 <= self.checkpoint_every_s < math.inf, w, "checkpoint_every_s", self.checkpoint_every_s, "0 or more", "Use 300.")
-        require(self.keep_checkpoints >= 1, w, "keep_checkpoints", self.keep_checkpoints, "at least 1", "Use 2.")
+        require(
+            self.physical_batch_size >= 1,
+            w,
+            "physical_batch_size",
+            self.physical_batch_size,
+            "at least 1",
+            "Try 64.",
+        )
+        require(
+            self.workers is None or self.workers >= 1,
+            w,
+            "workers",
+            self.workers,
+            "at least 1",
+            "Leave it out.",
+        )
+        require(
+            0 <= self.checkpoint_every_s < math.inf,
+            w,
+            "checkpoint_every_s",
+            self.checkpoint_every_s,
+            "0 or more",
+            "Use 300.",
+        )
+        require(
+            self.keep_checkpoints >= 1,
+            w,
+            "keep_checkpoints",
+            self.keep_checkpoints,
+            "at least 1",
+            "Use 2.",
+        )
 
 
 @dataclass(frozen=True)
@@ -170,17 +334,43 @@ class RunConfig:
     init_from: str | None = None
     """Run folder or checkpoint whose weights this run starts from; its lineage is inherited."""
     public_weights: str | None = None
-    """For weights without a lineage, from init_from or of a head's encoder: the declaration that they are public, as 'NAME; LICENCE;
-    SOURCE'. The statement repeats it as declared."""
+    """For weights without a lineage, from init_from or of a head's encoder: the declaration that
+    they are public, as 'NAME; LICENCE; SOURCE'. The statement repeats it as declared.
+    """
 
     @property
     def views(self) -> int:
-        """int: images in a step for one clipped gradient of a network: data.views, times max_records_per_unit where people are drawn."""
-        return self.data.views * (self.privacy.max_records_per_unit if self.privacy.sampling_unit == "person" else 1)
+        """int: images in a step for one clipped gradient of a network: data.views, times
+        max_records_per_unit where people are drawn.
+        """
+        return self.data.views * (
+            self.privacy.max_records_per_unit if self.privacy.sampling_unit == "person" else 1
+        )
 
     def __post_init__(self) -> None:
         if self.model.kind == "head" and self.privacy.sampling_unit == "person":
             chosen = self.model.candidates
-            require(not chosen, "model", "candidates", chosen, "none with privacy.sampling_unit='person'", "Name one head: --head NAME.")
-        require(not self.data.own_sizes, "run", "data.own_sizes", self.data.own_sizes, "none: a frozen encoder sets it", "Leave it out.")
-        require(0 <= self.seed < 2**31, "run", "seed", self.seed, "between 0 and 2^31 - 1", "Use a small integer.")
+            require(
+                not chosen,
+                "model",
+                "candidates",
+                chosen,
+                "none with privacy.sampling_unit='person'",
+                "Name one head: --head NAME.",
+            )
+        require(
+            not self.data.own_sizes,
+            "run",
+            "data.own_sizes",
+            self.data.own_sizes,
+            "none: a frozen encoder sets it",
+            "Leave it out.",
+        )
+        require(
+            0 <= self.seed < 2**31,
+            "run",
+            "seed",
+            self.seed,
+            "between 0 and 2^31 - 1",
+            "Use a small integer.",
+        )

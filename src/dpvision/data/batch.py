@@ -9,25 +9,37 @@ from torch import Tensor
 
 
 class HostRows(NamedTuple):
-    """Ids and validity of a batch's rows on the CPU, so that a pass need not ask the device for them."""
+    """Ids and validity of a batch's rows on the CPU, so that a pass need not ask the device for
+    them.
+    """
 
     record_id_B: Tensor
     valid_B: Tensor
 
 
 class Batch(NamedTuple):
-    """One physical batch. Every tensor has the record as its first dimension; a row with ``valid_B`` False is padding, weight 0."""
+    """One physical batch. Every tensor has the record as its first dimension; a row with
+    ``valid_B`` False is padding, weight 0.
+    """
 
     record_id_B: Tensor
-    """int64, the records' own immutable ids; where people are drawn, theirs: a row is then one person, whose images are its views."""
+    """int64, the records' own immutable ids; where people are drawn, theirs: a row is then one
+    person, whose images are its views.
+    """
     valid_B: Tensor
-    """bool; False for padding rows and for records that could not be decoded: they contribute exactly zero."""
+    """bool; False for padding rows and for records that could not be decoded: they contribute
+    exactly zero.
+    """
     image_BVCHW: Tensor
     """float32, normalised; uint8 on the way to a device (``train.feed``)."""
     token_BVL: Tensor | None = None
     """int64 token ids, None without captions."""
     label_B: Tensor | None = None
-    """int64 of shape (B,), -1 if unlabelled. With several labels per record, uint8 (B, K): 1 for each class of the record, 0 elsewhere,
-    ``multi_label.NOT_KNOWN`` throughout if unlabelled. None if the store has no labels."""
+    """int64 of shape (B,), -1 if unlabelled. With several labels per record, uint8 (B, K): 1 for
+    each class of the record, 0 elsewhere, ``multi_label.NOT_KNOWN`` throughout if unlabelled. None
+    if the store has no labels.
+    """
     label_BV: Tensor | None = None
-    """The same for each view, (B, V) or (B, V, K), where the views are images of one person; label_B is then None."""
+    """The same for each view, (B, V) or (B, V, K), where the views are images of one person;
+    label_B is then None.
+    """

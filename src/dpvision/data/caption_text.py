@@ -1,4 +1,6 @@
-"""Text to train a tokenizer on: files, public stores, captions of procedural scenes. It ends up in the tokenizer's file."""
+"""Text to train a tokenizer on: files, public stores, captions of procedural scenes. It ends up in
+the tokenizer's file.
+"""
 
 import gzip
 import io
@@ -34,36 +36,44 @@ def file_captions(paths: Sequence[Path]) -> Iterator[str]:
                     yield line
         except UnicodeError:
             raise DataError(
-                f"tokenizer: {path} is in another encoding; expected UTF-8, or UTF-16 with a byte order mark. Convert it with iconv."
+                f"tokenizer: {path} is in another encoding; expected UTF-8, or UTF-16 with a "
+                "byte order mark. Convert it with iconv."
             ) from None
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"tokenizer: {path}: {error}; expected a readable text file. Check the path, or copy it again.") from None
+            raise DataError(
+                f"tokenizer: {path}: {error}; expected a readable text file. Check the path, or "
+                "copy it again."
+            ) from None
 
 
 def store_captions(store: Store) -> Iterator[str]:
     """Yield all captions of a public store, record by record.
 
     Raises:
-        PrivacyError: the store is private, or cleared of private twins. A tokenizer shows which words occur, and no noise is added to it
-            (docs/privacy.md).
+        PrivacyError: the store is private, or cleared of private twins. A tokenizer shows which
+            words occur, and no noise is added to it (docs/privacy.md).
     """
     if store.results_visibility != "public":
         kind = "private" if store.visibility == "private" else "cleared"
         raise PrivacyError(
-            f"tokenizer: {store.path} is a {kind} store; expected public or synthetic text: the file would show words of the captions. "
-            "Use --text with public captions, --scenes, or a store imported with --public."
+            f"tokenizer: {store.path} is a {kind} store; expected public or synthetic text: the "
+            "file would show words of the captions. Use --text with public captions, --scenes, "
+            "or a store imported with --public."
         )
     return _store_captions(store)
 
 
 def _store_captions(store: Store) -> Iterator[str]:
     for start in range(0, store.num_records, _ROWS_AT_ONCE):
-        for captions in store.captions_many(np.arange(start, min(start + _ROWS_AT_ONCE, store.num_records))):
+        for captions in store.captions_many(
+            np.arange(start, min(start + _ROWS_AT_ONCE, store.num_records))
+        ):
             yield from captions
 
 
 def scene_captions(num: int) -> Iterator[str]:
-    """Captions of the scenes 0 ... num - 1, the same as ``synthetic.scenes.make_scene`` gives, without rendering the images.
+    """Captions of the scenes 0 ... num - 1, the same as ``synthetic.scenes.make_scene`` gives,
+    without rendering the images.
 
     Raises:
         ConfigError: ``num`` is below 1.

@@ -14,7 +14,9 @@ import ftfy
 
 CAPTION_FIELDS = ("captions", "caption", "text")
 MAX_CAPTION_CHARS = 1000
-"""A tokenizer's entries are rarely longer than 20 characters, so 40 tokens (DP-Cap) reach no further."""
+"""A tokenizer's entries are rarely longer than 20 characters, so 40 tokens (DP-Cap) reach no
+further.
+"""
 MAX_TEXT_BYTES = 1 << 20
 """Limit for the text file of an image; a longer one is not a caption."""
 
@@ -29,7 +31,21 @@ _MARKS = (
 _JOINERS = "\u200c\u200d"  # part of the spelling of Persian, Hindi and emoji
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 _CONTROLS_IN_TEXT = 0.1
-_MISSING = frozenset(["nan", "nat", "none", "null", "n/a", "na", "#n/a", "<na>", "undefined", "untitled", "no caption"])
+_MISSING = frozenset(
+    [
+        "nan",
+        "nat",
+        "none",
+        "null",
+        "n/a",
+        "na",
+        "#n/a",
+        "<na>",
+        "undefined",
+        "untitled",
+        "no caption",
+    ]
+)
 """What programs, and people, write where there is no caption."""
 _FILE_NAME = re.compile(r"\S+\.(?:jpe?g|png|gif|webp|tiff?|bmp|heic|avif|svg)", re.IGNORECASE)
 
@@ -48,9 +64,11 @@ class Captions(NamedTuple):
 
 
 def find_captions(fields: Mapping[str, Any]) -> Captions:
-    """Collect a sample's captions from its ``CAPTION_FIELDS``: strings, bytes of text files, or lists of these.
+    """Collect a sample's captions from its ``CAPTION_FIELDS``: strings, bytes of text files, or
+    lists of these.
 
-    Never raises: a value that is not text, is empty once cleaned, or has an unknown encoding is dropped and counted.
+    Never raises: a value that is not text, is empty once cleaned, or has an unknown encoding is
+    dropped and counted.
     """
     kept: dict[str, bool] = {}
     dropped: Counter[str] = Counter()
@@ -70,11 +88,18 @@ def find_captions(fields: Mapping[str, Any]) -> Captions:
                     kept.setdefault(clean, is_cut)
                 else:
                     dropped["empty"] += 1
-    return Captions(tuple(kept), sum(kept.values()), dropped, tuple(found for caption in kept if (found := suspicion(caption))))
+    return Captions(
+        tuple(kept),
+        sum(kept.values()),
+        dropped,
+        tuple(found for caption in kept if (found := suspicion(caption))),
+    )
 
 
 def suspicion(caption: str) -> str | None:
-    """Return why a clean caption may say nothing about its image, or None. Only the operator knows: such captions are kept and counted."""
+    """Return why a clean caption may say nothing about its image, or None. Only the operator knows:
+    such captions are kept and counted.
+    """
     if caption.lower() in _MISSING:
         return "text of a missing value"
     if not any(map(str.isalpha, caption)):
@@ -83,8 +108,9 @@ def suspicion(caption: str) -> str | None:
 
 
 def clean_caption(text: str) -> str:
-    """Return the caption as it is stored: broken encodings, HTML entities, curly quotes and ligatures repaired (ftfy), control and format
-    characters removed, white space collapsed, cut to ``MAX_CAPTION_CHARS`` characters, between words if possible.
+    """Return the caption as it is stored: broken encodings, HTML entities, curly quotes and
+    ligatures repaired (ftfy), control and format characters removed, white space collapsed, cut to
+    ``MAX_CAPTION_CHARS`` characters, between words if possible.
 
     Case is kept; the tokenizer folds it. The result may be empty.
     """
@@ -94,9 +120,10 @@ def clean_caption(text: str) -> str:
 def decode_text(data: bytes) -> str | None:
     """Return the text of a file, or None if its encoding cannot be determined.
 
-    UTF-8, and UTF-16 and UTF-32 with a byte order mark, can be checked. Windows-1252, Latin-2, Shift-JIS and the like cannot: any bytes
-    are valid in several of them, and a wrong guess garbles the text silently. NUL, escape sequences or many control characters indicate
-    other encodings whose bytes happen to be valid UTF-8 (UTF-16 without a mark, ISO-2022).
+    UTF-8, and UTF-16 and UTF-32 with a byte order mark, can be checked. Windows-1252, Latin-2,
+    Shift-JIS and the like cannot: any bytes are valid in several of them, and a wrong guess garbles
+    the text silently. NUL, escape sequences or many control characters indicate other encodings
+    whose bytes happen to be valid UTF-8 (UTF-16 without a mark, ISO-2022).
     """
     try:
         text = data.decode(text_encoding(data))
@@ -108,16 +135,25 @@ def decode_text(data: bytes) -> str | None:
 
 
 def text_encoding(head: bytes) -> str:
-    """Python's name of the encoding that the byte order mark gives; UTF-8, checked by decoding, if there is none."""
+    """Python's name of the encoding that the byte order mark gives; UTF-8, checked by decoding, if
+    there is none.
+    """
     return next((name for mark, name in _MARKS if head.startswith(mark)), "utf-8")
 
 
 def _clean(text: str) -> tuple[str, bool]:
     squeezed = " ".join(text.split())
-    # ten times the limit: repairs shorten text (an HTML entity has up to ten characters), and are slow on long text
+    # ten times the limit: repairs shorten text (an HTML entity has up to ten characters), and are
+    # slow on long text
     raw = squeezed[: 10 * MAX_CAPTION_CHARS]
-    if not (raw.isascii() and raw.isprintable() and "&" not in raw):  # ftfy leaves such text unchanged
-        raw = "".join(c for c in ftfy.fix_text(raw) if c.isspace() or c in _JOINERS or unicodedata.category(c) not in ("Cc", "Cf"))
+    if not (
+        raw.isascii() and raw.isprintable() and "&" not in raw
+    ):  # ftfy leaves such text unchanged
+        raw = "".join(
+            c
+            for c in ftfy.fix_text(raw)
+            if c.isspace() or c in _JOINERS or unicodedata.category(c) not in ("Cc", "Cf")
+        )
         raw = " ".join(raw.split())
     is_cut = len(raw) > MAX_CAPTION_CHARS or len(squeezed) > 10 * MAX_CAPTION_CHARS
     if len(raw) > MAX_CAPTION_CHARS:

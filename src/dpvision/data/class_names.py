@@ -13,12 +13,15 @@ _SHOWN = 3
 
 
 def numbered_as(store: Store, names: Sequence[str] | None, where: str, whose: str) -> Store:
-    """Return ``store`` with the class numbers of ``names``, matched by name: a class that ``store`` lacks is no difference.
+    """Return ``store`` with the class numbers of ``names``, matched by name: a class that ``store``
+    lacks is no difference.
 
-    Where there are no names, class n has the name "n": a store of numbers matches another one, or names that are these numbers.
+    Where there are no names, class n has the name "n": a store of numbers matches another one, or
+    names that are these numbers.
 
     Args:
-        names: class names in the order of the numbers that labels are to have; None for numbers without names.
+        names: class names in the order of the numbers that labels are to have; None for numbers
+            without names.
         where: start of the error.
         whose: who has ``names``, for the error.
 
@@ -26,17 +29,28 @@ def numbered_as(store: Store, names: Sequence[str] | None, where: str, whose: st
         DataError: a class that occurs in ``store`` is not among ``names``.
     """
     theirs = store.label_names
-    if (theirs is None and names is None) or (theirs is not None and names is not None and theirs == list(names)):
+    if (theirs is None and names is None) or (
+        theirs is not None and names is not None and theirs == list(names)
+    ):
         return store
     present = np.unique(store.classes(np.arange(store.num_records))[1]).tolist()
-    named = {k: str(k) if theirs is None else canonical(theirs[k]) for k in present if theirs is None or k < len(theirs)}
+    named = {
+        k: str(k) if theirs is None else canonical(theirs[k])
+        for k in present
+        if theirs is None or k < len(theirs)
+    }
     place = None if names is None else {canonical(name): k for k, name in enumerate(names)}
-    number = {k: _number(name) if place is None else place.get(name, -1) for k, name in named.items()}
-    missing = [repr(named[k]) for k in named if number[k] < 0] + [f"label {k}, which has no name" for k in present if k not in named]
+    number = {
+        k: _number(name) if place is None else place.get(name, -1) for k, name in named.items()
+    }
+    missing = [repr(named[k]) for k in named if number[k] < 0] + [
+        f"label {k}, which has no name" for k in present if k not in named
+    ]
     if missing:
         raise DataError(
-            f"{where}: classes of the stores differ: {_some(missing)} of {store.path} ({_kind(theirs)}) not among those of {whose} "
-            f"({_kind(names)}); expected the same names. Import the test images with the same --classes and --label-from."
+            f"{where}: classes of the stores differ: {_some(missing)} of {store.path} "
+            f"({_kind(theirs)}) not among those of {whose} ({_kind(names)}); expected the same "
+            "names. Import the test images with the same --classes and --label-from."
         )
     number_of = np.full(max(len(theirs or ()), max(present, default=0) + 1), -1, dtype=np.int64)
     number_of[list(number)] = list(number.values())
@@ -54,7 +68,9 @@ def numbered_as(store: Store, names: Sequence[str] | None, where: str, whose: st
 
 def all_names(names: Sequence[str] | None, num_classes: int) -> tuple[str, ...]:
     """Return a name for each of ``num_classes`` classes: its own, or its number."""
-    return tuple(names[k] if names is not None and k < len(names) else str(k) for k in range(num_classes))
+    return tuple(
+        names[k] if names is not None and k < len(names) else str(k) for k in range(num_classes)
+    )
 
 
 def _number(name: str) -> int:
@@ -63,7 +79,11 @@ def _number(name: str) -> int:
 
 
 def _kind(names: Sequence[str] | None) -> str:
-    return "numbers without names" if names is None else f"{len(names)}: {_some([repr(name) for name in names])}"
+    return (
+        "numbers without names"
+        if names is None
+        else f"{len(names)}: {_some([repr(name) for name in names])}"
+    )
 
 
 def _some(words: Sequence[str]) -> str:

@@ -1,4 +1,6 @@
-"""Compare declared public numbers (of records, of units) with a store's counts, which are private: for the operator only."""
+"""Compare declared public numbers (of records, of units) with a store's counts, which are private:
+for the operator only.
+"""
 
 import math
 
@@ -8,13 +10,17 @@ from dpvision.data.store import Store
 from dpvision.errors import DataError
 
 TOLERANCE = 0.01
-"""Largest relative difference between a store's count and the declared number, which is public and may be rounded."""
+"""Largest relative difference between a store's count and the declared number, which is public and
+may be rounded.
+"""
 _RECORDS_OF_A_UNIT = (1, 2, 4, 8)
 
 
 def fits(count: int, declared: int, *, at_most: bool = False) -> bool:
     """Return whether ``count`` is within 1% of ``declared``, and with ``at_most`` no larger."""
-    return math.fabs(count - declared) <= TOLERANCE * declared and not (at_most and count > declared)
+    return math.fabs(count - declared) <= TOLERANCE * declared and not (
+        at_most and count > declared
+    )
 
 
 def rounded_up(count: int) -> int:
@@ -32,7 +38,9 @@ def has_units(store: Store) -> bool:
 
 
 def numbers_to_declare(store: Store) -> list[dict[str, int]]:
-    """Return rounded numbers to declare for a store, for one to eight records per unit; without units, only the records."""
+    """Return rounded numbers to declare for a store, for one to eight records per unit; without
+    units, only the records.
+    """
     if not has_units(store):
         return [{"dataset_size": rounded_up(store.meta.get("cleared_from", store.num_records))}]
     found: list[dict[str, int]] = []
@@ -47,7 +55,9 @@ def numbers_to_declare(store: Store) -> list[dict[str, int]]:
 
 
 def shared_images(store: Store) -> int:
-    """Number of files of the source with the bytes of an image that was kept for another unit, or for none."""
+    """Number of files of the source with the bytes of an image that was kept for another unit, or
+    for none.
+    """
     if "shared_images" in store.meta:
         return int(store.meta["shared_images"])
     try:  # a store of an older version

@@ -1,10 +1,13 @@
-"""Decode image files to uint8 RGB pixels: the one reader of import, training, evaluation and prediction.
+"""Decode image files to uint8 RGB pixels: the one reader of import, training, evaluation and
+prediction.
 
-The store keeps the original bytes. These rules apply each time a record is read, and depend on its bytes only:
+The store keeps the original bytes. These rules apply each time a record is read, and depend on its
+bytes only:
 
-- JPEG by simplejpeg, whose verdict on damage is final; HEIF by pillow-heif, where it is installed; everything else by Pillow, CMYK JPEG
-  too once simplejpeg has found it whole.
-- The orientation (1 to 8) in EXIF, or else XMP, is applied once; another value, or EXIF that cannot be read, counts as upright.
+- JPEG by simplejpeg, whose verdict on damage is final; HEIF by pillow-heif, where it is installed;
+  everything else by Pillow, CMYK JPEG too once simplejpeg has found it whole.
+- The orientation (1 to 8) in EXIF, or else XMP, is applied once; another value, or EXIF that cannot
+  be read, counts as upright.
 - Of animations and of files with several pages the first frame is taken.
 - Samples of other kinds than 8-bit RGB, and transparency: by ``rgb.to_rgb``.
 - Decompression bombs are refused from the header.
@@ -27,21 +30,36 @@ from dpvision.errors import DataError
 
 MAX_ASPECT = 100
 MAX_FILE_BYTES = 1 << 29
-"""No image of 50 megapixels is larger than this, even uncompressed with four channels of 16 bits."""
+"""No image of 50 megapixels is larger than this, even uncompressed with four channels of 16
+bits.
+"""
 
 HEAD_BYTES = 16
 """First bytes of a file by which Pillow's readers recognise their format."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
-"""Only these of Pillow's formats are opened: some of the others start programs or are not images."""
+"""Only these of Pillow's formats are opened: some of the others start programs or are not
+images.
+"""
 
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-"""First brands of HEIF files, which phones write and Pillow alone does not read (ISO/IEC 23008-12, annex B)."""
+"""First brands of HEIF files, which phones write and Pillow alone does not read (ISO/IEC 23008-12,
+annex B).
+"""
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _ORIENTATION_TAG = 0x0112
-_LOW_BYTES = {"RGB;16B": "RGB;16L", "RGB;16L": "RGB;16B", "RGB;16N": "RGB;16B", "RGBX;16L": "RGBX;16B", "RGBX;16B": "RGBX;16L"}
-"""Pillow's readers of 16-bit colour, which keep the high bytes, and those that give the low bytes of the same file."""
-Image.init()  # registers every reader now: done lazily it is a race between the threads of the loader
+_LOW_BYTES = {
+    "RGB;16B": "RGB;16L",
+    "RGB;16L": "RGB;16B",
+    "RGB;16N": "RGB;16B",
+    "RGBX;16L": "RGBX;16B",
+    "RGBX;16B": "RGBX;16L",
+}
+"""Pillow's readers of 16-bit colour, which keep the high bytes, and those that give the low bytes
+of the same file.
+"""
+# registers every reader now: done lazily it is a race between the threads of the loader
+Image.init()
 
 
 def decode(data: bytes, *, upright: bool = True, window: Window | None = None) -> np.ndarray:
@@ -50,23 +68,29 @@ def decode(data: bytes, *, upright: bool = True, window: Window | None = None) -
     Args:
         data: a whole image file in one of ``FORMATS``, or HEIF where pillow-heif is installed.
         upright: if False, the pixels as stored, not turned, for masks that refer to them.
-        window: declared range of samples of more than 8 bits, in place of the range that the file states or its bits imply.
+        window: declared range of samples of more than 8 bits, in place of the range that the file
+            states or its bits imply.
 
     Raises:
-        BadImage: not an image, more than ``MAX_PIXELS`` pixels or more elongated than ``MAX_ASPECT`` to 1 (both known from the
-            header, before any pixel is decoded), damaged or truncated, floating-point of unknown range, or of an unsupported kind.
+        BadImage: not an image, more than ``MAX_PIXELS`` pixels or more elongated than
+            ``MAX_ASPECT`` to 1 (both known from the header, before any pixel is decoded), damaged
+            or truncated, floating-point of unknown range, or of an unsupported kind.
     """
     if data[:2] == b"\xff\xd8" and (pixels := _decode_jpeg(data, upright)) is not None:
         return pixels
     return np.asarray(_open(data, upright, window))
 
 
-def read_image(image: "str | Path | bytes | Image.Image | np.ndarray", window: Window | None = None) -> np.ndarray:
-    """Return the upright pixels of an image, uint8 (H, W, 3), those of ``decode`` for the same file.
+def read_image(
+    image: "str | Path | bytes | Image.Image | np.ndarray", window: Window | None = None
+) -> np.ndarray:
+    """Return the upright pixels of an image, uint8 (H, W, 3), those of ``decode`` for the same
+    file.
 
     Args:
-        image: path, bytes of a file, Pillow image, or uint8 RGB pixels (H, W, 3), taken as they are. A Pillow image that is not loaded is
-            read from its file; of one that is loaded or made, what Pillow knows of its samples is used.
+        image: path, bytes of a file, Pillow image, or uint8 RGB pixels (H, W, 3), taken as they
+            are. A Pillow image that is not loaded is read from its file; of one that is loaded or
+            made, what Pillow knows of its samples is used.
         window: as in ``decode``.
 
     Raises:
@@ -83,12 +107,15 @@ def read_image(image: "str | Path | bytes | Image.Image | np.ndarray", window: W
         return np.asarray(_loaded(image, True, window))
     if not isinstance(image, np.ndarray):
         got = f"{type(image).__module__}.{type(image).__name__}"
-        raise DataError(f"preprocess: image={got}; expected a path, bytes of a file, a PIL image or a uint8 array. Pass the path.")
+        raise DataError(
+            f"preprocess: image={got}; expected a path, bytes of a file, a PIL image or a uint8 "
+            "array. Pass the path."
+        )
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
         what = "the range of its values" if image.dtype != np.uint8 else "three channels of RGB"
         raise DataError(
-            f"preprocess: image={image.dtype} {image.shape}, an array without {what}; expected uint8 of shape (H, W, 3). Pass the path or "
-            "the bytes of its file, or a PIL image."
+            f"preprocess: image={image.dtype} {image.shape}, an array without {what}; expected "
+            "uint8 of shape (H, W, 3). Pass the path or the bytes of its file, or a PIL image."
         )
     return image
 
@@ -102,7 +129,8 @@ def stored_size(data: bytes) -> tuple[int, int]:
 
 
 def stored_ids(data: bytes) -> np.ndarray:
-    """Return the samples of an image of one channel as they are stored, or its palette indices: integers (H, W), for masks of ids.
+    """Return the samples of an image of one channel as they are stored, or its palette indices:
+    integers (H, W), for masks of ids.
 
     Raises:
         BadImage: see ``decode``, or several channels.
@@ -121,7 +149,8 @@ def stored_ids(data: bytes) -> np.ndarray:
 
 
 def largest_undeclared(data: bytes) -> int | None:
-    """Return the largest sample of an image of 16 bits whose file does not state their range; None for every other image.
+    """Return the largest sample of an image of 16 bits whose file does not state their range; None
+    for every other image.
 
     Raises:
         BadImage: see ``decode``.
@@ -129,7 +158,11 @@ def largest_undeclared(data: bytes) -> int | None:
     if not (_png_bits(data) == 16 or data[:4] in _TIFF):
         return None
     image = _opened(data)
-    if image.mode == "F" or stated_range(image) is not None or (not is_deep(image) and max(_png_bits(data) or 0, _tiff_bits(image)) < 16):
+    if (
+        image.mode == "F"
+        or stated_range(image) is not None
+        or (not is_deep(image) and max(_png_bits(data) or 0, _tiff_bits(image)) < 16)
+    ):
         return None
     if is_deep(image):
         return max(0, int(np.asarray(image).max()))
@@ -140,7 +173,8 @@ def largest_undeclared(data: bytes) -> int | None:
 
 
 def in_8_bits(data: bytes, window: Window) -> bytes:
-    """Return an image of more than 8 bits as an upright 8-bit PNG of ``window``; every other image unchanged.
+    """Return an image of more than 8 bits as an upright 8-bit PNG of ``window``; every other image
+    unchanged.
 
     Raises:
         BadImage: see ``decode``, or 16-bit colour of a kind that Pillow reads in 8 bits only.
@@ -159,14 +193,29 @@ def in_8_bits(data: bytes, window: Window) -> bytes:
 
 
 def may_be_image(head: bytes) -> bool:
-    """False where ``decode`` calls a file that begins with these ``HEAD_BYTES`` bytes "not an image"."""
+    """False where ``decode`` calls a file that begins with these ``HEAD_BYTES`` bytes "not an
+    image".
+    """
     readers = (Image.OPEN[name][1] for name in FORMATS if name in Image.OPEN)
-    return _is_heif(head) or _looks_like_image(head) or any(accept is None or accept(head) for accept in readers)
+    return (
+        _is_heif(head)
+        or _looks_like_image(head)
+        or any(accept is None or accept(head) for accept in readers)
+    )
 
 
 def extension(data: bytes) -> str:
-    """File name extension that fits the first bytes of an image which ``decode`` accepts, e.g. ``"jpg"``."""
-    for magic, name in ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif")):
+    """File name extension that fits the first bytes of an image which ``decode`` accepts, e.g.
+    ``"jpg"``.
+    """
+    for magic, name in (
+        (b"\xff\xd8", "jpg"),
+        (b"\x89PNG", "png"),
+        (b"GIF8", "gif"),
+        (b"BM", "bmp"),
+        (b"II", "tif"),
+        (b"MM", "tif"),
+    ):
         if data.startswith(magic):
             return name
     if data[8:12] == b"WEBP":
@@ -178,17 +227,25 @@ def extension(data: bytes) -> str:
     return "ppm" if data[:1] == b"P" else "jp2"
 
 
-def _loaded(image: Image.Image, upright: bool, window: Window | None, png_bits: int | None = None) -> Image.Image:
-    """Return an opened image as RGB, upright or as stored: Pillow turns a TIFF while it loads it, and nothing else."""
+def _loaded(
+    image: Image.Image, upright: bool, window: Window | None, png_bits: int | None = None
+) -> Image.Image:
+    """Return an opened image as RGB, upright or as stored: Pillow turns a TIFF while it loads it,
+    and nothing else.
+    """
     stored_as = _orientation(image) if image.format == "TIFF" else 1
     try:
         image.load()  # the first frame, or page
         made = to_rgb(image, window, png_bits)
     except BadImage:
         raise
-    except Exception as error:  # Pillow's readers raise a dozen types on damaged input; training must see one
+    except (
+        Exception
+    ) as error:  # Pillow's readers raise a dozen types on damaged input; training must see one
         raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
-    turn = _TURN.get(_orientation(image)) if upright else _TURN.get(_INVERSE.get(stored_as, stored_as))
+    turn = (
+        _TURN.get(_orientation(image)) if upright else _TURN.get(_INVERSE.get(stored_as, stored_as))
+    )
     return made if turn is None else made.transpose(turn)
 
 
@@ -211,10 +268,16 @@ def _decode_jpeg(data: bytes, upright: bool) -> np.ndarray | None:
     except ValueError as error:
         if (bits := jpeg_bits(data)) not in (None, 8):
             raise BadImage("unsupported", f"JPEG of {bits} bits") from None
-        raise BadImage("damaged" if _looks_like_image(data) else "not an image", str(error)) from None
+        raise BadImage(
+            "damaged" if _looks_like_image(data) else "not an image", str(error)
+        ) from None
     if colours not in ("YCbCr", "Gray", "RGB"):
         return None
-    if upright and may_be_turned(data):  # opening with Pillow costs several times the decoding of a small image: only where it may matter
+    if (
+        upright and may_be_turned(data)
+        # opening with Pillow costs several times the decoding of a small image: only where it may
+        # matter
+    ):
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except (OSError, SyntaxError, ValueError):
@@ -228,15 +291,26 @@ def _decode_jpeg(data: bytes, upright: bool) -> np.ndarray | None:
 def _open(data: bytes, upright: bool, window: Window | None) -> Image.Image:
     image = _opened(data)
     clear = image.info.get("transparency")
-    if image.mode == "RGB" and image.format == "TIFF" and window is None and _tiff_bits(image) == 16:
+    if (
+        image.mode == "RGB"
+        and image.format == "TIFF"
+        and window is None
+        and _tiff_bits(image) == 16
+    ):
         window = stated_range(image)
-    if image.mode == "RGB" and (window is not None or (clear is not None and _png_bits(data) == 16)):
+    if image.mode == "RGB" and (
+        window is not None or (clear is not None and _png_bits(data) == 16)
+    ):
         values_HWC = _colour_of_16_bits(data)
         if values_HWC is not None:
             image.info.pop("transparency", None)
             rgb_HWC = to_8_bits(values_HWC, window or (0, 65535))
             if clear is not None:
-                rgb_HWC = np.where((values_HWC == np.array(clear)).all(axis=2, keepdims=True), np.uint8(255), rgb_HWC)
+                rgb_HWC = np.where(
+                    (values_HWC == np.array(clear)).all(axis=2, keepdims=True),
+                    np.uint8(255),
+                    rgb_HWC,
+                )
             made = Image.fromarray(rgb_HWC)
             turn = _TURN.get(_orientation(image)) if upright else None
             return made if turn is None else made.transpose(turn)
@@ -265,12 +339,18 @@ def _unopened(data: bytes, error: Exception) -> BadImage:
         except Exception as cause:
             if "unknown pixel mode" in str(cause) or "unknown data organization" in str(cause):
                 return BadImage("unsupported", f"TIFF of {cause}")
-    return BadImage("damaged" if _looks_like_image(data) else "not an image", f"{type(error).__name__}: {error}")
+    return BadImage(
+        "damaged" if _looks_like_image(data) else "not an image", f"{type(error).__name__}: {error}"
+    )
 
 
 def _tiff_bits(image: Image.Image) -> int:
     """Return a TIFF's bits per sample; 8 for every other image."""
-    return max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (8,))) if isinstance(image, TiffImagePlugin.TiffImageFile) else 8
+    return (
+        max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
+        if isinstance(image, TiffImagePlugin.TiffImageFile)
+        else 8
+    )
 
 
 def _png_bits(data: bytes) -> int | None:
@@ -278,7 +358,9 @@ def _png_bits(data: bytes) -> int | None:
 
 
 def _colour_of_16_bits(data: bytes) -> np.ndarray | None:
-    """Return the samples of 16-bit RGB, uint16 (H, W, 3) as stored; None for every other image. Pillow alone keeps the high bytes."""
+    """Return the samples of 16-bit RGB, uint16 (H, W, 3) as stored; None for every other image.
+    Pillow alone keeps the high bytes.
+    """
     parts = []
     for low in (False, True):
         image = _opened(data)
@@ -306,12 +388,21 @@ def _file_bytes(path: Path) -> bytes:
             raise BadImage("oversized", f"{path}, {path.stat().st_size:,} bytes")
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"preprocess: {path}: {error.strerror}; expected an image file. Check the path.") from None
+        raise DataError(
+            f"preprocess: {path}: {error.strerror}; expected an image file. Check the path."
+        ) from None
 
 
 def _unread_bytes(image: Image.Image) -> bytes | None:
-    """Return the file of a Pillow image that is not loaded yet, and leave it so; None if there is none."""
-    if not isinstance(image, ImageFile.ImageFile) or image.format not in (*FORMATS, "MPO") or not image.tile or image.tell() != 0:
+    """Return the file of a Pillow image that is not loaded yet, and leave it so; None if there is
+    none.
+    """
+    if (
+        not isinstance(image, ImageFile.ImageFile)
+        or image.format not in (*FORMATS, "MPO")
+        or not image.tile
+        or image.tell() != 0
+    ):
         return None
     try:
         place = image.fp.tell()  # type: ignore[union-attr]
@@ -344,7 +435,10 @@ def _is_heif(data: bytes) -> bool:
 
 
 def _looks_like_image(data: bytes) -> bool:
-    return data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"II*\0", b"MM\0*")) or data[8:12] == b"WEBP"
+    return (
+        data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"II*\0", b"MM\0*"))
+        or data[8:12] == b"WEBP"
+    )
 
 
 _INVERSE = {6: 8, 8: 6}
@@ -363,5 +457,7 @@ _TURN = {
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(_ORIENTATION_TAG, 1))
-    except Exception:  # broken EXIF raises whatever its bytes lead to; the pixels are sound, so the image counts as upright
+    # broken EXIF raises whatever its bytes lead to; the pixels are sound, so the image counts as
+    # upright
+    except Exception:
         return 1

@@ -1,4 +1,6 @@
-"""Folders of images: which names are images, links that lead back, folders that cannot be read, and tables joined with files."""
+"""Folders of images: which names are images, links that lead back, folders that cannot be read, and
+tables joined with files.
+"""
 
 import os
 from collections.abc import Callable, Collection
@@ -11,7 +13,24 @@ from dpvision.data.metadata_table import METADATA_NAMES, Row
 from dpvision.errors import DataError
 
 IMAGE_EXTENSIONS = frozenset(
-    ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "tif", "tiff", "bmp", "ppm", "pgm", "avif", "jp2", "heic", "heif"]
+    [
+        "jpg",
+        "jpeg",
+        "jpe",
+        "jfif",
+        "png",
+        "webp",
+        "gif",
+        "tif",
+        "tiff",
+        "bmp",
+        "ppm",
+        "pgm",
+        "avif",
+        "jp2",
+        "heic",
+        "heif",
+    ]
 )
 
 
@@ -24,7 +43,9 @@ class Missed(NamedTuple):
 
 
 def join_rows(root: Path, rows: dict[str, Row]) -> tuple[dict[str, Row], Missed]:
-    """Return the rows under the names of their files (``join_names``), and the names on both sides that have no match."""
+    """Return the rows under the names of their files (``join_names``), and the names on both sides
+    that have no match.
+    """
     if not rows:
         return rows, Missed()
     files = []
@@ -44,11 +65,16 @@ def join_rows(root: Path, rows: dict[str, Row]) -> tuple[dict[str, Row], Missed]
 
 
 def refuse_cycles(folder: Path, below: list[str]) -> None:
-    """Links to folders are followed, like links to files: otherwise their images would be silently missing."""
+    """Links to folders are followed, like links to files: otherwise their images would be silently
+    missing.
+    """
     for name in below:
         link = folder / name
         if link.is_symlink() and folder.resolve().is_relative_to(link.resolve()):
-            raise DataError(f"source: {link} leads back to {link.resolve()}; expected no cycle of links. Remove the link.")
+            raise DataError(
+                f"source: {link} leads back to {link.resolve()}; expected no cycle of links. "
+                "Remove the link."
+            )
 
 
 def is_image(name: str) -> bool:
@@ -73,4 +99,7 @@ def refuse_unless_hidden(root: Path) -> Callable[[OSError], None]:
 
 def refuse_unreadable(error: OSError) -> None:
     """Raise DataError for a folder that cannot be read."""
-    raise DataError(f"source: {error.filename}: {error.strerror}; expected a readable folder. Check its permissions.") from None
+    raise DataError(
+        f"source: {error.filename}: {error.strerror}; expected a readable folder. Check its "
+        "permissions."
+    ) from None

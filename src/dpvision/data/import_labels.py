@@ -1,18 +1,24 @@
-"""Labels at the import: one or several per record, names or numbers, one kind per store. The one rule for class numbers is here.
+"""Labels at the import: one or several per record, names or numbers, one kind per store. The one
+rule for class numbers is here.
 
-A class number must not depend on private records: if the names found were numbered alphabetically, one image of a new class would shift
-the numbers, and with them the contributions of other records. So the classes of a private store are declared, in a list or as numbers;
-only a public store is numbered by the names found.
+A class number must not depend on private records: if the names found were numbered alphabetically,
+one image of a new class would shift the numbers, and with them the contributions of other records.
+So the classes of a private store are declared, in a list or as numbers; only a public store is
+numbered by the names found.
 
 Every source gives its labels as they are, and the same label gets the same number from all of them:
 
-    text of digits          the number, as in JSON or parquet: "2", "2.0" and 2 are one label; "02" too, if it is not a declared name
+    text of digits          the number, as in JSON or parquet: "2", "2.0" and 2 are one label; "02"
+                            too, if it is not a declared name
     -1, "", NaN, missing    no label (unless "-1" is a declared name)
-    a declared list         a label that is one of its names is that class; if no name is a number, number n is name n, from 0
+    a declared list         a label that is one of its names is that class; if no name is a number,
+                            number n is name n, from 0
     the source's own names  number n is name n, from 0; a declared list then decides about the name
-    neither                 number n is class n; names are numbered alphabetically (public) or refused (private)
+    neither                 number n is class n; names are numbered alphabetically (public) or
+                            refused (private)
 
-What has two readings is refused with both of them: numbers without a 0 for declared names, names among numbers, "2" and "02".
+What has two readings is refused with both of them: numbers without a 0 for declared names, names
+among numbers, "2" and "02".
 """
 
 import json
@@ -50,11 +56,15 @@ class ClassRule:
     """How class names become numbers."""
 
     declared: tuple[str, ...] | None = None
-    """Class names in the order of their numbers; if None, the source's names, else, in a public store only, those found, sorted."""
+    """Class names in the order of their numbers; if None, the source's names, else, in a public
+    store only, those found, sorted.
+    """
     unknown: UnknownClasses = "refuse"
     """What to do with a record of another class."""
     labels: tuple[str, ...] | None = None
-    """The label that stands for each declared class in the source; if None, the names themselves, or numbers from 0."""
+    """The label that stands for each declared class in the source; if None, the names themselves,
+    or numbers from 0.
+    """
 
 
 def read_classes(path: str | Path) -> tuple[str, ...]:
@@ -63,18 +73,26 @@ def read_classes(path: str | Path) -> tuple[str, ...]:
 
 
 def read_rule(path: str | Path, unknown: UnknownClasses = "refuse") -> ClassRule:
-    """Read declared classes from a file: names, one per line or as a JSON list, in the order of their numbers; or a JSON object from the
-    labels of the source to names, {"1": "cat", "2": "dog"}, in the order of the labels if these are numbers, else of the file.
+    """Read declared classes from a file: names, one per line or as a JSON list, in the order of
+    their numbers; or a JSON object from the labels of the source to names, {"1": "cat", "2":
+    "dog"}, in the order of the labels if these are numbers, else of the file.
 
     Raises:
         DataError: the file cannot be read, is empty, or repeats a name.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        found = parse_json(text) if text.lstrip().startswith(("[", "{")) else [line for line in text.splitlines() if line.strip()]
+        found = (
+            parse_json(text)
+            if text.lstrip().startswith(("[", "{"))
+            else [line for line in text.splitlines() if line.strip()]
+        )
     except (OSError, ValueError) as error:
         remedy = remedy_for(error, "Rewrite it so.")
-        raise DataError(f"classes: {path}: {error}; expected names in UTF-8, one per line or as a JSON list. {remedy}") from None
+        raise DataError(
+            f"classes: {path}: {error}; expected names in UTF-8, one per line or as a JSON list. "
+            f"{remedy}"
+        ) from None
     labels: list[str] | None = None
     if isinstance(found, dict):
         labels = list(found)
@@ -84,15 +102,22 @@ def read_rule(path: str | Path, unknown: UnknownClasses = "refuse") -> ClassRule
         labels = [canonical(label) for label in labels]
     names = [canonical(name) if isinstance(name, str) else name for name in found]
     for entries in (names, labels or []):
-        if not all(isinstance(name, str) and name for name in entries) or len(set(entries)) < len(entries) or not names:
+        if (
+            not all(isinstance(name, str) and name for name in entries)
+            or len(set(entries)) < len(entries)
+            or not names
+        ):
             raise DataError(
-                f"classes: {path}: {len(names)} entries; expected one or more different names. Remove the repeated and the empty ones."
+                f"classes: {path}: {len(names)} entries; expected one or more different names. "
+                "Remove the repeated and the empty ones."
             )
     return ClassRule(tuple(names), unknown, None if labels is None else tuple(labels))
 
 
 def canonical(name: str) -> str:
-    """Return a class name in the one form in which names are compared and stored: without surrounding spaces, in Unicode's NFC."""
+    """Return a class name in the one form in which names are compared and stored: without
+    surrounding spaces, in Unicode's NFC.
+    """
     return name.strip() if name.isascii() else unicodedata.normalize("NFC", name.strip())
 
 
@@ -124,7 +149,9 @@ class _Declared:
         self.names = names
         self._place = {canonical(label): k for k, label in enumerate(spelled)}
         numbers = [_number_in(label) for label in spelled]
-        self._place_of_number = {n: k for k, n in enumerate(numbers) if n is not None and numbers.count(n) == 1}
+        self._place_of_number = {
+            n: k for k, n in enumerate(numbers) if n is not None and numbers.count(n) == 1
+        }
         self.by_place = labels is None and not any(n is not None for n in numbers)
         """bool: whether number n means the name at place n."""
         self.places: set[int] = set()
@@ -143,43 +170,67 @@ class _Declared:
         return number if number < len(self.names) else None
 
     def check(self, field: str) -> None:
-        """Refuse numbers that may count from 0 or from 1. Which of the two never follows from the numbers found, which may be private."""
+        """Refuse numbers that may count from 0 or from 1. Which of the two never follows from the
+        numbers found, which may be private.
+        """
         if not self.places or 0 in self.places:
             return
         first = min(self.places)
-        name = [self.names[k] if 0 <= k < len(self.names) else "no class" for k in (first, first - 1)]
-        example = [json.dumps({str(k + start): name for k, name in enumerate(self.names[:2])})[:-1] + ", ...}" for start in (0, 1)]
+        name = [
+            self.names[k] if 0 <= k < len(self.names) else "no class" for k in (first, first - 1)
+        ]
+        example = [
+            json.dumps({str(k + start): name for k, name in enumerate(self.names[:2])})[:-1]
+            + ", ...}"
+            for start in (0, 1)
+        ]
         raise DataError(
-            f"data import: {field}: numbers {first} to {max(self.places)} and no 0, with {len(self.names)} declared names; expected one "
-            f"reading: counted from 0, {first} is {name[0]!r}; counted from 1, {first} is {name[1]!r}. Say which in a JSON file for "
+            f"data import: {field}: numbers {first} to {max(self.places)} and no 0, with "
+            f"{len(self.names)} declared names; expected one reading: counted from 0, {first} is "
+            f"{name[0]!r}; counted from 1, {first} is {name[1]!r}. Say which in a JSON file for "
             f"--classes: {example[0]} or {example[1]}."
         )
 
 
 class ImportedLabels:
-    """Labels from one field, as provisional numbers for the index; ``finish`` turns these into classes.
+    """Labels from one field, as provisional numbers for the index; ``finish`` turns these into
+    classes.
 
-    A list gives a record several labels; an empty list means none of the classes. A field that is missing, null, empty or -1 means no
-    label.
+    A list gives a record several labels; an empty list means none of the classes. A field that is
+    missing, null, empty or -1 means no label.
     """
 
     def __init__(
-        self, field: str, names: list[str] | None, separator: str | None, *, private: bool = True, rule: ClassRule | None = None
+        self,
+        field: str,
+        names: list[str] | None,
+        separator: str | None,
+        *,
+        private: bool = True,
+        rule: ClassRule | None = None,
     ) -> None:
         """
         Args:
             names: class names, if the source has integer labels.
-            separator: separates the classes of one record in a string; if None, a string is one class.
+            separator: separates the classes of one record in a string; if None, a string is one
+                class.
             private: number names by a declared list only.
             rule: the declared list, and what to do with other names.
         """
         if separator is not None and not separator.strip():
-            raise DataError(f"data import: label_separator={separator!r}; expected a character that no class name contains. Use '|'.")
+            raise DataError(
+                f"data import: label_separator={separator!r}; expected a character that no class "
+                "name contains. Use '|'."
+            )
         self.field, self._separator = field, separator
         self._names = None if names is None else [canonical(name) for name in names]
         self._private, self._rule = private, rule or ClassRule()
         declared = self._rule.declared
-        self._declared = None if declared is None else _Declared(tuple(map(canonical, declared)), self._rule.labels)
+        self._declared = (
+            None
+            if declared is None
+            else _Declared(tuple(map(canonical, declared)), self._rule.labels)
+        )
         self._place = {name: k for k, name in enumerate(self._names or ())}
         self._unknown: dict[str, None] = {}
         self._num_unknown = 0
@@ -199,17 +250,30 @@ class ImportedLabels:
             return None
         text, number = _reading(value)
         declares = self._declared is not None and self._declared.of_name(text) is not None
-        return None if not text or (number == -1 and not declares) else value  # -1 marks a missing label in public data sets
+        return (
+            None if not text or (number == -1 and not declares) else value
+        )  # -1 marks a missing label in public data sets
 
     def unlisted(self, sample: "Sample") -> list[str]:
-        """Names in a sample's label that have no number: the store is private, and its classes were not declared."""
-        if not self._private or self._declared is not None or self._names is not None or self._rule.unknown == "unlabelled":
+        """Names in a sample's label that have no number: the store is private, and its classes were
+        not declared.
+        """
+        if (
+            not self._private
+            or self._declared is not None
+            or self._names is not None
+            or self._rule.unknown == "unlabelled"
+        ):
             return []
         if sample.fields.get(self.field) is None:
             return []
         value = self.value(sample)
         parts = value if isinstance(value, list | tuple) else [value]
-        return [text for text in (canonical(one) for one in parts if isinstance(one, str)) if text and _number_in(text) is None]
+        return [
+            text
+            for text in (canonical(one) for one in parts if isinstance(one, str))
+            if text and _number_in(text) is None
+        ]
 
     def refuse_unlisted(self, names: Iterable[str]) -> NoReturn:
         """Raise the DataError of ``finish`` for these names."""
@@ -222,19 +286,29 @@ class ImportedLabels:
         raise AssertionError("no name")
 
     def number(self, key: str, value: Any) -> int:
-        """Provisional number of a value's class, or set of classes, for ``finish``; -1 for no label.
+        """Provisional number of a value's class, or set of classes, for ``finish``; -1 for no
+        label.
 
         Raises:
-            DataError: the value is neither a class nor a list of different classes, or some records have lists and others single classes.
+            DataError: the value is neither a class nor a list of different classes, or some records
+                have lists and others single classes.
         """
         if value is None:
             return -1
         several = isinstance(value, list | tuple)
         if self._several not in (None, several):
             rule = "a list of classes" if self._several else "one class"
-            raise self._error(key, value, f"{rule}, as the images before it have. Give all of them lists, or none.")
+            raise self._error(
+                key,
+                value,
+                f"{rule}, as the images before it have. Give all of them lists, or none.",
+            )
         self._several = several
-        classes = [self._class(key, one, value) for one in value] if several else [self._class(key, value, value)]
+        classes = (
+            [self._class(key, one, value) for one in value]
+            if several
+            else [self._class(key, value, value)]
+        )
         if None in classes:
             self._num_unknown += 1
             return -1
@@ -249,7 +323,11 @@ class ImportedLabels:
         """Provisional number of one class; None if it is not declared."""
         several, is_text = isinstance(value, list | tuple), isinstance(one, str)
         text, number = _reading(one)
-        plain = isinstance(one, str | int | float) and bool(text) and not (several and isinstance(one, bool))
+        plain = (
+            isinstance(one, str | int | float)
+            and bool(text)
+            and not (several and isinstance(one, bool))
+        )
         if self._names is not None and is_text and text in self._place:
             return self._of_source(self._place[text])
         if self._names is None and self._declared is not None and plain:
@@ -258,7 +336,11 @@ class ImportedLabels:
                 return place
         if is_text and text and number is None:
             return self._named(key, text, value)
-        if not plain or number is None or not 0 <= number < (_MOST if self._names is None else len(self._names)):
+        if (
+            not plain
+            or number is None
+            or not 0 <= number < (_MOST if self._names is None else len(self._names))
+        ):
             last = " on" if self._names is None else f" to {len(self._names) - 1}"
             what = "a list of classes, each" if several else "one class,"
             raise self._error(key, value, f"{what} a name or a number from 0{last}. {_REMEDY}")
@@ -285,7 +367,8 @@ class ImportedLabels:
             raise self._error(
                 key,
                 value,
-                f"one reading: {text!r} may be a class, or no label. Leave the field empty, or declare the class with --classes.",
+                f"one reading: {text!r} may be a class, or no label. Leave the field empty, or "
+                "declare the class with --classes.",
             )
         return self._classes.setdefault(text, len(self._classes))
 
@@ -295,7 +378,10 @@ class ImportedLabels:
         before = self._spelled.setdefault(number, spelled)
         if before != spelled:
             raise self._error(
-                key, value, f"one spelling: {before!r} and {spelled!r} may be one class or two. Rename one, or declare both with --classes."
+                key,
+                value,
+                f"one spelling: {before!r} and {spelled!r} may be one class or two. Rename one, "
+                "or declare both with --classes.",
             )
 
     def _unknown_class(self, name: str) -> int | None:
@@ -316,17 +402,21 @@ class ImportedLabels:
     def _check_unknown(self) -> None:
         if not self._num_unknown or self._rule.unknown == "unlabelled":
             return
-        shown = ", ".join(map(repr, list(self._unknown)[:_NAMED_AT_MOST])) + (", ..." if len(self._unknown) > _NAMED_AT_MOST else "")
+        shown = ", ".join(map(repr, list(self._unknown)[:_NAMED_AT_MOST])) + (
+            ", ..." if len(self._unknown) > _NAMED_AT_MOST else ""
+        )
         names = self._declared.names if self._declared is not None else self._names
         if names is None:
             raise DataError(
-                f"data import: {self.field}: class names ({shown}) in a private store; expected a declared list, because numbers derived "
-                "from the names found would depend on the images. Write the classes, one per line, and pass --classes FILE; to import "
-                "without labels, pass --unknown-classes unlabelled."
+                f"data import: {self.field}: class names ({shown}) in a private store; expected "
+                "a declared list, because numbers derived from the names found would depend on "
+                "the images. Write the classes, one per line, and pass --classes FILE; to "
+                "import without labels, pass --unknown-classes unlabelled."
             )
         raise DataError(
-            f"data import: {self.field}: {self._num_unknown:,} records of classes that are not declared ({shown}); expected the "
-            f"{len(names)} declared ones. Complete the file of --classes, or pass --unknown-classes unlabelled."
+            f"data import: {self.field}: {self._num_unknown:,} records of classes that are not "
+            f"declared ({shown}); expected the {len(names)} declared ones. Complete the file of "
+            "--classes, or pass --unknown-classes unlabelled."
         )
 
     def _error(self, key: str, value: Any, rule: str) -> DataError:
@@ -338,21 +428,27 @@ class ImportedLabels:
         if self._classes and self._spelled:
             name, number = next(iter(self._classes)), next(iter(self._spelled.values()))
             raise DataError(
-                f"data import: {self.field}: labels are both names and numbers, such as {name!r} and {number!r}; expected one kind: "
-                f"{number!r} may be the name of a class or its number. Declare all classes with --classes, or choose another --label-from."
+                f"data import: {self.field}: labels are both names and numbers, such as {name!r} "
+                f"and {number!r}; expected one kind: {number!r} may be the name of a class or "
+                "its number. Declare all classes with --classes, or choose another --label-from."
             )
 
-    def finish(self, rows: np.ndarray, folder: Path) -> tuple[list[str] | None, tuple[str, int] | None]:
-        """Replace the provisional numbers in the column ``label`` of ``rows`` by classes, or by positions of label sets.
+    def finish(
+        self, rows: np.ndarray, folder: Path
+    ) -> tuple[list[str] | None, tuple[str, int] | None]:
+        """Replace the provisional numbers in the column ``label`` of ``rows`` by classes, or by
+        positions of label sets.
 
         Args:
             folder: the store's folder, for the file of label sets.
 
         Returns:
-            Class names (declared, the source's, or in a public store those found, sorted); name and size of the file of label sets, if any.
+            Class names (declared, the source's, or in a public store those found, sorted); name and
+            size of the file of label sets, if any.
 
         Raises:
-            DataError: names and numbers in one store, undeclared classes, or numbers with two readings.
+            DataError: names and numbers in one store, undeclared classes, or numbers with two
+                readings.
         """
         self._check_kind()
         if self._declared is not None:
@@ -374,11 +470,15 @@ class ImportedLabels:
         return self._names, None
 
 
-def with_classes(samples: Iterable["Sample"], labels: ImportedLabels, counts: Callable[["Sample"], bool]) -> Iterator["Sample"]:
-    """Yield the samples; refuse a private store without declared classes at the first class name, before that image is decoded.
+def with_classes(
+    samples: Iterable["Sample"], labels: ImportedLabels, counts: Callable[["Sample"], bool]
+) -> Iterator["Sample"]:
+    """Yield the samples; refuse a private store without declared classes at the first class name,
+    before that image is decoded.
 
     Args:
-        counts: whether an image is not left out for another reason; asked of images with such a name only.
+        counts: whether an image is not left out for another reason; asked of images with such a
+            name only.
 
     Raises:
         DataError: names the class, and others among the next images.
@@ -386,6 +486,11 @@ def with_classes(samples: Iterable["Sample"], labels: ImportedLabels, counts: Ca
     rest = iter(samples)
     for sample in rest:
         if sample.problem is None and (names := labels.unlisted(sample)) and counts(sample):
-            later = (name for one in islice(rest, _LOOKED_AT) if one.problem is None for name in labels.unlisted(one))
+            later = (
+                name
+                for one in islice(rest, _LOOKED_AT)
+                if one.problem is None
+                for name in labels.unlisted(one)
+            )
             labels.refuse_unlisted(chain(names, later))
         yield sample

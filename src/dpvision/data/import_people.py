@@ -1,6 +1,8 @@
-"""The persons of an import: every image has one, or the operator says what becomes of it; an image of two persons is refused.
+"""The persons of an import: every image has one, or the operator says what becomes of it; an image
+of two persons is refused.
 
-An image that lost its person would count as a person of its own, and the guarantee per person would be false for the one it shows.
+An image that lost its person would count as a person of its own, and the guarantee per person would
+be false for the one it shows.
 """
 
 from array import array
@@ -28,22 +30,30 @@ class PersonRule:
     field: str | None = None
     """If None, images have no persons, and the rest is unused."""
     unmatched: Unmatched = "refuse"
-    """For an image without a person: refuse the import, make it a person of its own, or leave it out."""
+    """For an image without a person: refuse the import, make it a person of its own, or leave it
+    out.
+    """
     shared: SharedImages = "refuse"
-    """For an image of two persons: refuse the import, or keep it for the first. Whose it is depends on both persons: deduplication, which
-    the guarantee does not cover."""
+    """For an image of two persons: refuse the import, or keep it for the first. Whose it is depends
+    on both persons: deduplication, which the guarantee does not cover.
+    """
 
     def check(self) -> None:
         """Raise DataError for a choice about persons where there are none."""
         if self.field is None and (self.unmatched, self.shared) != ("refuse", "refuse"):
             raise DataError(
-                f"data import: unmatched={self.unmatched}, shared_images={self.shared} without unit_from; expected the field that names "
-                "the person. Give --unit-from FIELD, or drop them."
+                f"data import: unmatched={self.unmatched}, shared_images={self.shared} without "
+                "unit_from; expected the field that names the person. Give --unit-from FIELD, "
+                "or drop them."
             )
 
     def name(self, sample: Sample) -> str | None:
         """The person of an image, or None. Raises as ``person_name``."""
-        return None if self.field is None else person_name(sample.fields.get(self.field), self.field, sample.key)
+        return (
+            None
+            if self.field is None
+            else person_name(sample.fields.get(self.field), self.field, sample.key)
+        )
 
 
 class Shared(NamedTuple):
@@ -71,8 +81,9 @@ class WithoutPerson:
         """Raise DataError if there was one."""
         if self.count:
             raise DataError(
-                f"data import: --unit-from {field}: {OPERATOR_ONLY}{self.count:,} images without one ({_some(self._names, self.count)}); "
-                "expected one each. Complete the field, or give --unmatched drop to leave them out, or --unmatched own-person if each "
+                f"data import: --unit-from {field}: {OPERATOR_ONLY}{self.count:,} images without "
+                f"one ({_some(self._names, self.count)}); expected one each. Complete the field, "
+                "or give --unmatched drop to leave them out, or --unmatched own-person if each "
                 "shows a person of whom there is no other image."
             )
 
@@ -80,17 +91,22 @@ class WithoutPerson:
 def refuse_shared(field: str, found: list[Shared]) -> None:
     """Raise DataError if there are images of two persons."""
     if found:
-        shown = [f"{one.first} of {one.person or 'nobody'} = {one.second} of {one.other or 'nobody'}" for one in found[:_SHOWN]]
+        shown = [
+            f"{one.first} of {one.person or 'nobody'} = {one.second} of {one.other or 'nobody'}"
+            for one in found[:_SHOWN]
+        ]
         raise DataError(
-            f"data import: --unit-from {field}: {OPERATOR_ONLY}{len(found):,} files have the bytes of an image of another person "
-            f"({_some(shown, len(found))}); expected one person for each image. Remove them from all but one person, or give "
-            f"--shared-images first to keep each for the first, listed in the store's confidential/{SHARED_FILE}; statements then say "
-            "that this is not covered."
+            f"data import: --unit-from {field}: {OPERATOR_ONLY}{len(found):,} files have the "
+            f"bytes of an image of another person ({_some(shown, len(found))}); expected one "
+            "person for each image. Remove them from all but one person, or give "
+            "--shared-images first to keep each for the first, listed in the store's "
+            f"confidential/{SHARED_FILE}; statements then say that this is not covered."
         )
 
 
 def refuse_alike(field: str, names: Iterable[str]) -> None:
-    """Raise DataError if names of different persons may be spellings of one (``person_names.loosely``).
+    """Raise DataError if names of different persons may be spellings of one
+    (``person_names.loosely``).
 
     Args:
         names: from ``person_name``, each once.
@@ -100,30 +116,42 @@ def refuse_alike(field: str, names: Iterable[str]) -> None:
         groups.setdefault(loosely(name), []).append(name)
     if found := sorted(" = ".join(sorted(group)) for group in groups.values() if len(group) > 1):
         raise DataError(
-            f"data import: --unit-from {field}: {OPERATOR_ONLY}{len(found):,} persons spelled in several ways "
-            f"({_some(found, len(found))}), which would count as several; expected names that differ in more than case, leading zeros or "
-            "the form of a number. Write each person in one way in the source; give different persons other names."
+            f"data import: --unit-from {field}: {OPERATOR_ONLY}{len(found):,} persons spelled in "
+            f"several ways ({_some(found, len(found))}), which would count as several; expected "
+            "names that differ in more than case, leading zeros or the form of a number. Write "
+            "each person in one way in the source; give different persons other names."
         )
 
 
 def check_field(option: str, field: str, seen: set[str]) -> None:
     """Raise DataError if no sample had a field."""
     if field not in seen:
-        raise DataError(f"data import: {option} {field}: no sample has it; expected one of {sorted(seen)}. Name one of them.")
+        raise DataError(
+            f"data import: {option} {field}: no sample has it; expected one of {sorted(seen)}. "
+            "Name one of them."
+        )
 
 
 def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> None:
-    """Refuse a source with images without a person or of two, or a person spelled in two ways, before all images are decoded; only
-    suspicious ones are.
+    """Refuse a source with images without a person or of two, or a person spelled in two ways,
+    before all images are decoded; only suspicious ones are.
 
     Args:
-        read: gives the samples anew at each call; called once, and again if there are images of two persons.
+        read: gives the samples anew at each call; called once, and again if there are images of two
+            persons.
 
     Raises:
-        DataError: as ``WithoutPerson.refuse``, ``refuse_alike`` and ``refuse_shared``, or no sample has the field.
+        DataError: as ``WithoutPerson.refuse``, ``refuse_alike`` and ``refuse_shared``, or no sample
+            has the field.
     """
     assert rule.field is not None
-    digests, persons, missing, seen, names = array("Q"), array("Q"), WithoutPerson(), set[str](), set[str]()
+    digests, persons, missing, seen, names = (
+        array("Q"),
+        array("Q"),
+        WithoutPerson(),
+        set[str](),
+        set[str](),
+    )
     for sample in read():
         if sample.problem is not None:
             continue
@@ -145,7 +173,9 @@ def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> Non
         return
     digest_N, person_N = (np.frombuffer(part, dtype=np.uint64) for part in (digests, persons))
     order = np.lexsort((person_N, digest_N))
-    same = (digest_N[order][1:] == digest_N[order][:-1]) & (person_N[order][1:] != person_N[order][:-1])
+    same = (digest_N[order][1:] == digest_N[order][:-1]) & (
+        person_N[order][1:] != person_N[order][:-1]
+    )
     suspects = set(digest_N[order][1:][same].tolist())
     if suspects:
         refuse_shared(rule.field, _shared(read(), rule, suspects))

@@ -1,4 +1,5 @@
-"""Make a store from a source: check and hash every image, merge identical ones, write the index; all or nothing.
+"""Make a store from a source: check and hash every image, merge identical ones, write the index;
+all or nothing.
 
 Image bytes are kept as they are; orientation and colour modes are handled at each read (decode.py).
 """
@@ -65,10 +66,12 @@ def import_source(
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Import an image folder, parquet files or WebDataset tars into a new store; tars are indexed in place, the rest is copied.
+    """Import an image folder, parquet files or WebDataset tars into a new store; tars are indexed
+    in place, the rest is copied.
 
-    Files that cannot be read, are oversized or damaged, or are not images are left out: counted by reason in ``Store.import_summary``, and
-    named only in ``confidential/left_out.jsonl``. Rows with identical image bytes become one record with all their captions.
+    Files that cannot be read, are oversized or damaged, or are not images are left out: counted by
+    reason in ``Store.import_summary``, and named only in ``confidential/left_out.jsonl``. Rows with
+    identical image bytes become one record with all their captions.
 
     Args:
         source: see ``sources.open_source``.
@@ -77,38 +80,61 @@ def import_source(
         unit_from: field that names the person an image belongs to.
         unmatched: with ``unit_from``, what becomes of an image without a person.
         shared_images: with ``unit_from``, what becomes of an image of two persons.
-        label_from: field that holds the class, or a list of classes; default the class folder, or the field ``label``.
-        label_separator: separates the classes of one image if that field is a string; an empty string is then an empty list.
+        label_from: field that holds the class, or a list of classes; default the class folder, or
+            the field ``label``.
+        label_separator: separates the classes of one image if that field is a string; an empty
+            string is then an empty list.
         classes: the declared classes; required for a private store with class names.
-        captions: a file of captions for these images, see ``caption_files``; the source's own captions are kept too.
+        captions: a file of captions for these images, see ``caption_files``; the source's own
+            captions are kept too.
         require_captions: leave out images without a caption.
         licence: licence of the images, for the statement of runs on a public store.
-        window: the values that become black and white in images of more than 8 bits, which are stored as 8-bit PNG; images of tars are then
-            copied too.
+        window: the values that become black and white in images of more than 8 bits, which are
+            stored as 8-bit PNG; images of tars are then copied too.
         workers: threads that decode.
         progress: called from time to time with the number of images checked so far.
 
     Raises:
-        DataError: the source is empty, unknown or damaged, a field is missing, ``store_dir`` exists, or the disk is full. Nothing
-            half-made is left behind.
+        DataError: the source is empty, unknown or damaged, a field is missing, ``store_dir``
+            exists, or the disk is full. Nothing half-made is left behind.
     """
     target, origin = Path(store_dir).resolve(), Path(source).resolve()
     require_new(target)
     if window is not None:
         check_window(window, "data import")
     if origin.is_dir() and target.is_relative_to(origin):
-        raise DataError(f"data import: store={store_dir} lies inside the source; expected it elsewhere. Choose another folder.")
+        raise DataError(
+            f"data import: store={store_dir} lies inside the source; expected it elsewhere. "
+            "Choose another folder."
+        )
     caption_file = CaptionFile(captions) if captions is not None else None
     people = PersonRule(unit_from, unmatched, shared_images)
     people.check()
 
     def opened() -> Source:
-        return open_source(source, unit_from=unit_from, label_from=label_from, label_separator=label_separator, workers=workers)
+        return open_source(
+            source,
+            unit_from=unit_from,
+            label_from=label_from,
+            label_separator=label_separator,
+            workers=workers,
+        )
 
     found = opened()
     if unit_from is not None and "refuse" in (unmatched, shared_images):
-        labels = ImportedLabels(label_from or "label", found.label_names, label_separator, private=not public, rule=classes)
-        check_persons(lambda: with_classes(opened().samples, labels, partial(_counts, people=people, require_captions=False)), people)
+        labels = ImportedLabels(
+            label_from or "label",
+            found.label_names,
+            label_separator,
+            private=not public,
+            rule=classes,
+        )
+        check_persons(
+            lambda: with_classes(
+                opened().samples, labels, partial(_counts, people=people, require_captions=False)
+            ),
+            people,
+        )
     return import_samples(
         found.samples,
         store_dir,
@@ -160,24 +186,31 @@ def import_samples(
         counts: further counts for the summary, final when the samples are at their end.
         missed: rows of a table that match no file, and files without a row.
         caption_file: captions by the samples' names; its ``attach`` must not have been called yet.
-        metric: how scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the evaluation's setting.
+        metric: how scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the
+            evaluation's setting.
     """
     target = Path(store_dir).resolve()
     people = PersonRule(unit_from, unmatched, shared_images)
     people.check()
     with new_store_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
-        labels = ImportedLabels(label_from or "label", label_names, label_separator, private=not public, rule=classes)
+        labels = ImportedLabels(
+            label_from or "label", label_names, label_separator, private=not public, rule=classes
+        )
         build = _Build(folder, files, people, labels, missed or Missed(), licence, metric)
         done = 0
         named = samples if caption_file is None else caption_file.attach(samples)
-        listed = with_classes(named, labels, partial(_counts, people=people, require_captions=require_captions))
+        listed = with_classes(
+            named, labels, partial(_counts, people=people, require_captions=require_captions)
+        )
         for chunk in _checked(listed, build.key, require_captions, window, workers):
             for checked in chunk:
                 build.add(checked)
             done += len(chunk)
             if progress is not None:
                 progress(done)
-        more: dict[str, Any] = dict(counts or {}) | ({} if caption_file is None else caption_file.summary())
+        more: dict[str, Any] = dict(counts or {}) | (
+            {} if caption_file is None else caption_file.summary()
+        )
         more |= {} if window is None else {"window": list(window)}
         if caption_file is not None:
             build.write_missed(caption_file.missed())
@@ -187,8 +220,14 @@ def import_samples(
 
 def _counts(sample: Sample, people: PersonRule, require_captions: bool) -> bool:
     """Return whether an image is not left out for its person, its captions or its bytes."""
-    dropped = people.field is not None and people.unmatched == "drop" and people.name(sample) is None
-    return not dropped and (not require_captions or bool(find_captions(sample.fields).kept)) and decodes(sample.image)
+    dropped = (
+        people.field is not None and people.unmatched == "drop" and people.name(sample) is None
+    )
+    return (
+        not dropped
+        and (not require_captions or bool(find_captions(sample.fields).kept))
+        and decodes(sample.image)
+    )
 
 
 class _Checked(NamedTuple):
@@ -202,7 +241,11 @@ class _Checked(NamedTuple):
 
 
 def _checked(
-    samples: Iterable[Sample], key: bytes, require_captions: bool, window: Window | None, workers: int
+    samples: Iterable[Sample],
+    key: bytes,
+    require_captions: bool,
+    window: Window | None,
+    workers: int,
 ) -> Iterator[list[_Checked]]:
     """Yield chunks of samples in order; threads decode the images and clean the captions."""
 
@@ -237,7 +280,9 @@ def _check(sample: Sample, key: bytes, require_captions: bool, window: Window | 
             problem = error.reason
     if problem is None and require_captions and not text.kept:
         problem = "no caption"
-    return _Checked(sample, problem, -1 if problem is not None else keyed_hash(key, sample.image), text, largest)
+    return _Checked(
+        sample, problem, -1 if problem is not None else keyed_hash(key, sample.image), text, largest
+    )
 
 
 class _Build:
@@ -280,7 +325,12 @@ class _Build:
         self._dropped += text.dropped
         self._suspicious.update(text.suspicious if problem is None else ())
         person = None if problem is not None else self._people.name(sample)
-        if problem is None and person is None and self._people.field is not None and self._people.unmatched != "own-person":
+        if (
+            problem is None
+            and person is None
+            and self._people.field is not None
+            and self._people.unmatched != "own-person"
+        ):
             self._no_person.add(sample.key)
             problem = NO_PERSON
         if sample.fields:
@@ -302,9 +352,14 @@ class _Build:
         if sample.place is None:
             shard, offset = self._writer.add(sample, captions, value, unit)
         else:
-            shard, offset = self._in_place.setdefault(sample.place[0], len(self._in_place)), sample.place[1]
+            shard, offset = (
+                self._in_place.setdefault(sample.place[0], len(self._in_place)),
+                sample.place[1],
+            )
         position, size = append_line(self._text, sample.key, captions)
-        self._rows.append((shard, offset, len(sample.image), position, size, record_id, unit, label))
+        self._rows.append(
+            (shard, offset, len(sample.image), position, size, record_id, unit, label)
+        )
         if len(self._rows) == _ROWS_IN_LIST:
             self._flush()
 
@@ -340,7 +395,10 @@ class _Build:
             (self._folder / "confidential" / SHARED_FILE).write_text("".join(lines))
 
     def _check_fields(self) -> None:
-        for option, name in (("--unit-from", self._people.field), ("--label-from", self._labels.field)):
+        for option, name in (
+            ("--unit-from", self._people.field),
+            ("--label-from", self._labels.field),
+        ):
             if name is not None and name != "label" and self._fields_seen:
                 check_field(option, name, self._fields_seen)
         if self._people.field is not None and self._people.unmatched == "refuse":
@@ -354,13 +412,22 @@ class _Build:
         rows = np.concatenate(self._blocks)
         left_out = dict(sorted(self._reasons.items()))
         if not len(rows):
-            got = f"{num_seen} files, none an image that can be read: {left_out}" if num_seen else "empty source"
+            got = (
+                f"{num_seen} files, none an image that can be read: {left_out}"
+                if num_seen
+                else "empty source"
+            )
             what = "images with captions" if "no caption" in left_out else "images"
-            raise DataError(f"data import: {got}; expected {what}. Check the path, or convert them to JPEG or PNG.")
+            raise DataError(
+                f"data import: {got}; expected {what}. Check the path, or convert them to JPEG "
+                "or PNG."
+            )
         names, labels = self._labels.finish(rows, self._folder)
         rows, merged, shared = merge_duplicates(rows, self._text)
         self._write_shared(shared)
-        shards = [(str(path), path.stat().st_size) for path in self._in_place] or self._writer.finish()
+        shards = [
+            (str(path), path.stat().st_size) for path in self._in_place
+        ] or self._writer.finish()
         self._text.flush()
         self._unmatched.flush()
         if not self._unmatched.tell():
@@ -390,8 +457,18 @@ class _Build:
             "classes_not_declared": self._labels.num_unknown,
             "without_label": int((rows["label"] < 0).sum()),
             "without_unit": int((rows["unit"] < 0).sum()),
-            "without_caption": int((~have_captions(self._folder / "records.jsonl", rows["caption_offset"], rows["caption_size"])).sum()),
-            **({"files_without_table_row": self._num_without_row} if "table_rows_without_file" in more else {}),
+            "without_caption": int(
+                (
+                    ~have_captions(
+                        self._folder / "records.jsonl", rows["caption_offset"], rows["caption_size"]
+                    )
+                ).sum()
+            ),
+            **(
+                {"files_without_table_row": self._num_without_row}
+                if "table_rows_without_file" in more
+                else {}
+            ),
             "captions": self._num_captions,
             "captions_cut": self._num_cut,
             "captions_dropped": dict(sorted(self._dropped.items())),

@@ -1,4 +1,6 @@
-"""Join two lists of names, such as the rows of a table and the files of a folder, without missing a match and without guessing one."""
+"""Join two lists of names, such as the rows of a table and the files of a folder, without missing a
+match and without guessing one.
+"""
 
 import unicodedata
 from collections import Counter
@@ -21,8 +23,9 @@ def folded(name: str) -> str:
 def join_names(rows: Collection[str], files: Collection[str]) -> dict[str, str]:
     """Return the file of each row that has one.
 
-    The name decides in one Unicode form; where two files have that form, the one spelled as the row. Case is ignored only for a row whose
-    name misses, and only if one row and one file are alike without it.
+    The name decides in one Unicode form; where two files have that form, the one spelled as the
+    row. Case is ignored only for a row whose name misses, and only if one row and one file are
+    alike without it.
     """
     alike: dict[str, list[str]] = {}
     for file in files:

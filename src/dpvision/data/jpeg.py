@@ -1,6 +1,8 @@
-"""JPEG by simplejpeg, strictly: damaged pixel data are refused, oddities of the header that do not touch pixels are not.
+"""JPEG by simplejpeg, strictly: damaged pixel data are refused, oddities of the header that do not
+touch pixels are not.
 
-libjpeg reports only its first warning. A harmless one would hide damage, so its cause is removed and the file is read again.
+libjpeg reports only its first warning. A harmless one would hide damage, so its cause is removed
+and the file is read again.
 """
 
 from collections.abc import Iterator
@@ -8,7 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import simplejpeg
 
-_HARMLESS = ("unknown JFIF revision", "bad ICC marker", "Invalid SOS parameters", "Unknown Adobe color transform")
+_HARMLESS = (
+    "unknown JFIF revision",
+    "bad ICC marker",
+    "Invalid SOS parameters",
+    "Unknown Adobe color transform",
+)
 _SOS, _APP0, _APP1, _APP14, _COM = 0xDA, 0xE0, 0xE1, 0xEE, 0xFE
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
@@ -40,14 +47,18 @@ def may_be_turned(data: bytes) -> bool:
         if marker == _SOS:
             break
         end = at + 1 if marker == 0xFF else at + 2 + (data[at + 2] << 8 | data[at + 3])
-        if marker == _APP1 and (data[at + 4 : at + 8] == b"Exif" or data.find(b"tiff:Orientation", at, end) >= 0):
+        if marker == _APP1 and (
+            data[at + 4 : at + 8] == b"Exif" or data.find(b"tiff:Orientation", at, end) >= 0
+        ):
             return True
         at = end
     return False
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield marker, start (of its length field) and end of each segment up to the first scan's header."""
+    """Yield marker, start (of its length field) and end of each segment up to the first scan's
+    header.
+    """
     at = 2
     while at + 4 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]
@@ -64,7 +75,9 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def plain(data: bytes) -> bytes:
-    """Return the file without application data, with the usual JFIF revision, Adobe transform and scan parameters."""
+    """Return the file without application data, with the usual JFIF revision, Adobe transform and
+    scan parameters.
+    """
     made, end, components, sequential = bytearray(b"\xff\xd8"), 2, 3, False
     for marker, start, end in _segments(data):
         segment = bytearray(data[start:end])
@@ -72,7 +85,9 @@ def plain(data: bytes) -> bytes:
             components, sequential = segment[7], marker in (0xC0, 0xC1, 0xC9)
         if marker == _APP0 and segment[2:6] == b"JFIF":
             segment[7:9] = b"\x01\x01"
-        elif marker == _APP14 and segment[2:7] == b"Adobe" and len(segment) > 13 and segment[13] > 2:
+        elif (
+            marker == _APP14 and segment[2:7] == b"Adobe" and len(segment) > 13 and segment[13] > 2
+        ):
             segment[13] = 2 if components == 4 else 1
         elif marker == _SOS and sequential:
             segment[-3:] = b"\x00\x3f\x00"

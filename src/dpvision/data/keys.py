@@ -1,8 +1,10 @@
-"""Random numbers of one record, keyed by (config seed, step, record id), never by its row or position in the batch.
+"""Random numbers of one record, keyed by (config seed, step, record id), never by its row or
+position in the batch.
 
-A counter-based generator (splitmix64's finaliser over a keyed counter), the same bits in numpy (data side) and in torch
-(model side, any device, also under ``torch.func.vmap``). This is for masks, crops and flips, which need to be reproducible
-and well spread. It is not for noise or for drawing the batch: those are secret (docs/privacy.md).
+A counter-based generator (splitmix64's finaliser over a keyed counter), the same bits in numpy
+(data side) and in torch (model side, any device, also under ``torch.func.vmap``). This is for
+masks, crops and flips, which need to be reproducible and well spread. It is not for noise or for
+drawing the batch: those are secret (docs/privacy.md).
 
 Legend: B records, N numbers per record.
 """
@@ -24,18 +26,25 @@ class StepKey:
     seed: int
     step: int
     image: int = 0
-    """Position among the images of a person in this step, where people are drawn: an image that takes several positions gets other crops
-    and captions in each."""
+    """Position among the images of a person in this step, where people are drawn: an image that
+    takes several positions gets other crops and captions in each.
+    """
 
     def base(self, stream: str) -> int:
         """Unsigned 64-bit constant of this (seed, step, image, stream)."""
-        text = f"dpvision {self.seed} {self.step} {stream}{f' {self.image}' if self.image else ''}".encode()
+        text = (
+            f"dpvision {self.seed} {self.step} {stream}{f' {self.image}' if self.image else ''}"
+        ).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     def bits(self, record_id_B: Tensor, stream: str, count: int) -> Tensor:
-        """Random non-negative int64 numbers below 2^63, shape (B, count) or (count,) for a scalar id, on the ids' device."""
+        """Random non-negative int64 numbers below 2^63, shape (B, count) or (count,) for a scalar
+        id, on the ids' device.
+        """
         start = mix_torch(record_id_B.long() ^ signed(self.base(stream)))
-        counter = torch.arange(1, count + 1, device=record_id_B.device, dtype=torch.int64) * signed(GOLDEN)
+        counter = torch.arange(1, count + 1, device=record_id_B.device, dtype=torch.int64) * signed(
+            GOLDEN
+        )
         return mix_torch(start[..., None] + counter) & ((1 << 63) - 1)
 
     def uniform(self, record_id_B: Tensor, stream: str, count: int) -> Tensor:
@@ -43,9 +52,13 @@ class StepKey:
         return (self.bits(record_id_B, stream, count) >> 39).float() * 2.0**-24
 
     def uniform_numpy(self, record_id_B: np.ndarray, stream: str, count: int) -> np.ndarray:
-        """The same numbers as ``uniform``, as float64 of shape (B, count), for code that runs in data workers."""
+        """The same numbers as ``uniform``, as float64 of shape (B, count), for code that runs in
+        data workers.
+        """
         with np.errstate(over="ignore"):
-            start = mix_numpy(np.asarray(record_id_B).astype(np.uint64) ^ np.uint64(self.base(stream)))
+            start = mix_numpy(
+                np.asarray(record_id_B).astype(np.uint64) ^ np.uint64(self.base(stream))
+            )
             counter = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
             bits = mix_numpy(start[..., None] + counter) & np.uint64((1 << 63) - 1)
         return (bits >> np.uint64(39)).astype(np.float64) * 2.0**-24

@@ -1,4 +1,6 @@
-"""The table of Hugging Face's imagefolder layout, metadata.csv or metadata.jsonl: fields of the images of a folder by file_name."""
+"""The table of Hugging Face's imagefolder layout, metadata.csv or metadata.jsonl: fields of the
+images of a folder by file_name.
+"""
 
 import posixpath
 from collections.abc import Iterable
@@ -16,7 +18,9 @@ METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
 Row = dict[str, Any]
 
 
-def read_metadata(root: Path, wanted: Iterable[str], may_be_empty: str | None) -> tuple[list[str], dict[str, Row]]:
+def read_metadata(
+    root: Path, wanted: Iterable[str], may_be_empty: str | None
+) -> tuple[list[str], dict[str, Row]]:
     """Columns, and rows by normalised file_name; empty if there is no table.
 
     An image may have several rows, such as one for each caption: their captions are joined.
@@ -26,30 +30,46 @@ def read_metadata(root: Path, wanted: Iterable[str], may_be_empty: str | None) -
         may_be_empty: the column whose empty cells are kept; those of other columns are dropped.
 
     Raises:
-        DataError: two tables, one that cannot be read or has no file_name, a row whose cells do not fit the heading, or an image whose
-            rows disagree.
+        DataError: two tables, one that cannot be read or has no file_name, a row whose cells do not
+            fit the heading, or an image whose rows disagree.
     """
     files = [root / name for name in METADATA_NAMES if (root / name).exists()]
     if not files:
         return [], {}
     if len(files) > 1:
-        raise DataError(f"source: {root} has {' and '.join(METADATA_NAMES)}; expected one of them. Move the other away.")
+        raise DataError(
+            f"source: {root} has {' and '.join(METADATA_NAMES)}; expected one of them. Move the "
+            "other away."
+        )
     (file,) = files
     made: dict[str, Row] = {}
     try:
         with file.open(newline="", encoding="utf-8-sig") as lines:
-            columns, rows = read_csv(lines, f"source: {file}") if file.suffix == ".csv" else _jsonl_rows(lines)
+            columns, rows = (
+                read_csv(lines, f"source: {file}") if file.suffix == ".csv" else _jsonl_rows(lines)
+            )
             if "file_name" not in columns:
-                raise DataError(f"source: {file}: columns {columns}; expected one named file_name. Add it, or move the file away.")
+                raise DataError(
+                    f"source: {file}: columns {columns}; expected one named file_name. Add it, "
+                    "or move the file away."
+                )
             for row in rows:
                 name = one_form(posixpath.normpath(row["file_name"]))
-                cells = {k: v for k, v in row.items() if k and (v not in ("", None) or (k == may_be_empty and v is not None))}
-                made[name] = _joined(made[name], cells, wanted, f"{file}: {name}") if name in made else cells
+                cells = {
+                    k: v
+                    for k, v in row.items()
+                    if k and (v not in ("", None) or (k == may_be_empty and v is not None))
+                }
+                made[name] = (
+                    _joined(made[name], cells, wanted, f"{file}: {name}") if name in made else cells
+                )
     except DataError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         remedy = remedy_for(error, "Repair it, or move it away.")
-        raise DataError(f"source: {file}: {error}; expected a readable table in UTF-8. {remedy}") from None
+        raise DataError(
+            f"source: {file}: {error}; expected a readable table in UTF-8. {remedy}"
+        ) from None
     return columns, made
 
 
@@ -57,10 +77,15 @@ def _joined(first: Row, second: Row, wanted: Iterable[str], where: str) -> Row:
     for name in wanted:
         if name not in CAPTION_FIELDS and first.get(name) != second.get(name):
             raise DataError(
-                f"source: {where}: rows that differ in {name!r}; expected one row for an image, or rows with the same {name}. Write "
-                "several labels into one cell (--label-separator); an image can have only one person."
+                f"source: {where}: rows that differ in {name!r}; expected one row for an image, "
+                f"or rows with the same {name}. Write several labels into one cell "
+                "(--label-separator); an image can have only one person."
             )
-    texts = {name: [*_listed(first.get(name)), *_listed(second.get(name))] for name in CAPTION_FIELDS if name in first or name in second}
+    texts = {
+        name: [*_listed(first.get(name)), *_listed(second.get(name))]
+        for name in CAPTION_FIELDS
+        if name in first or name in second
+    }
     return second | first | texts
 
 

@@ -1,7 +1,9 @@
 """Several labels per record: a set of classes, which may be empty. Equal sets are stored once.
 
-    labels.npy    int32: for each set the number of its classes, then the classes, ascending; memory-mapped
-    index.npy     the column ``label`` is the position of the record's set in labels.npy, -1 if the record is unlabelled
+    labels.npy    int32: for each set the number of its classes, then the classes, ascending;
+                  memory-mapped
+    index.npy     the column ``label`` is the position of the record's set in labels.npy, -1 if the
+                  record is unlabelled
 
 An empty set means none of the classes; an unlabelled record has no set.
 
@@ -16,7 +18,9 @@ from dpvision.errors import DataError
 
 LABELS_FILE = "labels.npy"
 NOT_KNOWN = 255
-"""Target of every class for a record that is unlabelled or has a class out of range; such a record contributes zero."""
+"""Target of every class for a record that is unlabelled or has a class out of range; such a record
+contributes zero.
+"""
 _MOST_NUMBERS = 1 << 31  # the index has 32 bits for a position
 _REMEDY = "Import the source again, or restore the file."
 
@@ -29,15 +33,22 @@ class LabelSets:
 
     @classmethod
     def open(cls, path: Path, num_bytes: int) -> "LabelSets":
-        """Open labels.npy. Raises DataError if it is missing, is another kind of file, or does not have ``num_bytes`` bytes."""
+        """Open labels.npy. Raises DataError if it is missing, is another kind of file, or does not
+        have ``num_bytes`` bytes.
+        """
         try:
             found = path.stat().st_size
             flat = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"store: {path}: {error}; expected the labels of the store. {_REMEDY}") from None
+            raise DataError(
+                f"store: {path}: {error}; expected the labels of the store. {_REMEDY}"
+            ) from None
         if found != num_bytes or flat.dtype != np.dtype("<i4") or flat.ndim != 1:
             got = f"{flat.dtype}{list(flat.shape)} in {found} bytes"
-            raise DataError(f"store: {path}: {got}; expected a list of int32 in {num_bytes}, as when it was imported. {_REMEDY}")
+            raise DataError(
+                f"store: {path}: {got}; expected a list of int32 in {num_bytes}, as when it was "
+                f"imported. {_REMEDY}"
+            )
         return cls(flat)
 
     def check(self, place_B: np.ndarray) -> None:
@@ -48,10 +59,15 @@ class LabelSets:
             count = self.flat[place].astype(np.int64)
             inside = (count >= 0) & (place + count < len(self.flat))
         if not inside.all() or (place_B < -1).any():
-            raise DataError(f"store: the index names labels that {LABELS_FILE} does not have; expected the files of one import. {_REMEDY}")
+            raise DataError(
+                f"store: the index names labels that {LABELS_FILE} does not have; expected the "
+                f"files of one import. {_REMEDY}"
+            )
 
     def numbered(self, number_of: np.ndarray) -> "LabelSets":
-        """Return the sets at the same positions with other class numbers, each ascending; class k becomes ``number_of[k]``."""
+        """Return the sets at the same positions with other class numbers, each ascending; class k
+        becomes ``number_of[k]``.
+        """
         flat, at = np.array(self.flat), 0
         while at < len(flat):
             end = at + 1 + int(flat[at])
@@ -60,17 +76,25 @@ class LabelSets:
         return LabelSets(flat)
 
     def listed(self, place_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All labels of the records with sets at ``place_B``: record (0 ... B - 1) and class of each, int64 (M,), in order."""
+        """All labels of the records with sets at ``place_B``: record (0 ... B - 1) and class of
+        each, int64 (M,), in order.
+        """
         place_B = place_B.astype(np.int64)
-        count_B = np.where(place_B >= 0, self.flat[place_B], 0).astype(np.int64) if len(self.flat) else np.zeros_like(place_B)
+        count_B = (
+            np.where(place_B >= 0, self.flat[place_B], 0).astype(np.int64)
+            if len(self.flat)
+            else np.zeros_like(place_B)
+        )
         record_M = np.repeat(np.arange(len(place_B)), count_B)
         within_M = np.arange(len(record_M)) - (np.cumsum(count_B) - count_B)[record_M]
         return record_M, self.flat[place_B[record_M] + 1 + within_M].astype(np.int64)
 
 
-def zero_one(record_M: np.ndarray, class_M: np.ndarray, known_B: np.ndarray, num_classes: int) -> np.ndarray:
-    """Targets, uint8 (B, K): 1 for each class of a record, 0 elsewhere; ``NOT_KNOWN`` throughout where ``known_B`` is False or a class is
-    outside 0 ... K - 1.
+def zero_one(
+    record_M: np.ndarray, class_M: np.ndarray, known_B: np.ndarray, num_classes: int
+) -> np.ndarray:
+    """Targets, uint8 (B, K): 1 for each class of a record, 0 elsewhere; ``NOT_KNOWN`` throughout
+    where ``known_B`` is False or a class is outside 0 ... K - 1.
 
     Args:
         record_M, class_M: as returned by ``LabelSets.listed``.
@@ -84,7 +108,9 @@ def zero_one(record_M: np.ndarray, class_M: np.ndarray, known_B: np.ndarray, num
 
 
 class LabelSetWriter:
-    """Numbers distinct sets in order of arrival, and writes them; holds each distinct set once in memory."""
+    """Numbers distinct sets in order of arrival, and writes them; holds each distinct set once in
+    memory.
+    """
 
     def __init__(self) -> None:
         self._number: dict[frozenset[int], int] = {}
@@ -94,7 +120,8 @@ class LabelSetWriter:
         return self._number.setdefault(classes, len(self._number))
 
     def write(self, path: Path, class_of: np.ndarray | None = None) -> np.ndarray:
-        """Write labels.npy; return the position of each set by its number, int32, with -1 appended for unlabelled records.
+        """Write labels.npy; return the position of each set by its number, int32, with -1 appended
+        for unlabelled records.
 
         Args:
             class_of: class of each number that was added; if None, the numbers are the classes.
@@ -109,6 +136,9 @@ class LabelSetWriter:
             places.append(position)
             position += 1 + len(numbers)
         if position >= _MOST_NUMBERS:
-            raise DataError(f"data import: {position} label entries; expected fewer than {_MOST_NUMBERS}. Import fewer images.")
+            raise DataError(
+                f"data import: {position} label entries; expected fewer than {_MOST_NUMBERS}. "
+                "Import fewer images."
+            )
         np.save(path, np.concatenate(parts), allow_pickle=False)
         return np.array([*places, -1], dtype=np.int32)

@@ -1,4 +1,6 @@
-"""Open a store of either kind: image files in tar shards (``store``), or generated textures (``texture_store``)."""
+"""Open a store of either kind: image files in tar shards (``store``), or generated textures
+(``texture_store``).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,8 @@ def is_store(path: str | Path) -> bool:
 
 
 def open_store(path: str | Path) -> Store:
-    """Open a store and check it: every shard has its recorded size, every row lies inside its shard, and the last row of each shard
-    follows a tar header of its size.
+    """Open a store and check it: every shard has its recorded size, every row lies inside its
+    shard, and the last row of each shard follows a tar header of its size.
 
     Raises:
         DataError: not a store, written by another version, or files and index do not match.
@@ -32,11 +34,21 @@ def open_store(path: str | Path) -> Store:
     try:
         index = np.load(path / "index.npy", mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"store: {path / 'index.npy'}: {error}; expected the index of the store. {remedy_for(error, REMEDY)}") from None
+        raise DataError(
+            f"store: {path / 'index.npy'}: {error}; expected the index of the store. "
+            f"{remedy_for(error, REMEDY)}"
+        ) from None
     if index.dtype != ROW or index.shape != (meta["num_records"],):
         got = f"{index.dtype} of shape {index.shape}"
-        raise DataError(f"store: {path}: index is {got}; expected {meta['num_records']} rows of {FORMAT}. {REMEDY}")
-    sets = LabelSets.open(path / meta["labels"]["path"], meta["labels"]["bytes"]) if meta["format"] == SEVERAL_FORMAT else None
+        raise DataError(
+            f"store: {path}: index is {got}; expected {meta['num_records']} rows of {FORMAT}. "
+            f"{REMEDY}"
+        )
+    sets = (
+        LabelSets.open(path / meta["labels"]["path"], meta["labels"]["bytes"])
+        if meta["format"] == SEVERAL_FORMAT
+        else None
+    )
     store = Store(path, meta, index, sets)
     store.check()
     return store
@@ -49,15 +61,30 @@ def _description(path: Path) -> dict[str, Any]:
     try:
         meta = parse_json(file.read_text())
     except OSError as error:
-        raise DataError(f"store: {file}: {error.strerror}; expected the description of a store. {remedy_for(error, REMEDY)}") from None
+        raise DataError(
+            f"store: {file}: {error.strerror}; expected the description of a store. "
+            f"{remedy_for(error, REMEDY)}"
+        ) from None
     except ValueError:
-        raise DataError(f"store: {file}: not JSON; expected the description of a store. {REMEDY}") from None
-    if not isinstance(meta, dict) or meta.get("format") not in (FORMAT, SEVERAL_FORMAT, TEXTURES_FORMAT):
+        raise DataError(
+            f"store: {file}: not JSON; expected the description of a store. {REMEDY}"
+        ) from None
+    if not isinstance(meta, dict) or meta.get("format") not in (
+        FORMAT,
+        SEVERAL_FORMAT,
+        TEXTURES_FORMAT,
+    ):
         got = meta.get("format") if isinstance(meta, dict) else meta
-        raise DataError(f"store: {file}: format={got!r}; expected {FORMAT}. Import the source again with this version.")
+        raise DataError(
+            f"store: {file}: format={got!r}; expected {FORMAT}. Import the source again with "
+            "this version."
+        )
     files = {"first", "size_px"} if meta["format"] == TEXTURES_FORMAT else {"shards", "text"}
     files |= {"labels"} if meta["format"] == SEVERAL_FORMAT else set()
     missing = {"store_id", "visibility", "num_records", "label_names", *files} - set(meta)
     if missing or meta["visibility"] not in ("private", "public"):
-        raise DataError(f"store: {file}: incomplete ({sorted(missing)}); expected every field of {FORMAT}. {REMEDY}")
+        raise DataError(
+            f"store: {file}: incomplete ({sorted(missing)}); expected every field of {FORMAT}. "
+            f"{REMEDY}"
+        )
     return meta

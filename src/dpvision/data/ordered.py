@@ -1,4 +1,6 @@
-"""Map a function over items in threads or processes: results in order, a bounded number of items ahead."""
+"""Map a function over items in threads or processes: results in order, a bounded number of items
+ahead.
+"""
 
 import multiprocessing
 import os
@@ -15,13 +17,20 @@ R = TypeVar("R")
 
 
 def ordered_map(
-    function: Callable[[T], R], items: Iterable[T], *, workers: int, ahead: int, processes: bool = False
+    function: Callable[[T], R],
+    items: Iterable[T],
+    *,
+    workers: int,
+    ahead: int,
+    processes: bool = False,
 ) -> Generator[R, None, None]:
-    """Yield ``function(item)`` in the order of the items, computed by ``workers`` threads or processes.
+    """Yield ``function(item)`` in the order of the items, computed by ``workers`` threads or
+    processes.
 
-    At most ``ahead`` items are taken before their result is requested, so memory stays bounded. An exception of ``function`` or of the
-    iterable is raised in place of its result; closing the iterator early cancels the calls that have not begun. Processes are started with
-    the first request, import ``function`` by name, and end when this process ends, even if it is killed.
+    At most ``ahead`` items are taken before their result is requested, so memory stays bounded. An
+    exception of ``function`` or of the iterable is raised in place of its result; closing the
+    iterator early cancels the calls that have not begun. Processes are started with the first
+    request, import ``function`` by name, and end when this process ends, even if it is killed.
 
     Raises:
         ConfigError: ``workers`` is below 1.
@@ -43,11 +52,15 @@ def ordered_map(
 
 def _processes(workers: int) -> Executor:
     # spawn: a forked child would inherit the locks of other threads
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    return ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
+    )
 
 
 def _end_with_parent() -> None:
-    """Without this, the workers of a killed process would wait for work forever, since each holds both ends of the pool's queue."""
+    """Without this, the workers of a killed process would wait for work forever, since each holds
+    both ends of the pool's queue.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
 

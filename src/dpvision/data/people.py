@@ -1,9 +1,12 @@
-"""The people of a store, each with the rows of all their images; and which of these are the views of a person in a step.
+"""The people of a store, each with the rows of all their images; and which of these are the views
+of a person in a step.
 
-Where a plan draws people, one of them is one record of the clipped sum: the losses of k images are averaged before the clip. Which k
-depends on (seed, step) and on that person's images only (decision 0034).
+Where a plan draws people, one of them is one record of the clipped sum: the losses of k images are
+averaged before the clip. Which k depends on (seed, step) and on that person's images only (decision
+0034).
 
-Legend: P people of the store, N images of the store, B drawn people, M images of the drawn people, K images of a person in a step.
+Legend: P people of the store, N images of the store, B drawn people, M images of the drawn people,
+K images of a person in a step.
 """
 
 from dataclasses import dataclass
@@ -29,19 +32,28 @@ class People:
 
     @classmethod
     def of(cls, store: Store) -> "People":
-        """Collect the people of ``store``, in which every record has one (``store_checks.check_people``)."""
+        """Collect the people of ``store``, in which every record has one
+        (``store_checks.check_people``).
+        """
         unit_N = np.asarray(store.index["unit"]).astype(np.int64)
         row_N = np.argsort(unit_N, kind="stable")
         id_P, start_P = np.unique(unit_N[row_N], return_index=True)
-        return cls(id_P, row_N, np.append(start_P, len(row_N)), np.asarray(store.index["id"])[row_N].astype(np.int64))
+        return cls(
+            id_P,
+            row_N,
+            np.append(start_P, len(row_N)),
+            np.asarray(store.index["id"])[row_N].astype(np.int64),
+        )
 
     def __len__(self) -> int:
         return len(self.id_P)
 
     def images(self, place_B: np.ndarray, key: StepKey, count: int) -> np.ndarray:
-        """Choose ``count`` images of each of the people at ``place_B`` for a step: int64 rows (B, K).
+        """Choose ``count`` images of each of the people at ``place_B`` for a step: int64 rows (B,
+        K).
 
-        A person's images are put in the order of hashes of (seed, step, image id); the first K are chosen, starting over after the last.
+        A person's images are put in the order of hashes of (seed, step, image id); the first K are
+        chosen, starting over after the last.
         """
         size_B = self.start_P[place_B + 1] - self.start_P[place_B]
         first_B = np.cumsum(size_B) - size_B

@@ -1,15 +1,18 @@
 """Perceptual hashes, and a search for near ones in time and memory linear in the number of images.
 
-A hash is two times 64 bits: which low frequencies of a grey thumbnail are above their median (imagehash.phash, after Zauner 2010), and
-where a smaller thumbnail gets brighter to the right (imagehash.dhash). Recompression, resizing and small changes of colour flip a few bits
-of either; unrelated images differ in about 32. The second is for scans and drawings, which are all alike in their low frequencies.
+A hash is two times 64 bits: which low frequencies of a grey thumbnail are above their median
+(imagehash.phash, after Zauner 2010), and where a smaller thumbnail gets brighter to the right
+(imagehash.dhash). Recompression, resizing and small changes of colour flip a few bits of either;
+unrelated images differ in about 32. The second is for scans and drawings, which are all alike in
+their low frequencies.
 
-The search (Norouzi, Punjani and Fleet 2012): if two hashes differ in at most ``radius`` bits, then at least one of their four 16-bit pieces
-differs in at most radius / 4 bits. So each hash looks up a few buckets in each of four tables of 2^16 buckets, and is compared with their
-content only.
+The search (Norouzi, Punjani and Fleet 2012): if two hashes differ in at most ``radius`` bits, then
+at least one of their four 16-bit pieces differs in at most radius / 4 bits. So each hash looks up a
+few buckets in each of four tables of 2^16 buckets, and is compared with their content only.
 
-Whether two images match depends on these two only. A search that took the nearest first and examined it second would let one image hide
-the match of another, and matches could not be accounted for image by image (decision 0018).
+Whether two images match depends on these two only. A search that took the nearest first and
+examined it second would let one image hide the match of another, and matches could not be accounted
+for image by image (decision 0018).
 
 Legend: N query hashes, M base hashes, H height, W width.
 """
@@ -31,12 +34,15 @@ SECOND_RADIUS = 10
 """The same for the second hash."""
 _PIECES, _PIECE_BITS = 4, 16
 _FLAT = 3.0
-"""Standard deviation of grey levels (0 to 255) below which an image is flat and its hash means nothing."""
+"""Standard deviation of grey levels (0 to 255) below which an image is flat and its hash means
+nothing.
+"""
 _PAIRS_AT_ONCE = 1 << 22
 
 
 def perceptual_hashes(pixels_HWC: np.ndarray) -> np.ndarray | None:
-    """Compute both hashes of an image and of its mirror image, uint64 (2, 2); None for an image of (nearly) one colour.
+    """Compute both hashes of an image and of its mirror image, uint64 (2, 2); None for an image of
+    (nearly) one colour.
 
     Args:
         pixels_HWC: uint8 RGB.
@@ -48,14 +54,21 @@ def perceptual_hashes(pixels_HWC: np.ndarray) -> np.ndarray | None:
         import imagehash
     except ImportError:
         raise ConfigError(
-            "overlap: imagehash is not installed; expected it for perceptual hashes. In a checkout: pip install '.[overlap]'."
+            "overlap: imagehash is not installed; expected it for perceptual hashes. In a "
+            "checkout: pip install '.[overlap]'."
         ) from None
     # phash works at this size, so it resizes neither the image nor its mirror image again.
     small = Image.fromarray(pixels_HWC).convert("L").resize((32, 32), Image.Resampling.LANCZOS)
     if np.asarray(small, dtype=np.float32).std() < _FLAT:
         return None
     both = (small, small.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
-    return np.array([[_number(hashed(image)) for hashed in (imagehash.phash, imagehash.dhash)] for image in both], dtype=np.uint64)
+    return np.array(
+        [
+            [_number(hashed(image)) for hashed in (imagehash.phash, imagehash.dhash)]
+            for image in both
+        ],
+        dtype=np.uint64,
+    )
 
 
 def _number(hashed: Any) -> int:
@@ -65,7 +78,8 @@ def _number(hashed: Any) -> int:
 def nearest_within(
     hash_N2: np.ndarray, base_M2: np.ndarray, radius: int, second_radius: int = SECOND_RADIUS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find for each hash the nearest of ``base_M2`` by the first 64 bits, among those within both radii.
+    """Find for each hash the nearest of ``base_M2`` by the first 64 bits, among those within both
+    radii.
 
     Args:
         hash_N2, base_M2: uint64; equal ones are compared once.
@@ -73,8 +87,8 @@ def nearest_within(
         second_radius: the same for the second 64, 0 to 64.
 
     Returns:
-        int64 (N,) positions in ``base_M2``, -1 for none (one of them if several are equally near), and int64 (N,) differing bits of the
-        first 64, 65 for none.
+        int64 (N,) positions in ``base_M2``, -1 for none (one of them if several are equally near),
+        and int64 (N,) differing bits of the first 64, 65 for none.
 
     Raises:
         ConfigError: a radius is out of range.
@@ -83,7 +97,10 @@ def nearest_within(
         raise ConfigError(f"overlap: radius={radius}; expected 0 to {LARGEST_RADIUS} bits. Use 6.")
     asked, back_N = np.unique(hash_N2, axis=0, return_inverse=True)
     base, first_M = np.unique(base_M2, axis=0, return_index=True)
-    nearest, bits = np.full(len(asked), -1, dtype=np.int64), np.full(len(asked), NUM_BITS + 1, dtype=np.int64)
+    nearest, bits = (
+        np.full(len(asked), -1, dtype=np.int64),
+        np.full(len(asked), NUM_BITS + 1, dtype=np.int64),
+    )
     if len(asked) and len(base):
         for piece in range(_PIECES):
             shift = np.uint64(piece * _PIECE_BITS)
@@ -92,14 +109,20 @@ def nearest_within(
             start = np.searchsorted(drawer_of[order], np.arange((1 << _PIECE_BITS) + 1))
             own = (asked[:, 0] >> shift).astype(np.uint16)
             for mask in _masks(radius // _PIECES):
-                _look_into(asked, base, order, start, own ^ mask, radius, second_radius, nearest, bits)
+                _look_into(
+                    asked, base, order, start, own ^ mask, radius, second_radius, nearest, bits
+                )
         nearest[nearest >= 0] = first_M[nearest[nearest >= 0]]
     return nearest[back_N.ravel()], bits[back_N.ravel()]
 
 
 def _masks(most: int) -> list[np.uint16]:
     """All masks of at most ``most`` bits of a piece."""
-    return [np.uint16(sum(1 << bit for bit in chosen)) for k in range(most + 1) for chosen in combinations(range(_PIECE_BITS), k)]
+    return [
+        np.uint16(sum(1 << bit for bit in chosen))
+        for k in range(most + 1)
+        for chosen in combinations(range(_PIECE_BITS), k)
+    ]
 
 
 def _look_into(
@@ -113,13 +136,18 @@ def _look_into(
     nearest: np.ndarray,
     bits: np.ndarray,
 ) -> None:
-    """Compare each query hash with the base hashes in its bucket; updates ``nearest`` and ``bits`` in place."""
+    """Compare each query hash with the base hashes in its bucket; updates ``nearest`` and ``bits``
+    in place.
+    """
     first, count = start[drawer], start[drawer.astype(np.int64) + 1] - start[drawer]
     ends = np.cumsum(count)
     at = 0
     while at < len(asked):
         # As many queries as fit at once; a larger bucket is processed alone.
-        stop = max(at + 1, int(np.searchsorted(ends, (ends[at - 1] if at else 0) + _PAIRS_AT_ONCE, side="right")))
+        stop = max(
+            at + 1,
+            int(np.searchsorted(ends, (ends[at - 1] if at else 0) + _PAIRS_AT_ONCE, side="right")),
+        )
         num = count[at:stop]
         who = np.repeat(np.arange(at, stop), num)
         inside = np.arange(len(who)) - np.repeat(np.cumsum(num) - num, num)

@@ -1,4 +1,6 @@
-"""The person of an image, from a field of its source: one name for one person, however the source writes it."""
+"""The person of an image, from a field of its source: one name for one person, however the source
+writes it.
+"""
 
 import re
 import unicodedata
@@ -9,15 +11,41 @@ from dpvision.errors import DataError
 
 Unmatched = Literal["refuse", "own-person", "drop"]
 SharedImages = Literal["refuse", "first"]
-_NOBODY = frozenset(["-1", "nan", "nat", "na", "n/a", "n.a.", "#n/a", "<na>", "none", "null", "unknown", "missing", "?"])
-"""What programs and people write where no person is known. As a name it would make one person of all these images."""
+_NOBODY = frozenset(
+    [
+        "-1",
+        "nan",
+        "nat",
+        "na",
+        "n/a",
+        "n.a.",
+        "#n/a",
+        "<na>",
+        "none",
+        "null",
+        "unknown",
+        "missing",
+        "?",
+    ]
+)
+"""What programs and people write where no person is known. As a name it would make one person of
+all these images.
+"""
 SHARED_FILE = "shared_images.jsonl"
 """File under a store's confidential/: images of two persons, with both."""
 _EXACT = 2**53
-_INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8\U000e0000-\U000e0fff]")
+_INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8\U000e0000-\U000e0fff]"
+)
 """Characters without a glyph, apart from those of the categories Cc (control) and Cf (format)."""
 _ONE_KIND = {
-    ord(c): to for to, alike in (("'", "\u2018\u2019\u02bc\u2032`"), ('"', "\u201c\u201d"), ("-", "\u2212\u2043\u02d7")) for c in alike
+    ord(c): to
+    for to, alike in (
+        ("'", "\u2018\u2019\u02bc\u2032`"),
+        ('"', "\u201c\u201d"),
+        ("-", "\u2212\u2043\u02d7"),
+    )
+    for c in alike
 }
 _WHOLE = re.compile(r"([+-]?\d+)\.0+")
 _THOUSANDS = re.compile(r"([+-]?)(\d{1,3}(?:[,' ]\d{3})+)(?:\.0*)?")
@@ -30,23 +58,26 @@ _LEADING_ZEROS = re.compile(r"(?<!\d)0+(?=\d+(?![^\W_]))")
 def person_name(value: Any, field: str, key: str) -> str | None:
     """Return the name under which a person's images are counted, or None where none is given.
 
-    Tables write a whole number as 7 or, in a column with missing cells, as 7.0; texts come with other spaces, dashes and Unicode forms, and
-    with signs that nobody sees. If these counted as different persons, one person could take part several times. -1 and texts such as "nan"
-    or "unknown" mean that no person is given.
+    Tables write a whole number as 7 or, in a column with missing cells, as 7.0; texts come with
+    other spaces, dashes and Unicode forms, and with signs that nobody sees. If these counted as
+    different persons, one person could take part several times. -1 and texts such as "nan" or
+    "unknown" mean that no person is given.
 
     Args:
         value: of the field ``field`` of the image ``key``.
 
     Raises:
-        DataError: the value is not a text or a whole number, such as a list of two persons, or a number that a float does not hold exactly.
+        DataError: the value is not a text or a whole number, such as a list of two persons, or a
+            number that a float does not hold exactly.
     """
     if isinstance(value, float):
         if value != value:
             return None
         if value.is_integer() and not abs(value) < _EXACT:
             raise DataError(
-                f"data import: --unit-from {field}: {value!r} in {key}; expected whole numbers below 2^53, which a floating-point column "
-                "holds exactly: it makes one person of several, or several of one. Write the persons as texts or integers."
+                f"data import: --unit-from {field}: {value!r} in {key}; expected whole numbers "
+                "below 2^53, which a floating-point column holds exactly: it makes one person "
+                "of several, or several of one. Write the persons as texts or integers."
             )
         value = int(value) if value.is_integer() else value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -57,16 +88,18 @@ def person_name(value: Any, field: str, key: str) -> str | None:
     if value is None:
         return None
     raise DataError(
-        f"data import: --unit-from {field}: {type(value).__name__} in {key}; expected a text or a whole number that names one person. Give "
-        "each image one person, and people who share an image one name."
+        f"data import: --unit-from {field}: {type(value).__name__} in {key}; expected a text or "
+        "a whole number that names one person. Give each image one person, and people who share "
+        "an image one name."
     )
 
 
 def one_spelling(text: str) -> str:
-    """Return a text in the form in which persons are compared: spellings that look the same become one; it never makes two of one.
+    """Return a text in the form in which persons are compared: spellings that look the same become
+    one; it never makes two of one.
 
-    Unicode's NFKC; without control and zero-width characters; every space, dash, apostrophe and decimal digit of one kind; single spaces,
-    none around; 7.00 as 7.
+    Unicode's NFKC; without control and zero-width characters; every space, dash, apostrophe and
+    decimal digit of one kind; single spaces, none around; 7.00 as 7.
     """
     if text.isascii() and text.isalnum():
         return text
@@ -86,12 +119,15 @@ def _folded(c: str) -> str:
 
 
 def loosely(name: str) -> str:
-    """Return a key that names share which may be one person's: they differ in case, in leading zeros, or in how a number is written.
+    """Return a key that names share which may be one person's: they differ in case, in leading
+    zeros, or in how a number is written.
 
     Args:
         name: from ``person_name``.
     """
-    text = one_spelling(name.casefold()).strip("'\"= ")  # as ="007", by which spreadsheets keep zeros
+    text = one_spelling(name.casefold()).strip(
+        "'\"= "
+    )  # as ="007", by which spreadsheets keep zeros
     if found := _THOUSANDS.fullmatch(text):
         text = found[1] + re.sub(r"\D", "", found[2])
     elif found := _NUMBER.fullmatch(text):

@@ -19,11 +19,17 @@ def captions_of(line: bytes) -> tuple[str, ...]:
         captions = json.loads(line)["captions"]
     except (ValueError, KeyError, TypeError):
         return ()
-    return tuple(captions) if isinstance(captions, list) and all(isinstance(c, str) for c in captions) else ()
+    return (
+        tuple(captions)
+        if isinstance(captions, list) and all(isinstance(c, str) for c in captions)
+        else ()
+    )
 
 
 def have_captions(text: Path, offset_B: np.ndarray, size_B: np.ndarray) -> np.ndarray:
-    """Which lines of records.jsonl hold a caption, bool (B,), read from their ends: `[]}` closes an empty list, `"]}` any other."""
+    """Which lines of records.jsonl hold a caption, bool (B,), read from their ends: `[]}` closes an
+    empty list, `"]}` any other.
+    """
     if not len(offset_B):
         return np.zeros(0, dtype=bool)
     data = np.memmap(text, dtype=np.uint8, mode="r")
@@ -31,13 +37,17 @@ def have_captions(text: Path, offset_B: np.ndarray, size_B: np.ndarray) -> np.nd
 
 
 def line_of(text: BinaryIO, row: np.void) -> dict[str, Any]:
-    """Return the line of a row of the index from ``text``, an open records.jsonl, whose position it moves."""
+    """Return the line of a row of the index from ``text``, an open records.jsonl, whose position it
+    moves.
+    """
     text.seek(int(row["caption_offset"]))
     return json.loads(text.read(int(row["caption_size"])))
 
 
 def append_line(text: BinaryIO, key: str, captions: Sequence[str]) -> tuple[int, int]:
-    """Write a record's line at the current position of ``text``, an open records.jsonl; return its offset and size."""
+    """Write a record's line at the current position of ``text``, an open records.jsonl; return its
+    offset and size.
+    """
     line = json.dumps({"key": key, "captions": captions}).encode() + b"\n"
     position = text.tell()
     text.write(line)

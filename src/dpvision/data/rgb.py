@@ -1,12 +1,17 @@
-"""Convert Pillow images of every kind of sample to 8-bit RGB: bit depth, sign, stated range, photometric interpretation, transparency.
+"""Convert Pillow images of every kind of sample to 8-bit RGB: bit depth, sign, stated range,
+photometric interpretation, transparency.
 
-- 16-bit grey: the high byte, v >> 8 (what Pillow does to 16-bit colour, so that grey and colour agree). A file that states another range
-  is read by that: 12 bits per sample, a TIFF's MaxSampleValue of 2^k - 1, a PGM's largest value. Signed samples of 8 and 16 bits map their
-  whole range; 32-bit integers are first clipped to 0 ... 65535.
-- Floating-point samples have no agreed range: refused, unless a TIFF states one (SMinSampleValue, SMaxSampleValue) or it is declared.
-- A declared range, ``Window``, replaces that of 16-bit and floating-point samples in PNG and TIFF: its ends become 0 and 255.
+- 16-bit grey: the high byte, v >> 8 (what Pillow does to 16-bit colour, so that grey and colour
+  agree). A file that states another range is read by that: 12 bits per sample, a TIFF's
+  MaxSampleValue of 2^k - 1, a PGM's largest value. Signed samples of 8 and 16 bits map their whole
+  range; 32-bit integers are first clipped to 0 ... 65535.
+- Floating-point samples have no agreed range: refused, unless a TIFF states one (SMinSampleValue,
+  SMaxSampleValue) or it is declared.
+- A declared range, ``Window``, replaces that of 16-bit and floating-point samples in PNG and TIFF:
+  its ends become 0 and 255.
 - TIFF's WhiteIsZero is inverted at every depth.
-- Transparency, of an alpha channel, a palette or PNG's tRNS, is composed over white. A BMP whose alphas are all 0 has no alpha.
+- Transparency, of an alpha channel, a palette or PNG's tRNS, is composed over white. A BMP whose
+  alphas are all 0 has no alpha.
 - CMYK and LAB by the formulas of Pillow and littlecms; embedded colour profiles are not applied.
 """
 
@@ -38,12 +43,17 @@ class BadImage(DataError):
 
     def __init__(self, reason: Reason, detail: str) -> None:
         remedy = _REMEDY.get(reason, "Leave it out or repair it.")
-        super().__init__(f"image: {reason} ({detail}); expected an image of at most {MAX_PIXELS} pixels. {remedy}")
+        super().__init__(
+            f"image: {reason} ({detail}); expected an image of at most {MAX_PIXELS} pixels. "
+            f"{remedy}"
+        )
         self.reason = reason
         self.detail = detail
 
 
-def to_rgb(image: Image.Image, window: Window | None = None, png_bits: int | None = None) -> Image.Image:
+def to_rgb(
+    image: Image.Image, window: Window | None = None, png_bits: int | None = None
+) -> Image.Image:
     """Return an image as 8-bit RGB, by the rules at the top of this file; not turned.
 
     Args:
@@ -58,7 +68,10 @@ def to_rgb(image: Image.Image, window: Window | None = None, png_bits: int | Non
         return image
     if is_deep(image):
         stated = stated_range(image)
-        grey_HW = to_8_bits(np.asarray(image), (stated if image.format in _SCALED else window) or stated or _range(image))
+        grey_HW = to_8_bits(
+            np.asarray(image),
+            (stated if image.format in _SCALED else window) or stated or _range(image),
+        )
         if _tag(image, TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
             grey_HW = 255 - grey_HW
         if isinstance(clear := image.info.get("transparency"), int):
@@ -67,7 +80,15 @@ def to_rgb(image: Image.Image, window: Window | None = None, png_bits: int | Non
     if image.mode == "L" and _tag(image, _SAMPLE_FORMAT) == _SIGNED:
         return Image.fromarray(np.asarray(image) ^ np.uint8(128)).convert("RGB")
     if image.mode == "LAB":
-        return ImageCms.profileToProfile(image, ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), outputMode="RGB") or image
+        return (
+            ImageCms.profileToProfile(
+                image,
+                ImageCms.createProfile("LAB"),
+                ImageCms.createProfile("sRGB"),
+                outputMode="RGB",
+            )
+            or image
+        )
     if image.has_transparency_data:
         image = image.convert("LA") if image.mode == "La" else image  # Pillow goes no other way
         over = _with_scaled_trns(image, png_bits).convert("RGBA")
@@ -83,42 +104,65 @@ def is_deep(image: Image.Image) -> bool:
 
 
 def to_8_bits(values: np.ndarray, window: Window) -> np.ndarray:
-    """Map ``window`` to 0 ... 255, uint8: equal steps of integers (v >> 8 for 0 ... 65535), rounded for floats."""
+    """Map ``window`` to 0 ... 255, uint8: equal steps of integers (v >> 8 for 0 ... 65535), rounded
+    for floats.
+    """
     low, high = window
     if np.issubdtype(values.dtype, np.integer) and low == int(low) and high == int(high):
-        return ((np.clip(values.astype(np.int64), int(low), int(high)) - int(low)) * 256 // (int(high) - int(low) + 1)).astype(np.uint8)
+        return (
+            (np.clip(values.astype(np.int64), int(low), int(high)) - int(low))
+            * 256
+            // (int(high) - int(low) + 1)
+        ).astype(np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):
         scaled = np.clip((values.astype(np.float64) - low) / (high - low), 0, 1)
     return np.nan_to_num(scaled * 255, nan=0.0).round().astype(np.uint8)
 
 
 def stated_range(image: Image.Image) -> Window | None:
-    """Return the range of its samples that the file states, or None; 16 bits alone state none, as 12-bit cameras write them too."""
+    """Return the range of its samples that the file states, or None; 16 bits alone state none, as
+    12-bit cameras write them too.
+    """
     if not isinstance(image, TiffImagePlugin.TiffImageFile):
         return (0, 65535) if image.format in _SCALED and image.mode != "F" else None
     if image.mode == "F":
         low, high = _tag(image, _SMIN), _tag(image, _SMAX)
-        return (float(low), float(high)) if low is not None and high is not None and low < high else None
+        return (
+            (float(low), float(high))
+            if low is not None and high is not None and low < high
+            else None
+        )
     bits = _tag(image, TiffImagePlugin.BITSPERSAMPLE)
     if bits is not None and bits < 16:
         return 0, 2**bits - 1
     if bits == 16 and _tag(image, _SAMPLE_FORMAT) == _SIGNED:
         return None
-    most = _tag(image, _MAX_SAMPLE_VALUE)  # of other values it may be the largest of this image, which states no range
-    return (0, most) if isinstance(most, int) and 255 <= most < 65535 and most & (most + 1) == 0 else None
+    most = _tag(
+        image, _MAX_SAMPLE_VALUE
+    )  # of other values it may be the largest of this image, which states no range
+    return (
+        (0, most)
+        if isinstance(most, int) and 255 <= most < 65535 and most & (most + 1) == 0
+        else None
+    )
 
 
 def check_window(window: Window, where: str) -> None:
     """Raise DataError unless ``window`` is two finite numbers in ascending order."""
     low, high = window
     if not -np.inf < low < high < np.inf:
-        raise DataError(f"{where}: window={low:g} {high:g}; expected two finite numbers, the lower first. Swap or correct them.")
+        raise DataError(
+            f"{where}: window={low:g} {high:g}; expected two finite numbers, the lower first. "
+            "Swap or correct them."
+        )
 
 
 def _range(image: Image.Image) -> Window:
     if image.mode == "F":
         raise BadImage("float pixels", "mode F, no range stated")
-    signed_16 = _tag(image, _SAMPLE_FORMAT) == _SIGNED and _tag(image, TiffImagePlugin.BITSPERSAMPLE) == 16
+    signed_16 = (
+        _tag(image, _SAMPLE_FORMAT) == _SIGNED and _tag(image, TiffImagePlugin.BITSPERSAMPLE) == 16
+    )
     return (-32768, 32767) if signed_16 else (0, 65535)
 
 
@@ -132,12 +176,21 @@ def _tag(image: Image.Image, number: int) -> float | None:
 
 
 def _with_scaled_trns(image: Image.Image, png_bits: int | None) -> Image.Image:
-    """Return a PNG with its transparent colour in the pixels' 8 bits: Pillow scales the pixels of 2 and 4 bits but not the colour."""
+    """Return a PNG with its transparent colour in the pixels' 8 bits: Pillow scales the pixels of 2
+    and 4 bits but not the colour.
+    """
     clear = image.info.get("transparency")
-    if not isinstance(image, PngImagePlugin.PngImageFile) or clear is None or image.mode not in ("L", "RGB"):
+    if (
+        not isinstance(image, PngImagePlugin.PngImageFile)
+        or clear is None
+        or image.mode not in ("L", "RGB")
+    ):
         return image
     if png_bits is None:
-        raise BadImage("unsupported", "a PNG with a transparent colour, loaded by Pillow, which forgets its bits per sample")
+        raise BadImage(
+            "unsupported",
+            "a PNG with a transparent colour, loaded by Pillow, which forgets its bits per sample",
+        )
     if png_bits < 8:
         made = image.copy()
         made.info["transparency"] = clear * 255 // (2**png_bits - 1)

@@ -18,12 +18,16 @@ SHARD_BYTES = 1 << 28
 def require_new(target: Path) -> None:
     """Raise DataError if there is something at ``target``."""
     if target.exists():
-        raise DataError(f"data: {target} exists; expected a new folder. Choose another name, or remove it first.")
+        raise DataError(
+            f"data: {target} exists; expected a new folder. Choose another name, or remove it "
+            "first."
+        )
 
 
 @contextlib.contextmanager
 def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
-    """Yield a temporary folder next to ``target``; rename it to ``target`` if the block succeeds, remove it if not.
+    """Yield a temporary folder next to ``target``; rename it to ``target`` if the block succeeds,
+    remove it if not.
 
     Raises:
         DataError: ``target`` exists, or a write fails (disk full).
@@ -35,11 +39,16 @@ def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
     except (OSError, CheckpointError) as error:
         problem = getattr(error, "strerror", None) or error
         remedy = remedy_for(error.__cause__ or error, "Free space or choose another disk.")
-        raise DataError(f"data: {target}: {problem}; expected to write the store, of which nothing was kept. {remedy}") from error
+        raise DataError(
+            f"data: {target}: {problem}; expected to write the store, of which nothing was kept. "
+            f"{remedy}"
+        ) from error
 
 
 class ShardWriter:
-    """Writes tar shards of about ``SHARD_BYTES``: NUMBER.jpg, and NUMBER.json with key, captions, label and unit."""
+    """Writes tar shards of about ``SHARD_BYTES``: NUMBER.jpg, and NUMBER.json with key, captions,
+    label and unit.
+    """
 
     def __init__(self, folder: Path, files: contextlib.ExitStack) -> None:
         self._folder, self._files = folder, files
@@ -48,7 +57,9 @@ class ShardWriter:
         self._done: list[tuple[str, int]] = []
         self._number = 0
 
-    def add(self, sample: Sample, captions: tuple[str, ...], label: Any, unit: int) -> tuple[int, int]:
+    def add(
+        self, sample: Sample, captions: tuple[str, ...], label: Any, unit: int
+    ) -> tuple[int, int]:
         """Write one sample; return its shard number and the image's offset in it."""
         if self._tar is not None and self._tar.position >= SHARD_BYTES:
             self._close()
@@ -59,8 +70,16 @@ class ShardWriter:
         name = f"{self._number:09d}"
         self._number += 1
         offset = self._tar.add(f"{name}.{extension(sample.image)}", sample.image)
-        beside = {"key": sample.key, "captions": captions, "label": label, "unit": None if unit < 0 else f"{unit:016x}"}
-        self._tar.add(f"{name}.json", json.dumps({k: v for k, v in beside.items() if v not in (None, ())}).encode())
+        beside = {
+            "key": sample.key,
+            "captions": captions,
+            "label": label,
+            "unit": None if unit < 0 else f"{unit:016x}",
+        }
+        self._tar.add(
+            f"{name}.json",
+            json.dumps({k: v for k, v in beside.items() if v not in (None, ())}).encode(),
+        )
         return len(self._done), offset
 
     def _name(self) -> str:

@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dpvision.data.beside import HIDDEN, MASK, check_folders, check_packed, check_table, check_tar, is_hidden, is_mask_of, split_of
+from dpvision.data.beside import (
+    HIDDEN,
+    MASK,
+    check_folders,
+    check_packed,
+    check_table,
+    check_tar,
+    is_hidden,
+    is_mask_of,
+    split_of,
+)
 from dpvision.data.captions import CAPTION_FIELDS, MAX_TEXT_BYTES, decode_text
 from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
 from dpvision.data.folders import (
@@ -46,9 +56,13 @@ class Sample(NamedTuple):
     image: bytes
     """The image file; empty when ``problem`` is set."""
     fields: dict[str, Any]
-    """Everything that ``--unit-from`` and ``--label-from`` can name; ``label`` and the ``CAPTION_FIELDS`` are used by default."""
+    """Everything that ``--unit-from`` and ``--label-from`` can name; ``label`` and the
+    ``CAPTION_FIELDS`` are used by default.
+    """
     place: tuple[Path, int] | None = None
-    """Tar and offset at which the bytes stay; if None, the importer copies them to a shard of the store."""
+    """Tar and offset at which the bytes stay; if None, the importer copies them to a shard of the
+    store.
+    """
     problem: str | None = None
     """Reason to leave the image out, found before decoding."""
 
@@ -77,21 +91,27 @@ def open_source(
     """Open an image folder, parquet files or WebDataset tars.
 
     Args:
-        source: a folder of images (flat, or with class folders), a .parquet or .tar file, a folder of either, or a pattern such as
-            ``photos/train-*.tar``.
-        unit_from, label_from: fields to read (parquet columns, columns of metadata.csv, ``parent``, keys of the json).
+        source: a folder of images (flat, or with class folders), a .parquet or .tar file, a folder
+            of either, or a pattern such as ``photos/train-*.tar``.
+        unit_from, label_from: fields to read (parquet columns, columns of metadata.csv, ``parent``,
+            keys of the json).
         label_separator: if given, an empty label in a table is an empty list, not a missing label.
-        for_import: refuse also what would be lost or wrong in a data set: tables below the source, tars of class folders. Splits, and masks
-            beside images, are always refused (``beside``).
+        for_import: refuse also what would be lost or wrong in a data set: tables below the source,
+            tars of class folders. Splits, and masks beside images, are always refused (``beside``).
         workers: threads that scan tars.
 
     Raises:
-        DataError: ``source`` does not exist or is of no known kind, or a field does not exist in it.
+        DataError: ``source`` does not exist or is of no known kind, or a field does not exist in
+            it.
     """
     kind, paths = _recognise(Path(source), for_import)
     wanted = [name for name in (unit_from, label_from) if name is not None]
     if kind == "tar":
-        return Source(_tar_samples(paths, workers, for_import and "parent" not in wanted and label_from is None))
+        return Source(
+            _tar_samples(
+                paths, workers, for_import and "parent" not in wanted and label_from is None
+            )
+        )
     if kind == "parquet":
         return _parquet_source(paths, label_from or "label", wanted)
     return _folder_source(paths[0], unit_from, label_from, label_separator is not None)
@@ -101,16 +121,26 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
     if source.is_dir():
         image, tars, parquets = _survey(source, for_import)
         if tars and parquets:
-            raise DataError(f"source: {source}: tars and parquet files; expected one kind. Name them, e.g. {source}/*.tar in quotes.")
+            raise DataError(
+                f"source: {source}: tars and parquet files; expected one kind. Name them, e.g. "
+                f"{source}/*.tar in quotes."
+            )
         packed = [*tars, *parquets]
         if packed and image:
             raise DataError(
-                f"source: {packed[0]} beside the image {image}; expected one kind. Move the other away, or name the files, e.g. "
-                f"'{packed[0].parent}/*{packed[0].suffix}' in quotes."
+                f"source: {packed[0]} beside the image {image}; expected one kind. Move the "
+                f"other away, or name the files, e.g. '{packed[0].parent}/*{packed[0].suffix}' "
+                "in quotes."
             )
         check_packed(source, packed, for_import)
-        return ("tar", tars) if tars else ("parquet", parquets) if parquets else ("folder", [source])
-    paths = sorted(path for path in source.parent.glob(source.name) if not path.is_dir()) if "*" in source.name else [source]
+        return (
+            ("tar", tars) if tars else ("parquet", parquets) if parquets else ("folder", [source])
+        )
+    paths = (
+        sorted(path for path in source.parent.glob(source.name) if not path.is_dir())
+        if "*" in source.name
+        else [source]
+    )
     kinds = {path.suffix for path in paths if path.is_file()}
     for kind in ("tar", "parquet"):
         if kinds == {f".{kind}"}:
@@ -124,13 +154,15 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
     else:
         got = f"files of several kinds, {', '.join(sorted(kinds))}"
     raise DataError(
-        f"source: {source}: {got}; expected a folder of images, .parquet files or uncompressed .tar files. Give the folder "
-        "that the images are in."
+        f"source: {source}: {got}; expected a folder of images, .parquet files or uncompressed "
+        ".tar files. Give the folder that the images are in."
     )
 
 
 def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list[Path]]:
-    """Return an image below a folder, if there is one, and all tars and parquet files; hidden folders are passed over."""
+    """Return an image below a folder, if there is one, and all tars and parquet files; hidden
+    folders are passed over.
+    """
     image, tars, parquets = None, list[Path](), list[Path]()
     listed = any((root / name).exists() for name in METADATA_NAMES)
     inner = list[tuple[Path, tuple[str, ...], bool]]()
@@ -146,33 +178,51 @@ def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list
         if below and not listed:
             inner.append((folder, tuple(below), first is not None))
         for suffix, found in ((".tar", tars), (".parquet", parquets)):
-            found += [folder / name for name in names if name.endswith(suffix) and not is_hidden(name)]
+            found += [
+                folder / name for name in names if name.endswith(suffix) and not is_hidden(name)
+            ]
     for folder, folders, has_images in inner:  # after the tables, which name what is lost
-        check_folders(folder, folders, top=folder == root, has_images=has_images, for_import=for_import)
+        check_folders(
+            folder, folders, top=folder == root, has_images=has_images, for_import=for_import
+        )
     return image, sorted(tars), sorted(parquets)
 
 
 def _require_fields(wanted: Iterable[str], known: Iterable[str], where: object) -> None:
     for name in wanted:
         if name not in set(known):
-            raise DataError(f"source: {where}: field={name!r}; expected one of {sorted(known)}. Change --unit-from or --label-from.")
+            raise DataError(
+                f"source: {where}: field={name!r}; expected one of {sorted(known)}. Change "
+                "--unit-from or --label-from."
+            )
 
 
-def _folder_source(root: Path, unit_from: str | None, label_from: str | None, separated: bool) -> Source:
+def _folder_source(
+    root: Path, unit_from: str | None, label_from: str | None, separated: bool
+) -> Source:
     label = label_from or "label"
-    columns, rows = read_metadata(root, [label, *([unit_from] if unit_from else [])], label if separated else None)
+    columns, rows = read_metadata(
+        root, [label, *([unit_from] if unit_from else [])], label if separated else None
+    )
     tables = {root / name for name in METADATA_NAMES}
-    _require_fields([name for name in (unit_from, label_from) if name is not None], {"parent", "label", *columns}, root)
+    _require_fields(
+        [name for name in (unit_from, label_from) if name is not None],
+        {"parent", "label", *columns},
+        root,
+    )
     rows, missed = join_rows(root, rows)
     if rows and len(missed.rows) == len(rows):
         raise DataError(
-            f"source: {root}: no file_name of its table is a file there, for example {next(iter(rows))!r}; expected paths inside the "
-            "folder. Change them, or move the table to the folder that they start from."
+            f"source: {root}: no file_name of its table is a file there, for example "
+            f"{next(iter(rows))!r}; expected paths inside the folder. Change them, or move the "
+            "table to the folder that they start from."
         )
     counts = Counter({"table_rows_without_file": 0} if rows else {})
 
     def walk() -> Iterator[Sample]:
-        for folder, below, names in os.walk(root, onerror=refuse_unless_hidden(root), followlinks=True):
+        for folder, below, names in os.walk(
+            root, onerror=refuse_unless_hidden(root), followlinks=True
+        ):
             below.sort()
             hidden = is_hidden(Path(folder).relative_to(root).as_posix())
             if not hidden:
@@ -186,14 +236,26 @@ def _folder_source(root: Path, unit_from: str | None, label_from: str | None, se
                     continue
                 inside = path.relative_to(root)
                 row = rows.pop(inside.as_posix(), {})
-                if hidden or is_hidden(name) or (not row and is_mask_of(path.stem, stems) and is_image(name)):
-                    yield Sample(inside.as_posix(), b"", {}, problem=HIDDEN if hidden or is_hidden(name) else MASK)
+                if (
+                    hidden
+                    or is_hidden(name)
+                    or (not row and is_mask_of(path.stem, stems) and is_image(name))
+                ):
+                    yield Sample(
+                        inside.as_posix(),
+                        b"",
+                        {},
+                        problem=HIDDEN if hidden or is_hidden(name) else MASK,
+                    )
                     continue
                 fields: dict[str, Any] = {}
                 if len(inside.parts) > 1:
                     fields["parent"] = inside.parts[-2]
-                    # photos/PERSON/1.jpg with --unit-from parent: that folder is the person, not the class
-                    if not (unit_from == "parent" and len(inside.parts) == 2) and not (columns and split_of(inside.parts[0])):
+                    # photos/PERSON/1.jpg with --unit-from parent: that folder is the person, not
+                    # the class
+                    if not (unit_from == "parent" and len(inside.parts) == 2) and not (
+                        columns and split_of(inside.parts[0])
+                    ):
                         fields["label"] = inside.parts[0]
                 fields |= _read_beside(beside.get(path.stem, []) if is_image(name) else [])
                 yield file_sample(path, inside.as_posix(), fields | row)
@@ -215,9 +277,11 @@ def _texts_beside(folder: str, names: list[str]) -> dict[str, list[Path]]:
 
 
 def _read_beside(paths: list[Path]) -> dict[str, Any]:
-    """Caption fields from the text files next to an image; classes and persons come from folders and the table only.
+    """Caption fields from the text files next to an image; classes and persons come from folders
+    and the table only.
 
-    An unreadable file becomes an empty text, a null caption or its bytes, and the importer counts it.
+    An unreadable file becomes an empty text, a null caption or its bytes, and the importer counts
+    it.
     """
     fields: dict[str, Any] = {}
     for path in paths:
@@ -232,26 +296,40 @@ def _read_beside(paths: list[Path]) -> dict[str, Any]:
             found = json.loads(data)
         except (ValueError, RecursionError):
             found = {"captions": [None]}
-        fields |= {name: found[name] for name in CAPTION_FIELDS if name in found} if isinstance(found, dict) else {}
+        fields |= (
+            {name: found[name] for name in CAPTION_FIELDS if name in found}
+            if isinstance(found, dict)
+            else {}
+        )
     return fields
 
 
 def _text_or_bytes(data: bytes) -> str | bytes:
-    """The text of a file; its bytes if the encoding cannot be determined or the file is too long for a caption."""
+    """The text of a file; its bytes if the encoding cannot be determined or the file is too long
+    for a caption.
+    """
     text = decode_text(data) if len(data) <= MAX_TEXT_BYTES else None
     return data if text is None else text.strip()
 
 
 def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
-    """Read a file as a sample; one that is not a file, oversized or unreadable gets a ``problem`` instead of bytes."""
+    """Read a file as a sample; one that is not a file, oversized or unreadable gets a ``problem``
+    instead of bytes.
+    """
     try:
         if not path.is_file():
             return Sample(key, b"", fields, problem="not a file")
         if path.stat().st_size > MAX_FILE_BYTES:
             return Sample(key, b"", fields, problem="oversized")
-        with path.open("rb") as file:  # a folder of photos has videos too, which need not be read whole
+        with path.open(
+            "rb"
+        ) as file:  # a folder of photos has videos too, which need not be read whole
             head = file.read(HEAD_BYTES)
-            return Sample(key, head + file.read(), fields) if may_be_image(head) else Sample(key, b"", fields, problem="not an image")
+            return (
+                Sample(key, head + file.read(), fields)
+                if may_be_image(head)
+                else Sample(key, b"", fields, problem="not an image")
+            )
     except OSError:
         return Sample(key, b"", fields, problem="cannot be read")
 
@@ -268,26 +346,40 @@ def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
             file = read_arrow(path, partial(pq.ParquetFile, path))
             found = file.schema_arrow
             if image not in found.names or useful & set(found.names) != set(columns) - {image}:
-                raise DataError(f"source: {path}: columns {found.names}; expected those of {paths[0]}, {columns}. Import it separately.")
+                raise DataError(
+                    f"source: {path}: columns {found.names}; expected those of {paths[0]}, "
+                    f"{columns}. Import it separately."
+                )
             if _class_names(found, label) != label_names:
                 raise DataError(
-                    f"source: {path}: class names unlike those of {paths[0]}; expected the same, in one order. Import it apart."
+                    f"source: {path}: class names unlike those of {paths[0]}; expected the same, "
+                    "in one order. Import it apart."
                 )
             batches = file.iter_batches(batch_size=512, columns=columns)
             number = 0
             while (batch := read_arrow(path, partial(next, batches, None))) is not None:
                 for row in batch.to_pylist():
                     cell = row.pop(image)
-                    data, name = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+                    data, name = (
+                        (cell.get("bytes"), cell.get("path"))
+                        if isinstance(cell, dict)
+                        else (cell, None)
+                    )
                     key = name or f"{path.stem}-{number}"
                     number += 1
-                    yield Sample(key, data, row) if data else Sample(key, b"", row, problem="no image")
+                    yield (
+                        Sample(key, data, row)
+                        if data
+                        else Sample(key, b"", row, problem="no image")
+                    )
 
     return Source(rows(), label_names, {"image_columns_not_read": others} if others else {})
 
 
 def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
-    """Class names from the metadata that Hugging Face datasets writes into the schema, for a column of classes or of lists."""
+    """Class names from the metadata that Hugging Face datasets writes into the schema, for a column
+    of classes or of lists.
+    """
     try:
         feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]
         if isinstance(feature, list):
@@ -300,22 +392,36 @@ def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
 
 def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Iterator[Sample]:
     seen: set[str] = set()
-    for path, members in zip(paths, ordered_map(scan, paths, workers=workers, ahead=2 * workers), strict=True):
+    for path, members in zip(
+        paths, ordered_map(scan, paths, workers=workers, ahead=2 * workers), strict=True
+    ):
         groups: dict[str, dict[str, Member]] = {}
         hidden = [member for member in members if is_hidden(member.name)]
         for member in members:
             if is_hidden(member.name):
                 continue
             folder, _, name = member.name.removeprefix("./").rpartition("/")
-            stem, _, extension = name.partition(".")  # WebDataset: the key ends at the first dot of the file's name
+            stem, _, extension = name.partition(
+                "."
+            )  # WebDataset: the key ends at the first dot of the file's name
             parts = groups.setdefault(f"{folder}/{stem}" if folder else stem, {})
             if extension.lower() in parts:
-                raise DataError(f"source: {path}: two members {member.name}; expected different names. Merge tars with names of their own.")
+                raise DataError(
+                    f"source: {path}: two members {member.name}; expected different names. Merge "
+                    "tars with names of their own."
+                )
             parts[extension.lower()] = member
         if refuse_folders:
-            images = [key for key, parts in groups.items() if not IMAGE_EXTENSIONS.isdisjoint(parts)]
-            check_tar(path, images, all(set(parts) <= IMAGE_EXTENSIONS for parts in groups.values()), seen)
-        yield from (Sample(member.name, b"", {}, place=(path.resolve(), 0), problem=HIDDEN) for member in hidden)
+            images = [
+                key for key, parts in groups.items() if not IMAGE_EXTENSIONS.isdisjoint(parts)
+            ]
+            check_tar(
+                path, images, all(set(parts) <= IMAGE_EXTENSIONS for parts in groups.values()), seen
+            )
+        yield from (
+            Sample(member.name, b"", {}, place=(path.resolve(), 0), problem=HIDDEN)
+            for member in hidden
+        )
         try:
             fd = os.open(path, os.O_RDONLY)
             try:
@@ -326,21 +432,34 @@ def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Itera
                         continue
                     yield _tar_sample(fd, path.resolve(), key, parts)
                     for extension in images[1:]:
-                        yield Sample(f"{key}.{extension}", b"", {}, place=(path.resolve(), 0), problem="second image of a name")
+                        yield Sample(
+                            f"{key}.{extension}",
+                            b"",
+                            {},
+                            place=(path.resolve(), 0),
+                            problem="second image of a name",
+                        )
             finally:
                 os.close(fd)
         except OSError as error:
-            raise DataError(f"source: {path}: {error.strerror}; expected a readable tar. Check it and import again.") from None
+            raise DataError(
+                f"source: {path}: {error.strerror}; expected a readable tar. Check it and import "
+                "again."
+            ) from None
 
 
 def _dotted(groups: dict[str, dict[str, Member]], path: Path) -> dict[str, dict[str, Member]]:
-    """Return the groups with those taken apart whose images have dots in their names: there the key ends at the last dot.
+    """Return the groups with those taken apart whose images have dots in their names: there the key
+    ends at the last dot.
 
-    By WebDataset's rule, the first dot, IMG_2020.01.02.png is no image, and all images of 2020 are parts of one sample.
+    By WebDataset's rule, the first dot, IMG_2020.01.02.png is no image, and all images of 2020 are
+    parts of one sample.
     """
     made: dict[str, dict[str, Member]] = {}
     for key, parts in groups.items():
-        dotted = IMAGE_EXTENSIONS.isdisjoint(parts) and any(is_image(extension) for extension in parts)
+        dotted = IMAGE_EXTENSIONS.isdisjoint(parts) and any(
+            is_image(extension) for extension in parts
+        )
         for extension, member in parts.items():
             _, dot, last = extension.rpartition(".") if dotted else ("", "", extension)
             if not dot:
@@ -348,16 +467,27 @@ def _dotted(groups: dict[str, dict[str, Member]], path: Path) -> dict[str, dict[
                 continue
             name = member.name.removeprefix("./")[: -len(last) - 1]
             if last in made.setdefault(name, {}):
-                raise DataError(f"source: {path}: two members {member.name}; expected different names. Merge tars with names of their own.")
+                raise DataError(
+                    f"source: {path}: two members {member.name}; expected different names. Merge "
+                    "tars with names of their own."
+                )
             made[name][last] = member
     return made
 
 
 def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Sample:
-    member_of_image = next((member for extension, member in parts.items() if extension in IMAGE_EXTENSIONS), None)
+    member_of_image = next(
+        (member for extension, member in parts.items() if extension in IMAGE_EXTENSIONS), None
+    )
     if member_of_image is None or member_of_image.size > MAX_FILE_BYTES:
         broken = next((member.problem for member in parts.values() if member.problem), "no image")
-        return Sample(key, b"", {}, place=(path, 0), problem=broken if member_of_image is None else "oversized")
+        return Sample(
+            key,
+            b"",
+            {},
+            place=(path, 0),
+            problem=broken if member_of_image is None else "oversized",
+        )
     place = (path, member_of_image.offset)
     if broken := next((member.problem for member in parts.values() if member.problem), ""):
         return Sample(key, b"", {}, place=place, problem=broken)
@@ -367,7 +497,9 @@ def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Samp
         return os.pread(fd, size if limit is None else min(size, limit), parts[extension].offset)
 
     try:
-        fields = parse_json(beside("json"), nan=True) if "json" in parts else {}  # it detects UTF-8, UTF-16 and UTF-32 in bytes
+        fields = (
+            parse_json(beside("json"), nan=True) if "json" in parts else {}
+        )  # it detects UTF-8, UTF-16 and UTF-32 in bytes
         if not isinstance(fields, dict):
             raise ValueError("not an object")
         if "txt" in parts:

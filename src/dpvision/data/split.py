@@ -15,12 +15,16 @@ from dpvision.errors import DataError
 from dpvision.privacy.store_marks import StoreLedgers
 
 
-def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fraction: float, seed: int = 0) -> tuple[Store, Store]:
-    """Split a store by units: each unit (a record without one is its own) goes to A with probability ``fraction``, else to B.
+def split_store(
+    store_dir: str | Path, out_a: str | Path, out_b: str | Path, fraction: float, seed: int = 0
+) -> tuple[Store, Store]:
+    """Split a store by units: each unit (a record without one is its own) goes to A with
+    probability ``fraction``, else to B.
 
-    A unit's half follows from a keyed hash of (seed, unit), so it does not depend on other units; the sizes are therefore only close to
-    the fraction. Both halves read the parent's shards in place and keep its record ids, their key and its ``store_id``: they share one
-    privacy account, so they must be in the parent's folder, where its ledgers are.
+    A unit's half follows from a keyed hash of (seed, unit), so it does not depend on other units;
+    the sizes are therefore only close to the fraction. Both halves read the parent's shards in
+    place and keep its record ids, their key and its ``store_id``: they share one privacy account,
+    so they must be in the parent's folder, where its ledgers are.
 
     Args:
         store_dir: the parent, which must be kept.
@@ -29,25 +33,38 @@ def split_store(store_dir: str | Path, out_a: str | Path, out_b: str | Path, fra
         seed: public.
 
     Raises:
-        DataError: ``fraction`` is out of range, a half would be empty, a folder exists or lies elsewhere.
-        PrivacyError: a private parent's ledgers or marks are incomplete: the halves would have new marks.
+        DataError: ``fraction`` is out of range, a half would be empty, a folder exists or lies
+            elsewhere.
+        PrivacyError: a private parent's ledgers or marks are incomplete: the halves would have new
+            marks.
     """
     if not 0 < fraction < 1:
-        raise DataError(f"data split: fraction={fraction}; expected strictly between 0 and 1. Use 0.8.")
+        raise DataError(
+            f"data split: fraction={fraction}; expected strictly between 0 and 1. Use 0.8."
+        )
     store = open_store(store_dir)
     if store.generated:
-        raise DataError(f"data split: {store_dir} holds textures; expected images. Make a second store with `dpvision synth --first`.")
+        raise DataError(
+            f"data split: {store_dir} holds textures; expected images. Make a second store with "
+            "`dpvision synth --first`."
+        )
     if store.visibility == "private":
         StoreLedgers.of(store.path).read_all()
     home = store.path.resolve()
     targets = [Path(out).resolve() for out in (out_a, out_b)]
     for target in targets:
         if target.parent != home.parent:
-            raise DataError(f"data split: {target}; expected a folder in {home.parent}, where the parent's ledgers are. Choose one there.")
+            raise DataError(
+                f"data split: {target}; expected a folder in {home.parent}, where the parent's "
+                "ledgers are. Choose one there."
+            )
     unit = np.where(store.index["unit"] >= 0, store.index["unit"], store.index["id"])
     in_a = StepKey(seed, 0).uniform_numpy(unit, "split", 1)[:, 0] < fraction
     if in_a.all() or not in_a.any():
-        raise DataError(f"data split: fraction={fraction}; expected records in both halves. Move it towards 0.5, or change the seed.")
+        raise DataError(
+            f"data split: fraction={fraction}; expected records in both halves. Move it towards "
+            "0.5, or change the seed."
+        )
     made = []
     try:
         for target, chosen, half in zip(targets, (in_a, ~in_a), "ab", strict=True):
@@ -80,7 +97,10 @@ def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> 
             shared_images=shared_images(store),
             shared_images_kept=SHARED_KEPT in store.meta,
             samples=store.meta,
-            # Not cleared_from: without the removed records, this half's original number of records is unknown.
-            cleared={"deduplicated": store.meta["deduplicated"]} if "deduplicated" in store.meta else None,
+            # Not cleared_from: without the removed records, this half's original number of records
+            # is unknown.
+            cleared={"deduplicated": store.meta["deduplicated"]}
+            if "deduplicated" in store.meta
+            else None,
             labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
         )

@@ -1,17 +1,21 @@
-"""A store: records in tar shards, found by position through a memory-mapped index, read with ``os.pread``.
+"""A store: records in tar shards, found by position through a memory-mapped index, read with
+``os.pread``.
 
 A store is a folder::
 
-    store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}], text {path, bytes}, label_names, ...;
-                        ledger_marks true in a private store, which is refused without ledger_marks.json
+    store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}],
+                        text {path, bytes}, label_names, ...; ledger_marks true in a private store,
+                        which is refused without ledger_marks.json
     index.npy           one row per record, ROW below; memory-mapped
     ledger_marks.json   marks of the runs on this store (privacy.marks)
     labels.npy          label sets, only in a store with several labels per record (multi_label.py)
     records.jsonl       one line per record: its key in the source and its captions
-    shards/*.tar        WebDataset shards; tars of that format stay in place, and ``shards`` has their paths
+    shards/*.tar        WebDataset shards; tars of that format stay in place, and ``shards`` has
+                        their paths
     confidential/       what the import left out and why; the key of the ids (store_key.py)
 
-Legend: B requested rows, V views, C channels, H height, W width, N records of the store, M labels of all requested rows, K classes.
+Legend: B requested rows, V views, C channels, H height, W width, N records of the store, M labels
+of all requested rows, K classes.
 """
 
 import functools
@@ -39,7 +43,9 @@ from dpvision.strict_json import parse_json
 
 FORMAT = "dpvision-store-1"
 SEVERAL_FORMAT = "dpvision-store-several-1"
-"""Format of a store with several labels per record: a separate name, because the column ``label`` has another meaning there."""
+"""Format of a store with several labels per record: a separate name, because the column ``label``
+has another meaning there.
+"""
 TEXTURES_FORMAT = "dpvision-textures-1"
 """Format of a store of generated textures (``data.texture_store``)."""
 ROW = np.dtype(
@@ -54,11 +60,14 @@ ROW = np.dtype(
         ("label", "<i4"),
     ]
 )
-"""caption_offset and caption_size: the record's line in records.jsonl. unit and label are -1 for none. With several labels per record,
-label is the position of the record's set (multi_label.py)."""
+"""caption_offset and caption_size: the record's line in records.jsonl. unit and label are -1 for
+none. With several labels per record, label is the position of the record's set (multi_label.py).
+"""
 
 SHARED_KEPT = "shared_images_kept"
-"""Entry of store.json: images of two persons were kept for the first, as the operator asked; statements list it as not covered."""
+"""Entry of store.json: images of two persons were kept for the first, as the operator asked;
+statements list it as not covered.
+"""
 WINDOW, UNDECLARED = "window", "undeclared_range"
 """Entries of store.json on images of more than 8 bits."""
 _OPEN_SHARDS = 256
@@ -71,11 +80,15 @@ class Record:
     """One record: an image with all its captions."""
 
     id: int
-    """63-bit hash of the image's bytes under the store's secret key: immutable, and independent of the record's position."""
+    """63-bit hash of the image's bytes under the store's secret key: immutable, and independent of
+    the record's position.
+    """
     key: str
     """The image's name in the source."""
     unit: str | None
-    """The person the image belongs to, as a keyed hash of the name in 16 hexadecimal digits; if None, the record is its own unit."""
+    """The person the image belongs to, as a keyed hash of the name in 16 hexadecimal digits; if
+    None, the record is its own unit.
+    """
     image: bytes
     captions: tuple[str, ...]
     labels: tuple[int, ...]
@@ -89,7 +102,10 @@ class _Shard:
             self.fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             self.fd = -1
-            raise DataError(f"store: {path}: {error.strerror}; expected a readable shard. {remedy_for(error, REMEDY)}") from None
+            raise DataError(
+                f"store: {path}: {error.strerror}; expected a readable shard. "
+                f"{remedy_for(error, REMEDY)}"
+            ) from None
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -97,19 +113,29 @@ class _Shard:
 
 
 class Store:
-    """Records by position, 0 ... num_records - 1. Opened by ``data.open.open_store``; safe to read from several threads."""
+    """Records by position, 0 ... num_records - 1. Opened by ``data.open.open_store``; safe to read
+    from several threads.
+    """
 
     generated: ClassVar[bool] = False
     """Whether the images are generated, not imported."""
     label_sets: LabelSets | None = None
     """Label sets of a store with several labels per record, else None."""
 
-    def __init__(self, path: Path, meta: dict[str, Any], index: np.memmap, label_sets: LabelSets | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        meta: dict[str, Any],
+        index: np.memmap,
+        label_sets: LabelSets | None = None,
+    ) -> None:
         self.path = path
         self.meta = meta
         self.index = index
         self.label_sets = label_sets
-        rows = np.asarray(index)  # the same memory; plain arrays are looked up faster than numpy's memmap class
+        rows = np.asarray(
+            index
+        )  # the same memory; plain arrays are looked up faster than numpy's memmap class
         self._where = rows["shard"], rows["size"], rows["offset"]
         self.store_id: str = meta["store_id"]
         self.visibility: Literal["private", "public"] = meta["visibility"]
@@ -122,58 +148,86 @@ class Store:
 
     @property
     def results_visibility(self) -> Literal["private", "public"]:
-        """str: visibility of results computed from these records. "private" for a public store cleared of private twins (overlap.py): its
-        images are public, but which and how many of them remain depends on the private store."""
+        """str: visibility of results computed from these records. "private" for a public store
+        cleared of private twins (overlap.py): its images are public, but which and how many of them
+        remain depends on the private store.
+        """
         return "private" if "deduplicated" in self.meta else self.visibility
 
     @property
     def window(self) -> Window | None:
-        """tuple: declared range by which images of more than 8 bits were read at the import (``--window``), or None."""
+        """tuple: declared range by which images of more than 8 bits were read at the import
+        (``--window``), or None.
+        """
         found = self.meta.get(WINDOW)
         return None if found is None else (float(found[0]), float(found[1]))
 
     @property
     def undeclared_range(self) -> bool:
-        """bool: whether there are images of 16 bits that are read by their whole range, because none is stated or declared."""
+        """bool: whether there are images of 16 bits that are read by their whole range, because
+        none is stated or declared.
+        """
         return bool(self.meta.get(UNDECLARED))
 
     def check(self) -> None:
-        """Raise DataError unless every file has its recorded size, every row lies inside its file, and the last row of each shard follows
-        a tar header of its size."""
+        """Raise DataError unless every file has its recorded size, every row lies inside its file,
+        and the last row of each shard follows a tar header of its size.
+        """
         files = [*zip(self.shard_paths, (s["bytes"] for s in self.meta["shards"]), strict=True)]
         text = self.meta["text"]
         for file, size in [*files, (self.path / text["path"], text["bytes"])]:
             try:
                 found = file.stat().st_size
             except OSError as error:
-                raise DataError(f"store: {file}: {error.strerror}; expected a file of {size} bytes. {remedy_for(error, REMEDY)}") from None
+                raise DataError(
+                    f"store: {file}: {error.strerror}; expected a file of {size} bytes. "
+                    f"{remedy_for(error, REMEDY)}"
+                ) from None
             if found != size:
-                raise DataError(f"store: {file}: {found} bytes; expected {size}, as when it was indexed. {REMEDY}")
+                raise DataError(
+                    f"store: {file}: {found} bytes; expected {size}, as when it was indexed. "
+                    f"{REMEDY}"
+                )
         shard_bytes = np.array([size for _, size in files], dtype=np.uint64)
         last = np.full(len(files), -1, dtype=np.int64)
         for start in range(0, self.num_records, _CHECK_ROWS):
             rows = self.index[start : start + _CHECK_ROWS]
             if rows["shard"].max() >= len(files):
-                raise DataError(f"store: {self.path}: index names shard {rows['shard'].max()}; expected {len(files)} shards. {REMEDY}")
+                raise DataError(
+                    f"store: {self.path}: index names shard {rows['shard'].max()}; expected "
+                    f"{len(files)} shards. {REMEDY}"
+                )
             limit = shard_bytes[rows["shard"]]
-            outside = (rows["offset"] < BLOCK) | (rows["offset"] > limit) | (rows["offset"] + rows["size"] > limit)
+            outside = (
+                (rows["offset"] < BLOCK)
+                | (rows["offset"] > limit)
+                | (rows["offset"] + rows["size"] > limit)
+            )
             outside |= rows["caption_offset"] + rows["caption_size"] > text["bytes"]
             if self.label_sets is not None:
                 self.label_sets.check(rows["label"])
             if outside.any():
                 row = start + int(outside.argmax())
-                raise DataError(f"store: {self.path}: index row {row} lies outside its file; expected it inside. {REMEDY}")
+                raise DataError(
+                    f"store: {self.path}: index row {row} lies outside its file; expected it "
+                    f"inside. {REMEDY}"
+                )
             last[rows["shard"]] = np.arange(start, start + len(rows))
         for row in last[last >= 0].tolist():
             entry = self.index[row]
-            header = os.pread(self._shard(int(entry["shard"])).fd, BLOCK, int(entry["offset"]) - BLOCK)
+            header = os.pread(
+                self._shard(int(entry["shard"])).fd, BLOCK, int(entry["offset"]) - BLOCK
+            )
             try:
                 size = member_size(header)
             except ValueError:
                 size = -1
             if size != entry["size"]:
                 file = self.shard_paths[entry["shard"]]
-                raise DataError(f"store: index row {row} does not match {file}; expected the member it was made from. {REMEDY}")
+                raise DataError(
+                    f"store: index row {row} does not match {file}; expected the member it was "
+                    f"made from. {REMEDY}"
+                )
 
     def read(self, row: int) -> bytes:
         """Bytes of one image file. Raises DataError if the shard cannot be read."""
@@ -187,30 +241,51 @@ class Store:
         """
         if len(self.shard_paths) <= _OPEN_SHARDS:
             return self._read_some(rows)
-        parts = [self._read_some(rows[i : i + _OPEN_SHARDS]) for i in range(0, len(rows), _OPEN_SHARDS)]
+        parts = [
+            self._read_some(rows[i : i + _OPEN_SHARDS]) for i in range(0, len(rows), _OPEN_SHARDS)
+        ]
         return [image for part in parts for image in part]
 
     def _read_some(self, rows: np.ndarray) -> list[bytes]:
-        """Images of rows in at most ``_OPEN_SHARDS`` shards. Written for speed: its overhead over os.pread is benchmarked."""
+        """Images of rows in at most ``_OPEN_SHARDS`` shards. Written for speed: its overhead over
+        os.pread is benchmarked.
+        """
         shards, sizes, offsets = (column[rows].tolist() for column in self._where)
-        held = {shard: self._shard(shard) for shard in set(shards)}  # keeps the files open until they are read
+        held = {
+            shard: self._shard(shard) for shard in set(shards)
+        }  # keeps the files open until they are read
         fd_of = {shard: file.fd for shard, file in held.items()}
         try:
             read = list(map(os.pread, map(fd_of.__getitem__, shards), sizes, offsets))
         except OSError as error:
-            raise DataError(f"store: {self.path}: {error.strerror}; expected readable shards. {remedy_for(error, REMEDY)}") from None
+            raise DataError(
+                f"store: {self.path}: {error.strerror}; expected readable shards. "
+                f"{remedy_for(error, REMEDY)}"
+            ) from None
         if sum(map(len, read)) != sum(sizes):  # none can be longer than requested
-            raise DataError(f"store: {self.path}: a shard ends early; expected the size it was indexed with. {REMEDY}")
+            raise DataError(
+                f"store: {self.path}: a shard ends early; expected the size it was indexed with. "
+                f"{REMEDY}"
+            )
         return read
 
     def views(
-        self, rows: np.ndarray, key: StepKey, data: DataConfig, image_size: int, device: str | torch.device = "cpu"
+        self,
+        rows: np.ndarray,
+        key: StepKey,
+        data: DataConfig,
+        image_size: int,
+        device: str | torch.device = "cpu",
     ) -> tuple[Tensor, Tensor]:
-        """This step's augmented views of int64 ``rows`` (B,): image_BVCHW uint8, and valid_B bool, False if a file does not decode.
+        """This step's augmented views of int64 ``rows`` (B,): image_BVCHW uint8, and valid_B bool,
+        False if a file does not decode.
 
-        Both are on the CPU; ``device`` matters to generated images only. Raises DataError as ``read_many`` does.
+        Both are on the CPU; ``device`` matters to generated images only. Raises DataError as
+        ``read_many`` does.
         """
-        pixels_BVCHW, valid_B = random_views(self.read_many(rows), self.index["id"][rows].astype(np.int64), key, data, image_size)
+        pixels_BVCHW, valid_B = random_views(
+            self.read_many(rows), self.index["id"][rows].astype(np.int64), key, data, image_size
+        )
         return torch.from_numpy(pixels_BVCHW), torch.from_numpy(valid_B)
 
     def captions(self, row: int) -> tuple[str, ...]:
@@ -218,26 +293,43 @@ class Store:
         return tuple(self._line(row)["captions"])
 
     def captions_many(self, rows: np.ndarray) -> list[tuple[str, ...]]:
-        """Captions of each of the int64 ``rows`` (B,). A damaged line has none: in a step it removes its own record only.
+        """Captions of each of the int64 ``rows`` (B,). A damaged line has none: in a step it
+        removes its own record only.
 
         Raises:
             DataError: records.jsonl can no longer be read, or ends early.
         """
-        text = self._text()  # held while it is read: if two threads open it at once, the cache keeps only one of the files
-        sizes, offsets = (self.index[name][rows].tolist() for name in ("caption_size", "caption_offset"))
+        # held while it is read: if two threads open it at once, the cache keeps only one of the
+        # files
+        text = self._text()
+        sizes, offsets = (
+            self.index[name][rows].tolist() for name in ("caption_size", "caption_offset")
+        )
         try:
-            lines = [os.pread(text.fd, size, offset) for size, offset in zip(sizes, offsets, strict=True)]
+            lines = [
+                os.pread(text.fd, size, offset) for size, offset in zip(sizes, offsets, strict=True)
+            ]
         except OSError as error:
-            raise DataError(f"store: {self.path}: {error.strerror}; expected readable captions. {remedy_for(error, REMEDY)}") from None
+            raise DataError(
+                f"store: {self.path}: {error.strerror}; expected readable captions. "
+                f"{remedy_for(error, REMEDY)}"
+            ) from None
         if sum(map(len, lines)) != sum(sizes):
-            raise DataError(f"store: {self.path}: the captions end early; expected the size they were indexed with. {REMEDY}")
+            raise DataError(
+                f"store: {self.path}: the captions end early; expected the size they were "
+                f"indexed with. {REMEDY}"
+            )
         return [captions_of(line) for line in lines]
 
     def has_captions(self, rows: np.ndarray) -> np.ndarray:
-        """Which of the int64 ``rows`` (B,) have at least one caption, bool (B,). No line is parsed: a second per million."""
+        """Which of the int64 ``rows`` (B,) have at least one caption, bool (B,). No line is parsed:
+        a second per million.
+        """
         text = self.meta["text"]
         index = self.index[rows]
-        return have_captions(self.path / text["path"], index["caption_offset"], index["caption_size"])
+        return have_captions(
+            self.path / text["path"], index["caption_offset"], index["caption_size"]
+        )
 
     def record(self, row: int) -> Record:
         """One record with its image, captions and labels."""
@@ -259,7 +351,9 @@ class Store:
             return json.loads(line)
         except ValueError:
             where = self.path / self.meta["text"]["path"]
-            raise DataError(f"store: {where}: row {row} is damaged; expected a line of JSON. {REMEDY}") from None
+            raise DataError(
+                f"store: {where}: row {row} is damaged; expected a line of JSON. {REMEDY}"
+            ) from None
 
     @property
     def multi_label(self) -> bool:
@@ -278,16 +372,21 @@ class Store:
 
     @property
     def labels(self) -> np.ndarray:
-        """int64 (N,): label of each record, -1 for none. Raises DataError if records may have several."""
+        """int64 (N,): label of each record, -1 for none. Raises DataError if records may have
+        several.
+        """
         if self.multi_label:
             raise DataError(
-                f"store: {self.path} has several labels a record; expected one each for this. Use `dpvision adapt` or `dpvision train` "
-                "with --model.multi-label, and `dpvision evaluate RUN --test STORE` on such a run."
+                f"store: {self.path} has several labels a record; expected one each for this. "
+                "Use `dpvision adapt` or `dpvision train` with --model.multi-label, and "
+                "`dpvision evaluate RUN --test STORE` on such a run."
             )
         return self.index["label"].astype(np.int64)
 
     def classes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All labels of int64 ``rows`` (B,), in order: position in ``rows`` and class of each, int64 (M,)."""
+        """All labels of int64 ``rows`` (B,), in order: position in ``rows`` and class of each,
+        int64 (M,).
+        """
         label_B = self.index["label"][rows]
         if self.label_sets is not None:
             return self.label_sets.listed(label_B)
@@ -295,18 +394,23 @@ class Store:
         return place_M, label_B[place_M].astype(np.int64)
 
     def targets(self, rows: np.ndarray, num_classes: int) -> np.ndarray:
-        """Labels of int64 ``rows`` (B,) as zeros and ones, uint8 (B, K); ``multi_label.NOT_KNOWN`` throughout for a record that is
-        unlabelled or has a class outside 0 ... K - 1."""
+        """Labels of int64 ``rows`` (B,) as zeros and ones, uint8 (B, K); ``multi_label.NOT_KNOWN``
+        throughout for a record that is unlabelled or has a class outside 0 ... K - 1.
+        """
         return zero_one(*self.classes(rows), self.index["label"][rows] >= 0, num_classes)
 
     def eligible_rows(self, max_records_per_unit: int, seed: int) -> np.ndarray:
         """Rows that may be drawn when a unit (person) contributes at most k records: sorted int64.
 
-        Which k of a unit's records stay is decided by a keyed hash of (seed, record id): it depends on the unit's own records only, so
-        adding or removing a person does not change other people's rows. A record without a unit is its own unit.
+        Which k of a unit's records stay is decided by a keyed hash of (seed, record id): it depends
+        on the unit's own records only, so adding or removing a person does not change other
+        people's rows. A record without a unit is its own unit.
         """
         if not max_records_per_unit >= 1:
-            raise DataError(f"eligible_rows: max_records_per_unit={max_records_per_unit}; expected at least 1. Use 1 for one record each.")
+            raise DataError(
+                f"eligible_rows: max_records_per_unit={max_records_per_unit}; expected at least "
+                "1. Use 1 for one record each."
+            )
         alone = self.index["unit"] < 0
         rows = np.flatnonzero(~alone)
         unit, record_id = self.index["unit"][rows], self.index["id"][rows]
@@ -318,12 +422,15 @@ class Store:
         return np.sort(np.concatenate([np.flatnonzero(alone), kept])).astype(np.int64)
 
     def import_summary(self) -> dict[str, Any]:
-        """Counts of the import: records, images left out by reason, duplicates merged. Private: for the operator only."""
+        """Counts of the import: records, images left out by reason, duplicates merged. Private: for
+        the operator only.
+        """
         try:
             return parse_json((self.path / "confidential" / "import.json").read_text())
         except (OSError, ValueError) as error:
             raise DataError(
-                f"store: {self.path}: no summary of the import ({error}); expected confidential/import.json. {remedy_for(error, REMEDY)}"
+                f"store: {self.path}: no summary of the import ({error}); expected "
+                f"confidential/import.json. {remedy_for(error, REMEDY)}"
             ) from None
 
 
@@ -347,14 +454,16 @@ def write_description(
     shared_images_kept: bool = False,
     samples: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write index.npy and store.json, the two files that make a folder a store, and ledger_marks.json.
+    """Write index.npy and store.json, the two files that make a folder a store, and
+    ledger_marks.json.
 
     Args:
         metric: how scores on the labels are computed.
         labels: path and size of labels.npy, for several labels per record.
         may_be_unlabelled: a record without a label contributes zero in training.
         cleared: the record of images removed from a public store (overlap.py).
-        shared_images: files of the source with the bytes of an image that was kept for another unit.
+        shared_images: files of the source with the bytes of an image that was kept for another
+            unit.
         shared_images_kept: the operator asked to keep such images for the first unit.
         samples: the entries ``WINDOW`` and ``UNDECLARED``, or a description that has them.
     """
@@ -374,7 +483,11 @@ def write_description(
         "may_be_unlabelled": may_be_unlabelled,
         **({} if unit_field is None else {"shared_images": shared_images}),
         **({SHARED_KEPT: "first"} if unit_field is not None and shared_images_kept else {}),
-        **{name: samples[name] for name in (WINDOW, UNDECLARED) if samples is not None and samples.get(name)},
+        **{
+            name: samples[name]
+            for name in (WINDOW, UNDECLARED)
+            if samples is not None and samples.get(name)
+        },
         **(cleared or {}),
         **({} if visibility == "public" else {HAS_MARKS: True}),
     }

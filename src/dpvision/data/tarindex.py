@@ -1,7 +1,8 @@
 """Index the members of a tar file from its headers alone: no data is read, nothing is unpacked.
 
-The format is POSIX ustar with the two usual ways to write long names (GNU 'L' members, pax 'x' members). Python's tarfile builds an
-object for every member; this reads one 512-byte header per member with ``os.pread`` and keeps name, offset and size.
+The format is POSIX ustar with the two usual ways to write long names (GNU 'L' members, pax 'x'
+members). Python's tarfile builds an object for every member; this reads one 512-byte header per
+member with ``os.pread`` and keeps name, offset and size.
 """
 
 import os
@@ -34,10 +35,12 @@ class Member(NamedTuple):
 
 
 def scan(path: Path) -> list[Member]:
-    """List the files of a tar in order, and links to them with the bytes of their files; folders and devices are skipped.
+    """List the files of a tar in order, and links to them with the bytes of their files; folders
+    and devices are skipped.
 
     Raises:
-        DataError: the file cannot be read, is not an uncompressed tar, ends inside a member, or goes on after its end.
+        DataError: the file cannot be read, is not an uncompressed tar, ends inside a member, or
+            goes on after its end.
     """
     try:
         fd = os.open(path, os.O_RDONLY)
@@ -46,7 +49,10 @@ def scan(path: Path) -> list[Member]:
         finally:
             os.close(fd)
     except OSError as error:
-        raise DataError(f"tar: {path}: {error.strerror}; expected a readable tar file. Check the path and its permissions.") from None
+        raise DataError(
+            f"tar: {path}: {error.strerror}; expected a readable tar file. Check the path and "
+            "its permissions."
+        ) from None
 
 
 class _Link(NamedTuple):
@@ -67,7 +73,11 @@ def _with_links(found: list[Member | _Link]) -> list[Member]:
             if not isinstance(file, _Link):
                 break
             file = by_name.get(file.target)
-        made.append(file._replace(name=one.name) if isinstance(file, Member) else Member(one.name, 0, 0, "link without its file"))
+        made.append(
+            file._replace(name=one.name)
+            if isinstance(file, Member)
+            else Member(one.name, 0, 0, "link without its file")
+        )
     return made
 
 
@@ -101,13 +111,17 @@ def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
         except ValueError:
             what = "damaged" if position else "no uncompressed tar"
             raise DataError(
-                f"tar: {path}: {what} at byte {position}; expected a tar header. Unpack compressed tars, repair or remove damaged ones."
+                f"tar: {path}: {what} at byte {position}; expected a tar header. Unpack "
+                "compressed tars, repair or remove damaged ones."
             ) from None
         kind = header[156:157]
         offset = position + BLOCK
         if kind in (b"L", b"K", b"x"):
             if size > _MAX_HEADER_DATA_BYTES:
-                raise DataError(f"tar: {path}: header of {size} bytes at byte {position}; expected at most 1 MiB. Repair or remove it.")
+                raise DataError(
+                    f"tar: {path}: header of {size} bytes at byte {position}; expected at most 1 "
+                    "MiB. Repair or remove it."
+                )
             data = os.pread(fd, size, offset)
             if kind == b"L":
                 long_name = _text(data)
@@ -120,9 +134,13 @@ def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
                 long_size = int(pax["size"]) if "size" in pax else long_size
         else:
             size = size if long_size is None else long_size
-            prefix = header[345:500] if header[257:263] == b"ustar\0" else b""  # GNU tar keeps times there
+            prefix = (
+                header[345:500] if header[257:263] == b"ustar\0" else b""
+            )  # GNU tar keeps times there
             short = _text(header[:100])
-            name = long_name or (f"{_text(prefix)}/{short}" if prefix[:1] not in (b"", b"\0") else short)
+            name = long_name or (
+                f"{_text(prefix)}/{short}" if prefix[:1] not in (b"", b"\0") else short
+            )
             if kind in _REGULAR:
                 if offset + size > end:
                     break
@@ -130,23 +148,34 @@ def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
             elif kind in (_HARD, _SYMBOLIC):
                 size = 0  # links have no data, whatever their header says
                 target = long_target or _text(header[157:257])
-                yield _Link(name, posixpath.normpath(target if kind == _HARD else posixpath.join(posixpath.dirname(name), target)))
+                yield _Link(
+                    name,
+                    posixpath.normpath(
+                        target if kind == _HARD else posixpath.join(posixpath.dirname(name), target)
+                    ),
+                )
             elif kind == _SPARSE:
                 yield Member(name, 0, 0, "sparse file")
             long_name = long_target = long_size = None
         position = offset + (size + BLOCK - 1) // BLOCK * BLOCK
     if position > end or position + BLOCK <= end:
-        raise DataError(f"tar: {path}: ends inside a member, at byte {end}; expected a whole file. Copy it again or remove it.")
+        raise DataError(
+            f"tar: {path}: ends inside a member, at byte {end}; expected a whole file. Copy it "
+            "again or remove it."
+        )
 
 
 def _check_tail(fd: int, position: int, end: int, path: Path) -> None:
-    """Only the zeros that pad a tar's last record may follow its end mark: in an interrupted download into a file of the full size, or with
-    a second tar appended by `cat`, images would be silently lost."""
+    """Only the zeros that pad a tar's last record may follow its end mark: in an interrupted
+    download into a file of the full size, or with a second tar appended by `cat`, images would be
+    silently lost.
+    """
     tail = os.pread(fd, min(end - position, _MAX_TAIL_BYTES), position)
     if end - position > _MAX_TAIL_BYTES or tail.strip(b"\0"):
         raise DataError(
-            f"tar: {path}: {end - position:,} bytes after its end at byte {position}; expected a whole tar, and one only. Copy it again, "
-            "or take tars apart that were appended to each other."
+            f"tar: {path}: {end - position:,} bytes after its end at byte {position}; expected a "
+            "whole tar, and one only. Copy it again, or take tars apart that were appended to "
+            "each other."
         )
 
 
@@ -160,7 +189,10 @@ def _pax(data: bytes, path: Path) -> dict[str, str]:
     while data:
         length, _, rest = data.partition(b" ")
         if not length.isdigit() or int(length) <= len(length) + 2 or int(length) > len(data):
-            raise DataError(f"tar: {path}: damaged extended header; expected `LENGTH KEY=VALUE`. Repair or remove the file.")
+            raise DataError(
+                f"tar: {path}: damaged extended header; expected `LENGTH KEY=VALUE`. Repair or "
+                "remove the file."
+            )
         key, _, value = rest[: int(length) - len(length) - 2].partition(b"=")
         found[key.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
         data = data[int(length) :]

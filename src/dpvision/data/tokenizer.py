@@ -1,8 +1,10 @@
-"""Captions as token ids: byte-level BPE (Hugging Face ``tokenizers``) in one JSON file, trained offline on public or synthetic text.
+"""Captions as token ids: byte-level BPE (Hugging Face ``tokenizers``) in one JSON file, trained
+offline on public or synthetic text.
 
-A normaliser inside the file folds case and variants of characters (NFKC, lower case): the captions in the DP-Cap paper's figures are in
-lower case, 30,522 entries is the size of a lower-case vocabulary, CIDEr folds case too, and under noise one embedding that learns from both
-"A dog" and "a dog" is better than two. Every text can be encoded in bytes, so there is no unknown token.
+A normaliser inside the file folds case and variants of characters (NFKC, lower case): the captions
+in the DP-Cap paper's figures are in lower case, 30,522 entries is the size of a lower-case
+vocabulary, CIDEr folds case too, and under noise one embedding that learns from both "A dog" and "a
+dog" is better than two. Every text can be encoded in bytes, so there is no unknown token.
 
 Legend: L tokens of a caption.
 """
@@ -30,7 +32,9 @@ _MIN_COUNT = 2  # a merge that occurs once memorises its text and is useless for
 
 
 class CaptionTokenizer:
-    """Encodes captions as ids, and decodes them. Made by ``load`` or ``train_tokenizer``; safe to use from several threads."""
+    """Encodes captions as ids, and decodes them. Made by ``load`` or ``train_tokenizer``; safe to
+    use from several threads.
+    """
 
     def __init__(self, canonical: str) -> None:
         """``canonical`` is the file's canonical JSON (``_canonical``), checked."""
@@ -41,15 +45,18 @@ class CaptionTokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         """Number of entries, special ones included; ids run from 0 to vocab_size - 1."""
         self.digest = hashlib.sha256(canonical.encode()).hexdigest()
-        """SHA-256 of the canonical JSON (sorted keys, no blanks), independent of the file's layout."""
+        """SHA-256 of the canonical JSON (sorted keys, no blanks), independent of the file's
+        layout.
+        """
 
     @classmethod
     def load(cls, path: str | Path) -> "CaptionTokenizer":
         """Load a tokenizer from a file.
 
         Raises:
-            DataError: the file is missing; it is not a byte-level BPE with the special ids of ``dpvision.config``; or it would lose text
-                (a byte without an entry, truncation) or be random (BPE dropout).
+            DataError: the file is missing; it is not a byte-level BPE with the special ids of
+                ``dpvision.config``; or it would lose text (a byte without an entry, truncation) or
+                be random (BPE dropout).
         """
         path = Path(path)
         try:
@@ -63,10 +70,14 @@ class CaptionTokenizer:
             problem = "not JSON"
         except Exception as error:  # the library's only type of error
             problem = str(error)
-        raise DataError(f"tokenizer: {path}: {problem}; expected a file made by `dpvision data tokenizer`. Make one, or pass another path.")
+        raise DataError(
+            f"tokenizer: {path}: {problem}; expected a file made by `dpvision data tokenizer`. "
+            "Make one, or pass another path."
+        )
 
     def save(self, path: str | Path) -> None:
-        """Write the one JSON file, in canonical form: its SHA-256 is ``digest``. An existing file is not replaced.
+        """Write the one JSON file, in canonical form: its SHA-256 is ``digest``. An existing file
+        is not replaced.
 
         Raises:
             DataError: the file exists, or cannot be written.
@@ -76,9 +87,14 @@ class CaptionTokenizer:
             path.parent.mkdir(parents=True, exist_ok=True)
             create(path, self.to_bytes())
         except FileExistsError:
-            raise DataError(f"tokenizer: {path} exists; expected a new file: runs may depend on it. Choose another name.") from None
+            raise DataError(
+                f"tokenizer: {path} exists; expected a new file: runs may depend on it. Choose "
+                "another name."
+            ) from None
         except OSError as error:
-            raise DataError(f"tokenizer: {path}: {error.strerror}; expected to write it. Choose another place.") from None
+            raise DataError(
+                f"tokenizer: {path}: {error.strerror}; expected to write it. Choose another place."
+            ) from None
 
     def to_bytes(self) -> bytes:
         """Return the file as ``save`` writes it."""
@@ -89,7 +105,8 @@ class CaptionTokenizer:
         return self._tokenizer.encode(_without_surrogates(caption)).ids
 
     def encode(self, caption: str, num_tokens: int) -> np.ndarray:
-        """Encode a caption as a row of a batch: BOS, ids, EOS, then PAD; a longer caption is cut before EOS.
+        """Encode a caption as a row of a batch: BOS, ids, EOS, then PAD; a longer caption is cut
+        before EOS.
 
         Args:
             num_tokens: L, at least 2; 40 in DP-Cap.
@@ -103,7 +120,8 @@ class CaptionTokenizer:
         return token_L
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids up to the first EOS; special ids and ids without an entry are skipped, broken UTF-8 gives U+FFFD.
+        """Decode ids up to the first EOS; special ids and ids without an entry are skipped, broken
+        UTF-8 gives U+FFFD.
 
         The inverse of ``words``, except for what the normaliser folds.
         """
@@ -121,10 +139,11 @@ class CaptionTokenizer:
 
 
 def train_tokenizer(captions: Iterable[str], vocab_size: int) -> CaptionTokenizer:
-    """Train a byte-level BPE of exactly ``vocab_size`` entries: 3 special tokens, 256 bytes, and merges by frequency.
+    """Train a byte-level BPE of exactly ``vocab_size`` entries: 3 special tokens, 256 bytes, and
+    merges by frequency.
 
-    Deterministic: the same captions in any order give the same file. They are cleaned as at an import. Their text ends up in the file, so
-    they must be public or synthetic (docs/privacy.md).
+    Deterministic: the same captions in any order give the same file. They are cleaned as at an
+    import. Their text ends up in the file, so they must be public or synthetic (docs/privacy.md).
 
     Args:
         vocab_size: 259 (bytes only) to 1,000,000; DP-Cap: 30,522.
@@ -134,8 +153,13 @@ def train_tokenizer(captions: Iterable[str], vocab_size: int) -> CaptionTokenize
         DataError: there is no text, or too little for so many entries: a merge must occur twice.
     """
     if not MIN_VOCAB_SIZE <= vocab_size <= _MAX_VOCAB_SIZE:
-        rule = f"{MIN_VOCAB_SIZE} (256 bytes and {len(SPECIAL)} special tokens) to {_MAX_VOCAB_SIZE:,}"
-        raise ConfigError(f"tokenizer: vocab_size={vocab_size}; expected {rule}. DP-Cap uses 30,522; 440 suffice for scenes.")
+        rule = (
+            f"{MIN_VOCAB_SIZE} (256 bytes and {len(SPECIAL)} special tokens) to {_MAX_VOCAB_SIZE:,}"
+        )
+        raise ConfigError(
+            f"tokenizer: vocab_size={vocab_size}; expected {rule}. DP-Cap uses 30,522; 440 "
+            "suffice for scenes."
+        )
     num_captions = 0
 
     def cleaned() -> Iterator[str]:
@@ -146,8 +170,11 @@ def train_tokenizer(captions: Iterable[str], vocab_size: int) -> CaptionTokenize
                 yield clean
 
     made = Tokenizer(models.BPE())
-    # lower-casing can leave a letter and an accent that compose to one character: NFKC again, so that folding is idempotent
-    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.NFKC()])
+    # lower-casing can leave a letter and an accent that compose to one character: NFKC again, so
+    # that folding is idempotent
+    made.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Lowercase(), normalizers.NFKC()]
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.train_from_iterator(
@@ -161,11 +188,14 @@ def train_tokenizer(captions: Iterable[str], vocab_size: int) -> CaptionTokenize
         ),
     )
     if num_captions == 0:
-        raise DataError("tokenizer: no text; expected captions. Name a file with one caption a line.")
+        raise DataError(
+            "tokenizer: no text; expected captions. Name a file with one caption a line."
+        )
     if (got := made.get_vocab_size()) != vocab_size:
         raise DataError(
-            f"tokenizer: {num_captions:,} captions give {got:,} entries; expected vocab_size={vocab_size:,}, each merge occurring twice. "
-            f"Give more text, or pass --vocab-size {got}."
+            f"tokenizer: {num_captions:,} captions give {got:,} entries; expected "
+            f"vocab_size={vocab_size:,}, each merge occurring twice. Give more text, or pass "
+            f"--vocab-size {got}."
         )
     return CaptionTokenizer(_canonical(json.loads(made.to_str())))
 
@@ -190,7 +220,9 @@ def _problem(parsed: Any) -> str | None:
     if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(vocab, dict):
         return "no byte-pair encoding"
     added = parsed.get("added_tokens")
-    found = {entry.get("content"): entry.get("id") for entry in added} if _are_objects(added) else {}
+    found = (
+        {entry.get("content"): entry.get("id") for entry in added} if _are_objects(added) else {}
+    )
     if found != SPECIAL or any(vocab.get(name) != i for name, i in SPECIAL.items()):
         return f"special tokens {found}, expected {SPECIAL}"
     if sorted(vocab.values(), key=str) != sorted(range(len(vocab)), key=str):

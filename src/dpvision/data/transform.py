@@ -1,9 +1,11 @@
-"""Convert uint8 pixels to model inputs: random crops and flips for training, a centre crop for everything else.
+"""Convert uint8 pixels to model inputs: random crops and flips for training, a centre crop for
+everything else.
 
-Every resize is antialiased and bicubic. A box drawn in the pixels of the image is cut out and resized by torch on uint8 (``resized``), as
-torchvision's ``RandomResizedCrop`` does, faster than Pillow (benchmarks/loader.py). A box between pixels (``data.resize``, centre crops) is
-one call of Pillow's ``resize(box=...)`` (``cut``); at its edge the filter sees the pixels just outside, as if the whole image had been
-resized and then cut.
+Every resize is antialiased and bicubic. A box drawn in the pixels of the image is cut out and
+resized by torch on uint8 (``resized``), as torchvision's ``RandomResizedCrop`` does, faster than
+Pillow (benchmarks/loader.py). A box between pixels (``data.resize``, centre crops) is one call of
+Pillow's ``resize(box=...)`` (``cut``); at its edge the filter sees the pixels just outside, as if
+the whole image had been resized and then cut.
 
 Legend: B records, V views, C channels, H height, W width, N random numbers.
 """
@@ -33,12 +35,17 @@ CROP_NUMBERS = 2 * CROP_TRIES + 2
 
 
 def crop_box(
-    height: int, width: int, uniform_N: Sequence[float], scale: tuple[float, float], ratio: tuple[float, float] = CROP_RATIO
+    height: int,
+    width: int,
+    uniform_N: Sequence[float],
+    scale: tuple[float, float],
+    ratio: tuple[float, float] = CROP_RATIO,
 ) -> tuple[int, int, int, int]:
     """Box (left, top, right, bottom) of a random resized crop, in pixels.
 
-    torchvision's ``RandomResizedCrop.get_params`` (area uniform in ``scale``, log-uniform ``ratio``, up to ten tries, then the largest
-    centred box of an allowed ratio), with the random numbers as an argument.
+    torchvision's ``RandomResizedCrop.get_params`` (area uniform in ``scale``, log-uniform
+    ``ratio``, up to ten tries, then the largest centred box of an allowed ratio), with the random
+    numbers as an argument.
 
     Args:
         height, width: size of the image.
@@ -64,28 +71,38 @@ def crop_box(
     return left, top, left + w, top + h
 
 
-def cut(image: Image.Image, box: tuple[float, float, float, float], image_size: int, flip: bool = False) -> np.ndarray:
-    """Resize a box of an RGB image to a square, uint8 of shape (image_size, image_size, 3), and mirror it left to right if ``flip``."""
+def cut(
+    image: Image.Image, box: tuple[float, float, float, float], image_size: int, flip: bool = False
+) -> np.ndarray:
+    """Resize a box of an RGB image to a square, uint8 of shape (image_size, image_size, 3), and
+    mirror it left to right if ``flip``.
+    """
     pixels = np.asarray(image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box))
     return pixels[:, ::-1] if flip else pixels
 
 
 def resized(pixels_HWC: np.ndarray, box: tuple[int, int, int, int], image_size: int) -> np.ndarray:
-    """Resize a box of uint8 pixels (H, W, 3) to a square, uint8 (image_size, image_size, 3), by torch's antialiased bicubic filter.
+    """Resize a box of uint8 pixels (H, W, 3) to a square, uint8 (image_size, image_size, 3), by
+    torch's antialiased bicubic filter.
 
-    One image at a time: torch then starts no threads of its own, and the pixels depend on nothing else.
+    One image at a time: torch then starts no threads of its own, and the pixels depend on nothing
+    else.
     """
     left, top, right, bottom = box
     crop_1HWC = np.array(pixels_HWC[None, top:bottom, left:right], order="C")
     if crop_1HWC.shape[1:3] == (image_size, image_size):
         return crop_1HWC[0]
     x_1CHW = torch.from_numpy(crop_1HWC).permute(0, 3, 1, 2)  # channels last: torch copies nothing
-    y_1CHW = torch.nn.functional.interpolate(x_1CHW, (image_size, image_size), mode="bicubic", antialias=True)
+    y_1CHW = torch.nn.functional.interpolate(
+        x_1CHW, (image_size, image_size), mode="bicubic", antialias=True
+    )
     return y_1CHW.numpy()[0].transpose(1, 2, 0)
 
 
 def centre_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """The centred square over the shorter side: what a resize of that side and a centre crop keep."""
+    """The centred square over the shorter side: what a resize of that side and a centre crop
+    keep.
+    """
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
@@ -96,8 +113,9 @@ def training_box(
 ) -> tuple[float, float, float, float]:
     """Box (left, top, right, bottom) of a training view in pixels of the image.
 
-    With ``data.resize`` the box is drawn, or centred, in a square of that side to which the whole image would be resized, and then mapped
-    back to the image: one resampling instead of the two of papers that resize and then crop.
+    With ``data.resize`` the box is drawn, or centred, in a square of that side to which the whole
+    image would be resized, and then mapped back to the image: one resampling instead of the two of
+    papers that resize and then crop.
 
     Args:
         uniform_N: ``CROP_NUMBERS`` numbers in [0, 1), for crop="random".
@@ -111,7 +129,9 @@ def training_box(
     return left * x, top * y, right * x, bottom * y
 
 
-def training_view(pixels_HWC: np.ndarray, image_size: int, data: DataConfig, uniform_N: Sequence[float]) -> np.ndarray:
+def training_view(
+    pixels_HWC: np.ndarray, image_size: int, data: DataConfig, uniform_N: Sequence[float]
+) -> np.ndarray:
     """``training_box`` of uint8 pixels (H, W, 3), resized to uint8 (image_size, image_size, 3)."""
     height, width = pixels_HWC.shape[:2]
     box = training_box(width, height, image_size, data, uniform_N)
@@ -124,13 +144,22 @@ def training_view(pixels_HWC: np.ndarray, image_size: int, data: DataConfig, uni
 def random_views(
     files: Sequence[bytes], record_id_B: np.ndarray, key: StepKey, data: DataConfig, image_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a step's training views of image files: uint8 pixels (B, V, C, H, W), and bool (B,), False and zeros if a file does not decode.
+    """Draw a step's training views of image files: uint8 pixels (B, V, C, H, W), and bool (B,),
+    False and zeros if a file does not decode.
 
-    Crop (``training_box``, bicubic) and flip are drawn from ``key`` and the record's id in the streams "crop.V" and "flip.V".
+    Crop (``training_box``, bicubic) and flip are drawn from ``key`` and the record's id in the
+    streams "crop.V" and "flip.V".
     """
     views = range(data.views)
     crops = [key.uniform_numpy(record_id_B, f"crop.{v}", CROP_NUMBERS).tolist() for v in views]
-    flips = [(key.uniform_numpy(record_id_B, f"flip.{v}", 1)[:, 0] < 0.5 if data.horizontal_flip else [False] * len(files)) for v in views]
+    flips = [
+        (
+            key.uniform_numpy(record_id_B, f"flip.{v}", 1)[:, 0] < 0.5
+            if data.horizontal_flip
+            else [False] * len(files)
+        )
+        for v in views
+    ]
     pixels = np.zeros((len(files), data.views, 3, image_size, image_size), dtype=np.uint8)
     valid = np.zeros(len(files), dtype=bool)
     for b, file in enumerate(files):
@@ -141,7 +170,8 @@ def random_views(
         valid[b] = True
         for v in views:
             view_HWC = training_view(image_HWC, image_size, data, crops[v][b])
-            # A flip costs nothing here, as the channels are parted anyway; mirroring interleaved pixels takes as long as decoding.
+            # A flip costs nothing here, as the channels are parted anyway; mirroring interleaved
+            # pixels takes as long as decoding.
             pixels[b, v] = (view_HWC[:, ::-1] if flips[v][b] else view_HWC).transpose(2, 0, 1)
     return pixels, valid
 
@@ -155,9 +185,13 @@ def decoded(files: Iterable[bytes]) -> Iterator[Image.Image | None]:
             yield None
 
 
-def evaluation_box(width: int, height: int, image_size: int, data: DataConfig) -> tuple[float, float, float, float]:
-    """Box of an image for evaluation: the centred square over the shorter side; if ``data.resize`` is set, the whole image, or with
-    crop="centre" the centre of side ``image_size`` of the resized square."""
+def evaluation_box(
+    width: int, height: int, image_size: int, data: DataConfig
+) -> tuple[float, float, float, float]:
+    """Box of an image for evaluation: the centred square over the shorter side; if ``data.resize``
+    is set, the whole image, or with crop="centre" the centre of side ``image_size`` of the resized
+    square.
+    """
     if data.resize is None:
         return centre_box(width, height)
     share = min(1.0, image_size / data.resize) if data.crop == "centre" else 1.0
@@ -165,11 +199,13 @@ def evaluation_box(width: int, height: int, image_size: int, data: DataConfig) -
     return left, top, width - left, height - top
 
 
-def normalise(pixels_HWC: np.ndarray, mean: Sequence[float], std: Sequence[float], out_CHW: np.ndarray) -> None:
+def normalise(
+    pixels_HWC: np.ndarray, mean: Sequence[float], std: Sequence[float], out_CHW: np.ndarray
+) -> None:
     """Write (pixels / 255 - mean) / std of uint8 (..., H, W, 3) into float32 (..., 3, H, W).
 
-    One multiplication and one addition per value, in separate calls so that they are not fused: a record's bits do not depend on how
-    many others are converted with it.
+    One multiplication and one addition per value, in separate calls so that they are not fused: a
+    record's bits do not depend on how many others are converted with it.
     """
     scale, shift = _scale_and_shift(mean, std)
     pixels_CHW = np.moveaxis(pixels_HWC, -1, -3)
@@ -181,26 +217,41 @@ def normalise(pixels_HWC: np.ndarray, mean: Sequence[float], std: Sequence[float
 
 
 def normalise_tensor(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """``normalise`` of uint8 (..., 3, H, W) on the tensor's device, the same float32 numbers bit for bit."""
-    scale, shift = (send(torch.from_numpy(constant), pixels.device) for constant in _scale_and_shift(mean, std))
+    """``normalise`` of uint8 (..., 3, H, W) on the tensor's device, the same float32 numbers bit
+    for bit.
+    """
+    scale, shift = (
+        send(torch.from_numpy(constant), pixels.device) for constant in _scale_and_shift(mean, std)
+    )
     return pixels.to(torch.float32, memory_format=torch.contiguous_format).mul_(scale).add_(shift)
 
 
 def _scale_and_shift(mean: Sequence[float], std: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """1 / (255 std) and -mean / std, float32 (3, 1, 1)."""
     centre, spread = np.asarray(mean, dtype=np.float64), np.asarray(std, dtype=np.float64)
-    return (1 / (255 * spread)).astype(np.float32)[:, None, None], (-centre / spread).astype(np.float32)[:, None, None]
+    return (1 / (255 * spread)).astype(np.float32)[:, None, None], (-centre / spread).astype(
+        np.float32
+    )[:, None, None]
 
 
 def to_uint8(x_CHW: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Invert ``normalise`` for display: a float array or CPU tensor (..., 3, H, W) to uint8 (..., H, W, 3), clipped."""
+    """Invert ``normalise`` for display: a float array or CPU tensor (..., 3, H, W) to uint8 (...,
+    H, W, 3), clipped.
+    """
     x = np.asarray(x_CHW, dtype=np.float32)
-    scale, shift = np.asarray(std, dtype=np.float32)[:, None, None], np.asarray(mean, dtype=np.float32)[:, None, None]
+    scale, shift = (
+        np.asarray(std, dtype=np.float32)[:, None, None],
+        np.asarray(mean, dtype=np.float32)[:, None, None],
+    )
     return np.moveaxis((x * scale + shift) * 255, -3, -1).round().clip(0, 255).astype(np.uint8)
 
 
-def evaluation_view(image: Image.Image, image_size: int, data: DataConfig) -> tuple[np.ndarray, int]:
-    """``evaluation_box`` of an RGB image, uint8 (image_size, image_size, 3), and the side in px of the square that it fills."""
+def evaluation_view(
+    image: Image.Image, image_size: int, data: DataConfig
+) -> tuple[np.ndarray, int]:
+    """``evaluation_box`` of an RGB image, uint8 (image_size, image_size, 3), and the side in px of
+    the square that it fills.
+    """
     side = own_size(*image.size, data.own_sizes) if data.own_sizes else image_size
     pixels = cut(image, evaluation_box(*image.size, side, data), side)
     margin = image_size - side
@@ -208,13 +259,24 @@ def evaluation_view(image: Image.Image, image_size: int, data: DataConfig) -> tu
 
 
 def own_size(width: int, height: int, sizes: Sequence[int]) -> int:
-    """The resolution at which an image is encoded: the largest of ``sizes`` (ascending) that enlarges its shorter side by at most a
-    quarter, or the smallest. A function of this image alone."""
-    return max((size for size in sizes if size <= ENLARGEMENT * min(width, height)), default=sizes[0])
+    """The resolution at which an image is encoded: the largest of ``sizes`` (ascending) that
+    enlarges its shorter side by at most a quarter, or the smallest. A function of this image alone.
+    """
+    return max(
+        (size for size in sizes if size <= ENLARGEMENT * min(width, height)), default=sizes[0]
+    )
 
 
-def normalise_canvas(pixels_HWC: np.ndarray, side: int, mean: Sequence[float], std: Sequence[float], out_CHW: np.ndarray) -> None:
-    """``normalise`` a uint8 image that fills the upper left ``side`` pixels of its canvas; the rest becomes NaN."""
+def normalise_canvas(
+    pixels_HWC: np.ndarray,
+    side: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    out_CHW: np.ndarray,
+) -> None:
+    """``normalise`` a uint8 image that fills the upper left ``side`` pixels of its canvas; the rest
+    becomes NaN.
+    """
     normalise(pixels_HWC, mean, std, out_CHW)
     out_CHW[:, side:], out_CHW[:, :, side:] = np.nan, np.nan
 
@@ -226,9 +288,11 @@ def blank_margin(x_BCHW: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The evaluation transform: ``evaluation_box`` resized to ``image_size``, normalised. Made by ``preprocess`` or ``preprocess_of``.
+    """The evaluation transform: ``evaluation_box`` resized to ``image_size``, normalised. Made by
+    ``preprocess`` or ``preprocess_of``.
 
-    With ``data.own_sizes`` the image keeps its own resolution, in the upper left corner of a canvas of ``image_size``.
+    With ``data.own_sizes`` the image keeps its own resolution, in the upper left corner of a canvas
+    of ``image_size``.
     """
 
     image_size: int
@@ -239,14 +303,19 @@ class Preprocess:
     window: Window | None = None
     """Declared range of samples of more than 8 bits, of the store that a run was trained on."""
 
-    def __call__(self, image: str | Path | bytes | Image.Image | np.ndarray, window: Window | None = None) -> np.ndarray:
-        """Transform an image to float32 x_CHW. The path, or the bytes, of a file give what training and evaluation see of it.
+    def __call__(
+        self, image: str | Path | bytes | Image.Image | np.ndarray, window: Window | None = None
+    ) -> np.ndarray:
+        """Transform an image to float32 x_CHW. The path, or the bytes, of a file give what training
+        and evaluation see of it.
 
         Args:
-            image: path, bytes, Pillow image, or uint8 RGB pixels (H, W, 3); see ``decode.read_image``. An array has no orientation, no
-                transparency and no range of values other than 0 ... 255, so they must have been applied.
-            window: the values that become black and white, for grey of more than 8 bits, as at the import (``--window``); if None, those
-                declared for the images that the run was trained on.
+            image: path, bytes, Pillow image, or uint8 RGB pixels (H, W, 3); see
+                ``decode.read_image``. An array has no orientation, no transparency and no range of
+                values other than 0 ... 255, so they must have been applied.
+            window: the values that become black and white, for grey of more than 8 bits, as at the
+                import (``--window``); if None, those declared for the images that the run was
+                trained on.
 
         Raises:
             DataError: the image cannot be read, or an array of another type or shape.
@@ -258,11 +327,17 @@ class Preprocess:
         return x_CHW
 
 
-def preprocess(image_size: int, mean: Sequence[float], std: Sequence[float], own_sizes: tuple[int, ...] = ()) -> Preprocess:
-    """Make the evaluation transform of a model: shorter side to ``image_size``, centre crop, normalised."""
+def preprocess(
+    image_size: int, mean: Sequence[float], std: Sequence[float], own_sizes: tuple[int, ...] = ()
+) -> Preprocess:
+    """Make the evaluation transform of a model: shorter side to ``image_size``, centre crop,
+    normalised.
+    """
     return Preprocess(image_size, tuple(mean), tuple(std), DataConfig(own_sizes=own_sizes))
 
 
 def preprocess_of(image_size: int, data: DataConfig, window: Window | None = None) -> Preprocess:
-    """Make the evaluation transform of a run, the same as ``loader.image_batches`` applies to a store."""
+    """Make the evaluation transform of a run, the same as ``loader.image_batches`` applies to a
+    store.
+    """
     return Preprocess(image_size, data.mean, data.std, data, window)

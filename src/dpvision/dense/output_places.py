@@ -18,13 +18,21 @@ def check_places(out: Path | None, sheet: Path | None, work: Path | None, privat
         parts = place.absolute().parent.parts if within else place.absolute().parts
         if private and "confidential" not in parts:
             raise ConfigError(
-                f"evaluate: {name}={str(place)!r} depends on private images; expected a folder called confidential in its path. Use one, "
-                "or give --public if the images need no protection."
+                f"evaluate: {name}={str(place)!r} depends on private images; expected a folder "
+                "called confidential in its path. Use one, or give --public if the images need "
+                "no protection."
             )
-    if sheet is not None and (sheet.suffix != ".png" or sheet.is_dir() or not sheet.absolute().parent.is_dir()):
-        raise ConfigError(f"evaluate: sheet={str(sheet)!r}; expected a file that ends in .png in an existing folder. Change --sheet.")
+    if sheet is not None and (
+        sheet.suffix != ".png" or sheet.is_dir() or not sheet.absolute().parent.is_dir()
+    ):
+        raise ConfigError(
+            f"evaluate: sheet={str(sheet)!r}; expected a file that ends in .png in an existing "
+            "folder. Change --sheet."
+        )
     if work is not None and work.exists() and not work.is_dir():
-        raise ConfigError(f"evaluate: work={str(work)!r}; expected a folder. Choose another --work.")
+        raise ConfigError(
+            f"evaluate: work={str(work)!r}; expected a folder. Choose another --work."
+        )
 
 
 def folder_name(spec: str) -> str:

@@ -14,4 +14,7 @@ def save_sheet(sheet: Image.Image, path: Path) -> None:
         with replacing(path) as partial:
             sheet.save(partial, "PNG")
     except OSError as error:
-        raise DataError(f"image: {path} ({error.strerror or error}); expected a writable path with free space. Choose another.") from None
+        raise DataError(
+            f"image: {path} ({error.strerror or error}); expected a writable path with free "
+            "space. Choose another."
+        ) from None

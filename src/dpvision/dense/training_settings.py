@@ -14,17 +14,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DenseTrainSettings:
-    """Settings of the training. The parameter groups have the rates, which the schedule multiplies."""
+    """Settings of the training. The parameter groups have the rates, which the schedule
+    multiplies.
+    """
 
     epochs: float = 100.0
-    """Passes over the images, possibly fractional. Steps are epochs x images / batch, rounded down, at least 1."""
+    """Passes over the images, possibly fractional. Steps are epochs x images / batch, rounded down,
+    at least 1.
+    """
     batch_size: int = 16
     """Images per step, over all ranks."""
     warmup_steps: int = 1500
     """Steps in which the rate rises linearly from ``warmup_start`` times its scheduled value."""
     warmup_start: float = 1e-6
     schedule: Literal["polynomial", "steps", "constant"] = "polynomial"
-    """"polynomial": (1 - t / T)^power; "steps": a factor ``step_factor`` at each t / T in ``step_at``."""
+    """"polynomial": (1 - t / T)^power; "steps": a factor ``step_factor`` at each t / T in
+    ``step_at``.
+    """
     power: float = 1.0
     step_at: tuple[float, ...] = (8 / 9, 0.963)
     step_factor: float = 0.1
@@ -43,7 +49,11 @@ class DenseTrainSettings:
             ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
             ("warmup_start", 0 <= self.warmup_start <= 1, "0 to 1"),
             ("power", 0 < self.power < math.inf, "more than 0"),
-            ("step_at", all(0 < at < 1 for at in self.step_at), "parts of the run, between 0 and 1"),
+            (
+                "step_at",
+                all(0 < at < 1 for at in self.step_at),
+                "parts of the run, between 0 and 1",
+            ),
             ("step_factor", 0 < self.step_factor <= 1, "0 < factor <= 1"),
             ("betas", all(0 <= beta < 1 for beta in self.betas), "0 <= beta < 1"),
             ("max_grad_norm", 0 <= self.max_grad_norm < math.inf, "0 or more"),
@@ -62,7 +72,9 @@ class DenseHardware:
     physical_batch_size: int = 2
     """Images in one forward pass of one process; gradients of several passes are accumulated."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Autocast of the forward pass; weights, gradients and optimizer stay in float32. float16 needs a GPU."""
+    """Autocast of the forward pass; weights, gradients and optimizer stay in float32. float16 needs
+    a GPU.
+    """
     workers: int = 2
     """Threads that read and augment images."""
     checkpoint_every_s: float = 600.0
@@ -92,7 +104,8 @@ class DenseHardware:
             return nullcontext()
         if self.precision == "float16" and device.type != "cuda":
             raise ConfigError(
-                "hardware: precision='float16'; expected float32 or bfloat16 without a GPU. Use --hardware.precision bfloat16."
+                "hardware: precision='float16'; expected float32 or bfloat16 without a GPU. Use "
+                "--hardware.precision bfloat16."
             )
         require_precision(self.precision, device)
         return torch.autocast(device.type, dtype=getattr(torch, self.precision))

@@ -1,4 +1,6 @@
-"""The state of a detection or segmentation training in one safetensors file, written atomically and bound to that training."""
+"""The state of a detection or segmentation training in one safetensors file, written atomically and
+bound to that training.
+"""
 
 import hashlib
 import json
@@ -21,7 +23,9 @@ _FORMAT = "dpvision-dense-1"
 
 @dataclass(frozen=True)
 class DenseCheckpoint:
-    """The path and identity of a training's state. Made by ``open_checkpoint``, before the first step."""
+    """The path and identity of a training's state. Made by ``open_checkpoint``, before the first
+    step.
+    """
 
     path: Path
     model: nn.Module
@@ -31,7 +35,9 @@ class DenseCheckpoint:
     start: str
     """SHA-256 of the weights that the training started from."""
     lineage: Lineage
-    """Lineage of those weights and of the training images, written into the file, which other commands may open as an encoder."""
+    """Lineage of those weights and of the training images, written into the file, which other
+    commands may open as an encoder.
+    """
 
     def save(self, step: int) -> None:
         """Replace the saved state by the state after ``step`` steps.
@@ -41,15 +47,21 @@ class DenseCheckpoint:
         """
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for i, p in enumerate(self._parameters):
-            tensors |= {f"optimizer.{i}.{key}": value for key, value in self.optimizer.state.get(p, {}).items()}
+            tensors |= {
+                f"optimizer.{i}.{key}": value
+                for key, value in self.optimizer.state.get(p, {}).items()
+            }
         blob = pack(
             tensors,
             self.lineage,
             {
-                "format": _FORMAT, "step": str(step), "about": self.about, "start": self.start,
+                "format": _FORMAT,
+                "step": str(step),
+                "about": self.about,
+                "start": self.start,
                 "scaler": json.dumps(self.scaler.state_dict()),
             },
-        )  # fmt: skip
+        )
         partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
         try:
             write_durably(partial, blob)
@@ -58,7 +70,8 @@ class DenseCheckpoint:
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise CheckpointError(
-                f"training: cannot write {self.path} ({error.strerror or error}); the previous one is unchanged. Free space, then repeat."
+                f"training: cannot write {self.path} ({error.strerror or error}); the previous "
+                "one is unchanged. Free space, then repeat."
             ) from None
 
     def restore(self) -> int:
@@ -77,16 +90,26 @@ class DenseCheckpoint:
                 meta = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"training: {self.path} cannot be read ({error}); expected a checkpoint. Move it away.") from None
+            raise CheckpointError(
+                f"training: {self.path} cannot be read ({error}); expected a checkpoint. Move it "
+                "away."
+            ) from None
         for name, ours in (("format", _FORMAT), ("start", self.start), ("about", self.about)):
             if meta.get(name) != ours:
                 got = f"{name}={meta.get(name)!r}"
-                remedy = "Choose another --work, or use the settings, images and encoder of that training."
-                raise CheckpointError(f"training: {self.path} has {got}; expected {ours!r}, this training's. {remedy}")
+                remedy = (
+                    "Choose another --work, or use the settings, images and encoder of that "
+                    "training."
+                )
+                raise CheckpointError(
+                    f"training: {self.path} has {got}; expected {ours!r}, this training's. {remedy}"
+                )
         self.model.load_state_dict(_below(tensors, "model."))
         states = [_below(tensors, f"optimizer.{i}.") for i in range(len(self._parameters))]
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": {i: state for i, state in enumerate(states) if state}, "param_groups": groups})
+        self.optimizer.load_state_dict(
+            {"state": {i: state for i, state in enumerate(states) if state}, "param_groups": groups}
+        )
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(json.loads(meta["scaler"]))
         return int(meta["step"])
@@ -97,9 +120,15 @@ class DenseCheckpoint:
 
 
 def open_checkpoint(
-    work: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, about: str, lineage: Lineage
+    work: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    about: str,
+    lineage: Lineage,
 ) -> DenseCheckpoint:
-    """Open the checkpoint of a training before its first step; ``model`` must have its initial weights.
+    """Open the checkpoint of a training before its first step; ``model`` must have its initial
+    weights.
 
     Raises:
         CheckpointError: the folder cannot be made.
@@ -108,14 +137,23 @@ def open_checkpoint(
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"training: work={str(work)!r} ({error.strerror}); expected a writable folder. Choose another --work."
+            f"training: work={str(work)!r} ({error.strerror}); expected a writable folder. "
+            "Choose another --work."
         ) from None
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return DenseCheckpoint(work / FILE, model, optimizer, scaler, about, digest.hexdigest(), lineage)
+        digest.update(
+            value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return DenseCheckpoint(
+        work / FILE, model, optimizer, scaler, about, digest.hexdigest(), lineage
+    )
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -1,9 +1,11 @@
 """Find the record dimension of every tensor in a forward pass by running it, without guessing.
 
-Shapes alone do not distinguish a batch of 64 records from 64 tokens. Passes over two and over three records do: the dimension that
-grows holds the records. Shapes also do not show which rows belong to which record. Passes in which one of three records is replaced
-do: only its rows change. Where none changes, as in an expanded token, gradients do: those of a record's loss reach only its rows. The
-pass that clips (``one_pass``) then sees the same calls in the same order, and checks every shape that it relies on against this list.
+Shapes alone do not distinguish a batch of 64 records from 64 tokens. Passes over two and over three
+records do: the dimension that grows holds the records. Shapes also do not show which rows belong to
+which record. Passes in which one of three records is replaced do: only its rows change. Where none
+changes, as in an expanded token, gradients do: those of a record's loss reach only its rows. The
+pass that clips (``one_pass``) then sees the same calls in the same order, and checks every shape
+that it relies on against this list.
 """
 
 import itertools
@@ -27,7 +29,9 @@ class BatchDim:
     dim: int
     per_record: int
     side_by_side: bool = True
-    """Whether the rows of a record are adjacent; if False, the first rows of all records come first, then the second rows, and so on."""
+    """Whether the rows of a record are adjacent; if False, the first rows of all records come
+    first, then the second rows, and so on.
+    """
     known: bool = True
     """Whether ``side_by_side`` was found, which the values of the rows may not tell."""
 
@@ -38,14 +42,17 @@ MIXED = BatchDim(-1, 0)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a torch function that returns tensors, with the batch dimensions of its tensor arguments and results, None if fixed."""
+    """One call of a torch function that returns tensors, with the batch dimensions of its tensor
+    arguments and results, None if fixed.
+    """
 
     function: Callable[..., Any]
     inputs: tuple[BatchDim | None, ...]
     outputs: tuple[BatchDim | None, ...]
     settings: tuple[Any, ...] | None = None
-    """Non-tensor arguments that determine how rows are moved, with None for those that change with the batch; None if they do not
-    matter."""
+    """Non-tensor arguments that determine how rows are moved, with None for those that change with
+    the batch; None if they do not matter.
+    """
 
     def fits(self, function: Any, args: Any, kwargs: Any) -> bool:
         """Return whether a call has this function and moves rows the same way."""
@@ -60,16 +67,25 @@ class Call:
 
 
 def block_call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a block that may be compiled as a whole (``compiled.compile_blocks``); modes see one call and replace it by ``OPENED``'s."""
+    """Call a block that may be compiled as a whole (``compiled.compile_blocks``); modes see one
+    call and replace it by ``OPENED``'s.
+    """
     if torch._C._is_torch_function_mode_enabled():
-        return handle_torch_function(block_call, list(tensors_in(args, kwargs)), name, forward, *args, **kwargs)
+        return handle_torch_function(
+            block_call, list(tensors_in(args, kwargs)), name, forward, *args, **kwargs
+        )
     return forward(*args, **kwargs)
 
 
 def _opened(function: Any) -> Callable[..., Any]:
-    """Copy a function without torch's override check, so that a mode sees the calls inside it, not the function."""
+    """Copy a function without torch's override check, so that a mode sees the calls inside it, not
+    the function.
+    """
     opened = types.FunctionType(
-        function.__code__, {**function.__globals__, "has_torch_function": lambda _: False}, function.__name__, function.__defaults__
+        function.__code__,
+        {**function.__globals__, "has_torch_function": lambda _: False},
+        function.__name__,
+        function.__defaults__,
     )
     opened.__kwdefaults__ = function.__kwdefaults__
     return opened
@@ -79,12 +95,20 @@ OPENED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
     block_call: lambda name, forward, *args, **kwargs: forward(*args, **kwargs),
 }
-"""Functions that use parameters in several ways, each with a version in which a mode sees every use."""
+"""Functions that use parameters in several ways, each with a version in which a mode sees every
+use.
+"""
 
 
-_MOVING_NAMES = """permute transpose movedim moveaxis swapaxes swapdims view reshape flatten unflatten squeeze unsqueeze __getitem__
-    select narrow split chunk unbind cat stack repeat expand roll flip unfold einsum tensordot repeat_interleave tile sum mean"""
-_MOVING: set[Any] = {getattr(owner, name) for owner in (torch, torch.Tensor) for name in _MOVING_NAMES.split() if hasattr(owner, name)}
+_MOVING_NAMES = """permute transpose movedim moveaxis swapaxes swapdims view reshape flatten
+    unflatten squeeze unsqueeze __getitem__ select narrow split chunk unbind cat stack repeat expand
+    roll flip unfold einsum tensordot repeat_interleave tile sum mean"""
+_MOVING: set[Any] = {
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in _MOVING_NAMES.split()
+    if hasattr(owner, name)
+}
 """Functions that move or combine rows."""
 
 
@@ -98,7 +122,11 @@ def _settings(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     return tuple("tensor" if isinstance(value, Tensor) else str(value) for value in flat)
 
 
-_PICKING: set[Any] = {getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("masked_select", "nonzero", "unique")}
+_PICKING: set[Any] = {
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in ("masked_select", "nonzero", "unique")
+}
 """Functions whose result size depends on the data."""
 
 Losses = Callable[[Any], Tensor]
@@ -108,11 +136,15 @@ Note = Callable[[int, list[Tensor]], list[Any]]
 
 
 class _Recorder(TorchFunctionMode):
-    """Records every call that returns tensors, with the notes ``inputs`` of its arguments and ``outputs`` of its results."""
+    """Records every call that returns tensors, with the notes ``inputs`` of its arguments and
+    ``outputs`` of its results.
+    """
 
     def __init__(self, inputs: Note, outputs: Note) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable[..., Any], list[Any], list[Any], tuple[Any, ...] | None]] = []
+        self.calls: list[
+            tuple[Callable[..., Any], list[Any], list[Any], tuple[Any, ...] | None]
+        ] = []
         self._inputs, self._outputs = inputs, outputs
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,21 +156,28 @@ class _Recorder(TorchFunctionMode):
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
         if made:
-            self.calls.append((func, inputs, self._outputs(len(self.calls), made), _settings(func, args, kwargs)))
+            self.calls.append(
+                (func, inputs, self._outputs(len(self.calls), made), _settings(func, args, kwargs))
+            )
         return out
 
 
 def find_batch_dims(
-    run: Callable[[Any], object], few: Any, many: Any, replaced: dict[int, Any], make_losses: Callable[[], Losses]
+    run: Callable[[Any], object],
+    few: Any,
+    many: Any,
+    replaced: dict[int, Any],
+    make_losses: Callable[[], Losses],
 ) -> list[Call] | str:
     """List the calls of a forward pass with the batch dimension of every tensor.
 
     Args:
         run: runs the pass over a batch.
         few, many: batches of ``NUM_RECORDS`` equal records.
-        replaced: row -> ``many`` with another record in that row. Empty on the ``meta`` device, which has no values: rows of one record
-            are then assumed to be adjacent.
-        make_losses: returns the pass with other weights, none of them all zero, as a function that returns losses_B; called if needed.
+        replaced: row -> ``many`` with another record in that row. Empty on the ``meta`` device,
+            which has no values: rows of one record are then assumed to be adjacent.
+        make_losses: returns the pass with other weights, none of them all zero, as a function that
+            returns losses_B; called if needed.
 
     Returns:
         The calls, or the reason why they cannot be determined.
@@ -154,24 +193,39 @@ def find_batch_dims(
     first, second = (_record(run, batch, shapes, shapes) for batch in (few, many))
     if [call[0] for call in first] != [call[0] for call in second]:
         return "its forward pass makes other calls for two records than for three"
-    calls = [Call(a[0], _batch_dims(a[1], b[1]), _batch_dims(a[2], b[2]), _fixed(a[3], b[3])) for a, b in zip(first, second, strict=True)]
+    calls = [
+        Call(a[0], _batch_dims(a[1], b[1]), _batch_dims(a[2], b[2]), _fixed(a[3], b[3]))
+        for a, b in zip(first, second, strict=True)
+    ]
     for at, call in enumerate(calls):
         indexed = call.function is torch.Tensor.__getitem__
-        if (call.function in _PICKING or (indexed and at in masked)) and any(call.inputs[1:] if indexed else call.inputs):
-            return f"{call.function.__name__} picks rows by their values, so that a record's rows cannot be told"
+        if (call.function in _PICKING or (indexed and at in masked)) and any(
+            call.inputs[1:] if indexed else call.inputs
+        ):
+            return (
+                f"{call.function.__name__} picks rows by their values, so that a record's rows "
+                "cannot be told"
+            )
     if not replaced:
         return calls
     found = _with_rows(run, many, replaced, calls)
     return found if isinstance(found, str) else _by_gradients(make_losses, many, found)
 
 
-def _with_rows(run: Callable[[Any], object], many: Any, replaced: dict[int, Any], calls: list[Call]) -> list[Call] | str:
+def _with_rows(
+    run: Callable[[Any], object], many: Any, replaced: dict[int, Any], calls: list[Call]
+) -> list[Call] | str:
     """Correct the order of rows in the calls, by which rows change with which record."""
     directions: dict[torch.device, Tensor] = {}
 
-    def marks(at: int, tensors: list[Tensor], batch_dims: Callable[[Call], tuple[BatchDim | None, ...]]) -> list[Any]:
+    def marks(
+        at: int, tensors: list[Tensor], batch_dims: Callable[[Call], tuple[BatchDim | None, ...]]
+    ) -> list[Any]:
         known = batch_dims(calls[at]) if at < len(calls) else ()
-        return [_row_marks(t, batch_dim, directions) for t, batch_dim in zip(tensors, known, strict=False)]
+        return [
+            _row_marks(t, batch_dim, directions)
+            for t, batch_dim in zip(tensors, known, strict=False)
+        ]
 
     def inputs(at: int, tensors: list[Tensor]) -> list[Any]:
         return marks(at, tensors, lambda call: call.inputs)
@@ -181,26 +235,45 @@ def _with_rows(run: Callable[[Any], object], many: Any, replaced: dict[int, Any]
 
     reference = _record(run, many, inputs, outputs)
     others = {row: _record(run, batch, inputs, outputs) for row, batch in replaced.items()}
-    if any([call[0] for call in other] != [call[0] for call in reference] for other in others.values()):
+    if any(
+        [call[0] for call in other] != [call[0] for call in reference] for other in others.values()
+    ):
         return "its forward pass makes other calls for other records"
 
-    def corrected(batch_dims: tuple[BatchDim | None, ...], at: int, part: int) -> tuple[BatchDim | None, ...]:
+    def corrected(
+        batch_dims: tuple[BatchDim | None, ...], at: int, part: int
+    ) -> tuple[BatchDim | None, ...]:
         return tuple(
-            batch_dim and _by_values(batch_dim, reference[at][part][i], {row: other[at][part][i] for row, other in others.items()})
+            batch_dim
+            and _by_values(
+                batch_dim,
+                reference[at][part][i],
+                {row: other[at][part][i] for row, other in others.items()},
+            )
             for i, batch_dim in enumerate(batch_dims)
         )
 
-    return [replace(call, inputs=corrected(call.inputs, at, 1), outputs=corrected(call.outputs, at, 2)) for at, call in enumerate(calls)]
+    return [
+        replace(call, inputs=corrected(call.inputs, at, 1), outputs=corrected(call.outputs, at, 2))
+        for at, call in enumerate(calls)
+    ]
 
 
 def _by_gradients(make_losses: Callable[[], Losses], many: Any, calls: list[Call]) -> list[Call]:
-    """Find the order of rows that no record changes: the gradient of a record's loss reaches only its own rows."""
-    unknown = {at for at, call in enumerate(calls) if any(map(_is_unknown, (*call.inputs, *call.outputs)))}
+    """Find the order of rows that no record changes: the gradient of a record's loss reaches only
+    its own rows.
+    """
+    unknown = {
+        at for at, call in enumerate(calls) if any(map(_is_unknown, (*call.inputs, *call.outputs)))
+    }
     if not unknown:
         return calls
 
     def kept(batch_dims: tuple[BatchDim | None, ...], tensors: list[Tensor]) -> list[Any]:
-        return [t if _is_unknown(dim) and t.requires_grad else None for t, dim in zip(tensors, batch_dims, strict=False)]
+        return [
+            t if _is_unknown(dim) and t.requires_grad else None
+            for t, dim in zip(tensors, batch_dims, strict=False)
+        ]
 
     def inputs(at: int, tensors: list[Tensor]) -> list[Any]:
         return kept(calls[at].inputs, tensors) if at in unknown else []
@@ -213,21 +286,37 @@ def _by_gradients(make_losses: Callable[[], Losses], many: Any, calls: list[Call
         made = _record(lambda batch: found.append(losses(batch)), many, inputs, outputs)
         if [call[0] for call in made] != [call.function for call in calls]:
             made = []
-        tensors = {id(t): t for at in (unknown if made else ()) for t in (*made[at][1], *made[at][2]) if t is not None}
+        tensors = {
+            id(t): t
+            for at in (unknown if made else ())
+            for t in (*made[at][1], *made[at][2])
+            if t is not None
+        }
         reached: dict[int, dict[int, Tensor]] = {key: {} for key in tensors}
         for record in (0, 1) if tensors and found[0].requires_grad else ():
-            grads = torch.autograd.grad(found[0][record], list(tensors.values()), retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(
+                found[0][record], list(tensors.values()), retain_graph=True, allow_unused=True
+            )
             for key, grad in zip(tensors, grads, strict=True):
                 if grad is not None:
                     reached[key][record] = grad.cpu()
 
-    def corrected(batch_dims: tuple[BatchDim | None, ...], note: list[Any]) -> tuple[BatchDim | None, ...]:
+    def corrected(
+        batch_dims: tuple[BatchDim | None, ...], note: list[Any]
+    ) -> tuple[BatchDim | None, ...]:
         pairs = itertools.zip_longest(batch_dims, note)
-        return tuple(_known(dim, reached.get(id(t), {})) if dim is not None and not dim.known else dim for dim, t in pairs)
+        return tuple(
+            _known(dim, reached.get(id(t), {})) if dim is not None and not dim.known else dim
+            for dim, t in pairs
+        )
 
     for at in unknown:
         _, own, out, _ = made[at] if made else (None, [], [], None)
-        calls[at] = replace(calls[at], inputs=corrected(calls[at].inputs, own), outputs=corrected(calls[at].outputs, out))
+        calls[at] = replace(
+            calls[at],
+            inputs=corrected(calls[at].inputs, own),
+            outputs=corrected(calls[at].outputs, out),
+        )
     return calls
 
 
@@ -236,7 +325,9 @@ def _is_unknown(batch_dim: BatchDim | None) -> bool:
 
 
 def _known(batch_dim: BatchDim, grads: dict[int, Tensor]) -> BatchDim:
-    """The batch dimension with the order of rows that the gradients of records' losses reach; ``MIXED`` if they do not tell."""
+    """The batch dimension with the order of rows that the gradients of records' losses reach;
+    ``MIXED`` if they do not tell.
+    """
     rows = {}
     for record, g in grads.items():
         reached = g.movedim(batch_dim.dim, 0).reshape(g.shape[batch_dim.dim], -1).ne(0).any(1)
@@ -246,7 +337,9 @@ def _known(batch_dim: BatchDim, grads: dict[int, Tensor]) -> BatchDim:
 
 
 def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments, including those in lists and tuples, in a fixed order."""
+    """Yield the tensors among the arguments, including those in lists and tuples, in a fixed
+    order.
+    """
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             yield value
@@ -280,30 +373,52 @@ def _batch_dim(few: torch.Size, many: torch.Size) -> BatchDim | None:
     if len(few) != len(many):
         return MIXED
     grown = [dim for dim in range(len(few)) if few[dim] != many[dim]]
-    per_record = [shape[grown[0]] / num for shape, num in zip((few, many), NUM_RECORDS, strict=True)]
+    per_record = [
+        shape[grown[0]] / num for shape, num in zip((few, many), NUM_RECORDS, strict=True)
+    ]
     if len(grown) > 1 or per_record[0] != per_record[1] or per_record[0] != int(per_record[0]):
         return MIXED
     return BatchDim(grown[0], int(per_record[0]))
 
 
-def _row_marks(value: Tensor, batch_dim: BatchDim | None, directions: dict[torch.device, Tensor]) -> Tensor | None:
-    """One number per row along the records' dimension, which almost any change of the row changes; on the CPU.
+def _row_marks(
+    value: Tensor, batch_dim: BatchDim | None, directions: dict[torch.device, Tensor]
+) -> Tensor | None:
+    """One number per row along the records' dimension, which almost any change of the row changes;
+    on the CPU.
 
     Args:
         directions: the longest vector so far that rows were multiplied by, on each device.
     """
     size = NUM_RECORDS[1] * (batch_dim.per_record if batch_dim else 0)
-    if batch_dim is None or batch_dim == MIXED or value.ndim <= batch_dim.dim or value.shape[batch_dim.dim] != size:
+    if (
+        batch_dim is None
+        or batch_dim == MIXED
+        or value.ndim <= batch_dim.dim
+        or value.shape[batch_dim.dim] != size
+    ):
         return None
-    rows = value.detach().movedim(batch_dim.dim, 0).reshape(value.shape[batch_dim.dim], -1).double().nan_to_num()
+    rows = (
+        value.detach()
+        .movedim(batch_dim.dim, 0)
+        .reshape(value.shape[batch_dim.dim], -1)
+        .double()
+        .nan_to_num()
+    )
     width, found = rows.shape[1], directions.get(rows.device)
     if found is None or len(found) < width:
-        found = directions[rows.device] = torch.arange(width, dtype=torch.float64, device=rows.device).mul_(1.7).add_(0.3).cos_()
+        found = directions[rows.device] = (
+            torch.arange(width, dtype=torch.float64, device=rows.device).mul_(1.7).add_(0.3).cos_()
+        )
     return (rows @ found[:width]).cpu()
 
 
-def _by_values(batch_dim: BatchDim, before: Tensor | None, after: dict[int, Tensor | None]) -> BatchDim:
-    """The batch dimension with the order of rows that explains which changed with which record; unknown if none did."""
+def _by_values(
+    batch_dim: BatchDim, before: Tensor | None, after: dict[int, Tensor | None]
+) -> BatchDim:
+    """The batch dimension with the order of rows that explains which changed with which record;
+    unknown if none did.
+    """
     if batch_dim == MIXED or before is None:
         return MIXED
     changed = {}
@@ -315,12 +430,19 @@ def _by_values(batch_dim: BatchDim, before: Tensor | None, after: dict[int, Tens
 
 
 def _ordered(batch_dim: BatchDim, rows: dict[int, Tensor]) -> BatchDim:
-    """The batch dimension with the order in which ``rows`` of each record are its own; ``MIXED`` if no order or both are, unknown without
-    rows."""
-    side_by_side = all(bool((own // batch_dim.per_record == record).all()) for record, own in rows.items())
+    """The batch dimension with the order in which ``rows`` of each record are its own; ``MIXED`` if
+    no order or both are, unknown without rows.
+    """
+    side_by_side = all(
+        bool((own // batch_dim.per_record == record).all()) for record, own in rows.items()
+    )
     if batch_dim.per_record == 1:
         return batch_dim if side_by_side else MIXED
     if all(len(own) == 0 for own in rows.values()):
         return replace(batch_dim, known=False)
     one_by_one = all(bool((own % NUM_RECORDS[1] == record).all()) for record, own in rows.items())
-    return MIXED if side_by_side == one_by_one else replace(batch_dim, side_by_side=side_by_side, known=True)
+    return (
+        MIXED
+        if side_by_side == one_by_one
+        else replace(batch_dim, side_by_side=side_by_side, known=True)
+    )

@@ -1,4 +1,5 @@
-"""ChaCha20 words on a GPU, bit for bit those of ``privacy.stream.Keystream`` (RFC 8439, section 2.3): additions, rotations, xors.
+"""ChaCha20 words on a GPU, bit for bit those of ``privacy.stream.Keystream`` (RFC 8439, section
+2.3): additions, rotations, xors.
 
 Words and gradients stay on the GPU. One GPU thread computes one block of 64 bytes.
 """
@@ -69,7 +70,8 @@ def _words(out_W, key_8, first_block, num_blocks, PROGRAM_BLOCKS: tl.constexpr):
 
 
 def chacha_words(key_8: Tensor, block: int, num_blocks: int) -> Tensor:
-    """Return the words of blocks ``block`` to ``block + num_blocks`` - 1: int64 of shape (8 num_blocks,) on the key's device.
+    """Return the words of blocks ``block`` to ``block + num_blocks`` - 1: int64 of shape (8
+    num_blocks,) on the key's device.
 
     Args:
         key_8: a row of ``normals.key_words``, on the GPU.
@@ -77,5 +79,7 @@ def chacha_words(key_8: Tensor, block: int, num_blocks: int) -> Tensor:
     """
     assert 0 <= block <= block + num_blocks <= 2**32
     out_W = torch.empty(WORDS_PER_BLOCK * num_blocks, dtype=torch.int64, device=key_8.device)
-    _words[(triton.cdiv(num_blocks, _PROGRAM_BLOCKS),)](out_W, key_8, block, num_blocks, PROGRAM_BLOCKS=_PROGRAM_BLOCKS)
+    _words[(triton.cdiv(num_blocks, _PROGRAM_BLOCKS),)](
+        out_W, key_8, block, num_blocks, PROGRAM_BLOCKS=_PROGRAM_BLOCKS
+    )
     return out_W

@@ -1,10 +1,12 @@
 """Sum of clipped per-record gradients: the contract, and the two methods.
 
-    sum over valid records i of  f_i g_i,    f_i = min(1, C / ||g_i||),    g_i = the gradient of record i's own loss
+    sum over valid records i of  f_i g_i,    f_i = min(1, C / ||g_i||),    g_i = the gradient of
+                                             record i's own loss
 
-||g_i|| runs over all trained parameters together. The contract, on which the guarantee rests: whatever a record holds, its
-contribution to the sum has norm at most C = ``max_grad_norm``, and depends on that record, the weights and the key only. So
-adding or removing one record moves the sum by at most C (up to the rounding of the float sum).
+||g_i|| runs over all trained parameters together. The contract, on which the guarantee rests:
+whatever a record holds, its contribution to the sum has norm at most C = ``max_grad_norm``, and
+depends on that record, the weights and the key only. So adding or removing one record moves the sum
+by at most C (up to the rounding of the float sum).
 
 Legend: B records (rows).
 """
@@ -28,7 +30,14 @@ from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.one_pass import How, one_pass
 from dpvision.dp.per_record import LossFn as LossFn
 from dpvision.dp.per_record import LossModule, copied_buffers, prefixed, take
-from dpvision.dp.reference_bits import admit, admitted, forget_admitted, next_size, vmap_chunks, written_norms
+from dpvision.dp.reference_bits import (
+    admit,
+    admitted,
+    forget_admitted,
+    next_size,
+    vmap_chunks,
+    written_norms,
+)
 from dpvision.dp.rounding import MOST_ROUNDED, UNIT, clip_factors, require_exact_products, reserve
 from dpvision.dp.route import trained
 from dpvision.dp.seal import seal
@@ -56,43 +65,56 @@ def clipped_sum(
     check_separability: bool = True,
     rows: int | None = None,
 ) -> ClippedSum:
-    """Return the sum of the clipped gradients of the valid records of one physical batch; runs the forward pass.
+    """Return the sum of the clipped gradients of the valid records of one physical batch; runs the
+    forward pass.
 
-    Runs under the caller's autocast; norms, factors and the sum are float32 or wider. The model's buffers are copied, so it keeps no
-    statistic of the data. Padding rows contribute exactly zero, and so does a record whose gradient is not finite, or so large that the
-    sum of 64 of its squares overflows.
+    Runs under the caller's autocast; norms, factors and the sum are float32 or wider. The model's
+    buffers are copied, so it keeps no statistic of the data. Padding rows contribute exactly zero,
+    and so does a record whose gradient is not finite, or so large that the sum of 64 of its squares
+    overflows.
 
     Args:
-        loss_fn: one loss per record. Under "one_pass" it gets the batch, under "vmap" batches of one record.
+        loss_fn: one loss per record. Under "one_pass" it gets the batch, under "vmap" batches of
+            one record.
         batch: any number of rows, including 0.
-        max_grad_norm: C, between 1e-12 and 1e12. If None, the plain sum of gradients by one backward pass, without clipping or guarantee
-            (non-finite gradients are included), and ``norms_B`` is empty.
+        max_grad_norm: C, between 1e-12 and 1e12. If None, the plain sum of gradients by one
+            backward pass, without clipping or guarantee (non-finite gradients are included), and
+            ``norms_B`` is empty.
         rule: "hard", the factor min(1, C / norm); "automatic", C / (norm + 0.01) (Bu et al. 2023).
         method: "one_pass", or "vmap", the much slower reference: the same up to rounding.
-        loss_scale: factor of the losses in the backward pass, for float16; a public number, undone before the norm.
-        chunk_size: largest number of records whose gradients are held at once, under "vmap" and for parameters without a rule; if None,
-            as many as fit 256 MiB. Changes the order of float sums only.
-        blocks: compiled programs of the model's blocks (``compiled.compile_blocks``), for "one_pass".
-        host: the ids and validity of this batch on the CPU. If None, they are copied from it, and the host waits for a GPU.
-        check_separability: whether to run ``check_separable`` on random records, once for each model and loss. False where it was run, on
-            public records, before.
-        rows: rows of a pass; public, and the same for a whole run. A larger batch is split by the records' hashes, and passes are padded.
-            At the first use for a model, loss, precision, device and number of threads, ``check_bits`` runs. If None, nothing is checked,
-            and ``privatize`` refuses the sum under a guarantee.
+        loss_scale: factor of the losses in the backward pass, for float16; a public number, undone
+            before the norm.
+        chunk_size: largest number of records whose gradients are held at once, under "vmap" and for
+            parameters without a rule; if None, as many as fit 256 MiB. Changes the order of float
+            sums only.
+        blocks: compiled programs of the model's blocks (``compiled.compile_blocks``), for
+            "one_pass".
+        host: the ids and validity of this batch on the CPU. If None, they are copied from it, and
+            the host waits for a GPU.
+        check_separability: whether to run ``check_separable`` on random records, once for each
+            model and loss. False where it was run, on public records, before.
+        rows: rows of a pass; public, and the same for a whole run. A larger batch is split by the
+            records' hashes, and passes are padded. At the first use for a model, loss, precision,
+            device and number of threads, ``check_bits`` runs. If None, nothing is checked, and
+            ``privatize`` refuses the sum under a guarantee.
 
     Returns:
         The sum, in the parameters' precision (float32).
 
     Raises:
         ConfigError: a setting is unknown or out of range, or no parameter is trained.
-        PrivacyError: the model cannot be clipped exactly, or mixes records; a record is in two valid rows; a record's bits depend on the
-            other rows of its pass; trained parameters are in half precision or in several precisions; or float32 matrix products are set
-            to run in reduced precision.
+        PrivacyError: the model cannot be clipped exactly, or mixes records; a record is in two
+            valid rows; a record's bits depend on the other rows of its pass; trained parameters are
+            in half precision or in several precisions; or float32 matrix products are set to run in
+            reduced precision.
     """
     _check(rule, method, max_grad_norm, loss_scale, chunk_size, rows)
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not params:
-        raise ConfigError("clip: model has no parameter with requires_grad; expected at least one. Unfreeze the parameters to train.")
+        raise ConfigError(
+            "clip: model has no parameter with requires_grad; expected at least one. Unfreeze "
+            "the parameters to train."
+        )
     if max_grad_norm is not None:
         _require_wide(params)
     host = host or HostRows(batch.record_id_B.cpu(), batch.valid_B.cpu())
@@ -101,17 +123,42 @@ def clipped_sum(
     if len(valid) == 0:
         return ClippedSum.zeros(model, max_grad_norm)
     if max_grad_norm is None:
-        return _plain_sum(loss_fn, model, params, batch if len(valid) == len(host.valid_B) else take(batch, send(valid, device)), key)
+        return _plain_sum(
+            loss_fn,
+            model,
+            params,
+            batch if len(valid) == len(host.valid_B) else take(batch, send(valid, device)),
+            key,
+        )
     once(host.record_id_B[valid].numpy())
     if check_separability and require_separable(loss_fn, model, batch, key):
         forget_admitted(model)
     how = _how(params, max_grad_norm, rule, loss_scale, chunk_size, blocks)
     if rows is None:
-        return _sum_of_pass(loss_fn, model, batch, key, method, how, host, valid, len(host.valid_B), None)
+        return _sum_of_pass(
+            loss_fn, model, batch, key, method, how, host, valid, len(host.valid_B), None
+        )
     with fixed_kernels():
         sizes = admitted(loss_fn, model, batch, key, rows, method, how)
-        places = [valid[part].sort().values for part in passes(key, host.record_id_B[valid].numpy(), 1, rows)]
-        sums = (_sum_of_pass(loss_fn, model, batch, key, method, how, host, part, next_size(sizes, len(part)), rows) for part in places)
+        places = [
+            valid[part].sort().values
+            for part in passes(key, host.record_id_B[valid].numpy(), 1, rows)
+        ]
+        sums = (
+            _sum_of_pass(
+                loss_fn,
+                model,
+                batch,
+                key,
+                method,
+                how,
+                host,
+                part,
+                next_size(sizes, len(part)),
+                rows,
+            )
+            for part in places
+        )
         if len(places) == 1:
             return next(sums)
         total = ClippedSum.add_up(model, max_grad_norm, sums)
@@ -133,14 +180,16 @@ def check_bits(
     chunk_size: int | None = None,
     blocks: CompiledBlocks | None = None,
 ) -> tuple[int, ...]:
-    """Check that a record's bits do not depend on the other rows of its pass, for later ``clipped_sum(..., rows=len(public.valid_B))``.
+    """Check that a record's bits do not depend on the other rows of its pass, for later
+    ``clipped_sum(..., rows=len(public.valid_B))``.
 
-    ``clipped_sum`` does this itself, on random images, when it first needs it; then all passes are padded to ``rows``. Runs under the
-    caller's autocast.
+    ``clipped_sum`` does this itself, on random images, when it first needs it; then all passes are
+    padded to ``rows``. Runs under the caller's autocast.
 
     Args:
         public: as many valid public records as a pass has rows, in the shapes to come.
-        sizes: smaller numbers of rows to check too; passes are padded to the next of those admitted.
+        sizes: smaller numbers of rows to check too; passes are padded to the next of those
+            admitted.
 
     Returns:
         The numbers of rows admitted, ascending.
@@ -163,7 +212,13 @@ def _how(
     blocks: CompiledBlocks | None,
 ) -> How:
     dtype = next(iter(params.values())).dtype
-    return How(partial(_factors, max_grad_norm=max_grad_norm, rule=rule, dtype=dtype), max_grad_norm, loss_scale, chunk_size, blocks)
+    return How(
+        partial(_factors, max_grad_norm=max_grad_norm, rule=rule, dtype=dtype),
+        max_grad_norm,
+        loss_scale,
+        chunk_size,
+        blocks,
+    )
 
 
 def _sum_of_pass(
@@ -178,15 +233,19 @@ def _sum_of_pass(
     num_rows: int,
     rows: int | None,
 ) -> ClippedSum:
-    """The sum of the records at ``valid`` from a pass of ``num_rows`` rows; its norms and losses are in the order of ``valid``.
+    """The sum of the records at ``valid`` from a pass of ``num_rows`` rows; its norms and losses
+    are in the order of ``valid``.
 
-    Records are ordered by their hashes. The other rows hold the first record again and get the factor zero.
+    Records are ordered by their hashes. The other rows hold the first record again and get the
+    factor zero.
     """
     device, num = batch.record_id_B.device, len(valid)
     hash_B = hashes(key, host.record_id_B[valid])
     order = hash_B.argsort(stable=True)
     source = torch.cat([valid[order], valid[order[:1]].expand(num_rows - num)])
-    batch = take(batch, send(source, device))._replace(valid_B=send(torch.arange(num_rows) < num, device))
+    batch = take(batch, send(source, device))._replace(
+        valid_B=send(torch.arange(num_rows) < num, device)
+    )
     if method == "vmap":
         grads, norms, losses = _by_vmap(loss_fn, model, batch, num, key, how)
     else:
@@ -202,7 +261,10 @@ def _by_vmap(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """As ``one_pass``; the valid records are the first ``num_records``."""
     params = trained(model)
-    total = {name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for name, p in params.items()}
+    total = {
+        name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
+        for name, p in params.items()
+    }
     norms, losses = [], []
     for part, grads, losses_B in vmap_chunks(loss_fn, model, batch, key, how):
         with torch.autocast(losses_B.device.type, enabled=False):
@@ -218,43 +280,86 @@ def _by_vmap(
     return total, torch.cat(norms), torch.cat(losses)
 
 
-def _factors(norms_B: Tensor, finite_B: Tensor, *, max_grad_norm: float, rule: str, dtype: torch.dtype) -> Tensor:
+def _factors(
+    norms_B: Tensor, finite_B: Tensor, *, max_grad_norm: float, rule: str, dtype: torch.dtype
+) -> Tensor:
     """``rounding.clip_factors`` for gradients of ``dtype``, in ``dtype``."""
-    return clip_factors(norms_B, finite_B, max_grad_norm=max_grad_norm, rule=rule, kept=reserve(dtype)).to(dtype)
+    return clip_factors(
+        norms_B, finite_B, max_grad_norm=max_grad_norm, rule=rule, kept=reserve(dtype)
+    ).to(dtype)
 
 
-def _plain_sum(loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], batch: Batch, key: StepKey) -> ClippedSum:
+def _plain_sum(
+    loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], batch: Batch, key: StepKey
+) -> ClippedSum:
     leaves = {name: p.requires_grad_() for name, p in params.items()}
-    losses_B = functional_call(LossModule(loss_fn, model), prefixed({**copied_buffers(model), **leaves}), (batch, key))
-    grads = torch.autograd.grad(losses_B.sum(), list(leaves.values()), materialize_grads=True, allow_unused=True)
+    losses_B = functional_call(
+        LossModule(loss_fn, model), prefixed({**copied_buffers(model), **leaves}), (batch, key)
+    )
+    grads = torch.autograd.grad(
+        losses_B.sum(), list(leaves.values()), materialize_grads=True, allow_unused=True
+    )
     empty = torch.zeros(0, device=losses_B.device)
-    return seal(ClippedSum(dict(zip(leaves, grads, strict=True)), len(losses_B), empty, losses_B.detach().float(), None))
+    return seal(
+        ClippedSum(
+            dict(zip(leaves, grads, strict=True)),
+            len(losses_B),
+            empty,
+            losses_B.detach().float(),
+            None,
+        )
+    )
 
 
 def _require_wide(params: dict[str, Tensor]) -> None:
-    """Refuse trained parameters whose sums would be rounded to half precision, or whose reserve is another's (``rounding.reserve``)."""
+    """Refuse trained parameters whose sums would be rounded to half precision, or whose reserve is
+    another's (``rounding.reserve``).
+    """
     kinds: dict[torch.dtype, str] = {}
     for name, p in params.items():
         kinds.setdefault(p.dtype, name)
     if len(kinds) > 1 or not kinds.keys() <= UNIT.keys():
-        found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in kinds.items())
+        found = ", ".join(
+            f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in kinds.items()
+        )
         raise PrivacyError(
-            f"clip: trained parameters are {found}; expected all float32 or all float64: rounding in half precision moves a sum by more "
-            "than the clip norm. Keep trained weights in float32 (p.data = p.data.float()) and run the forward pass under torch.autocast."
+            f"clip: trained parameters are {found}; expected all float32 or all float64: "
+            "rounding in half precision moves a sum by more than the clip norm. Keep trained "
+            "weights in float32 (p.data = p.data.float()) and run the forward pass under "
+            "torch.autocast."
         )
 
 
-def _check(rule: str, method: str, max_grad_norm: float | None, loss_scale: float, chunk_size: int | None, rows: int | None = None) -> None:
+def _check(
+    rule: str,
+    method: str,
+    max_grad_norm: float | None,
+    loss_scale: float,
+    chunk_size: int | None,
+    rows: int | None = None,
+) -> None:
     for name, value, choices in (("rule", rule, RULES), ("method", method, METHODS)):
         if value not in choices:
-            raise ConfigError(f"clip: {name}={value!r}; expected one of {', '.join(map(repr, choices))}. Choose one of them.")
-    # Beyond these, factors and squares leave the range of float32, and the bound on a contribution fails.
+            raise ConfigError(
+                f"clip: {name}={value!r}; expected one of {', '.join(map(repr, choices))}. "
+                "Choose one of them."
+            )
+    # Beyond these, factors and squares leave the range of float32, and the bound on a contribution
+    # fails.
     if max_grad_norm is not None and not 1e-12 <= max_grad_norm <= 1e12:
-        raise ConfigError(f"clip: max_grad_norm={max_grad_norm!r}; expected between 1e-12 and 1e12. Use 0.1 to 1.")
+        raise ConfigError(
+            f"clip: max_grad_norm={max_grad_norm!r}; expected between 1e-12 and 1e12. Use 0.1 to 1."
+        )
     if not (0 < loss_scale < math.inf and math.frexp(loss_scale)[0] == 0.5):
-        raise ConfigError(f"clip: loss_scale={loss_scale!r}; expected a power of two, which scales without rounding. Use 65536.")
+        raise ConfigError(
+            f"clip: loss_scale={loss_scale!r}; expected a power of two, which scales without "
+            "rounding. Use 65536."
+        )
     if chunk_size is not None and not chunk_size >= 1:
-        raise ConfigError(f"clip: chunk_size={chunk_size!r}; expected at least 1. Leave it out for as many as fit 256 MiB.")
+        raise ConfigError(
+            f"clip: chunk_size={chunk_size!r}; expected at least 1. Leave it out for as many as "
+            "fit 256 MiB."
+        )
     if rows is not None and not rows >= 1:
         raise ConfigError(f"clip: rows={rows!r}; expected at least 1. Use 64.")
     if max_grad_norm is not None:

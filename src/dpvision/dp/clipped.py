@@ -1,4 +1,6 @@
-"""``ClippedSum``: the secret sum of clipped gradients, and the rule that a record is in it at most once."""
+"""``ClippedSum``: the secret sum of clipped gradients, and the rule that a record is in it at most
+once.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,34 +22,49 @@ def no_records() -> np.ndarray:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClippedSum:
-    """Sum of clipped gradients of some records: secret, and the only thing that ``noise.privatize`` accepts.
+    """Sum of clipped gradients of some records: secret, and the only thing that ``noise.privatize``
+    accepts.
 
-    Made by ``clipped_sum``, ``+`` and ``add_up`` only: one that is made, replaced or edited by hand is refused (``seal``).
+    Made by ``clipped_sum``, ``+`` and ``add_up`` only: one that is made, replaced or edited by hand
+    is refused (``seal``).
     """
 
     grads: dict[str, Tensor]
-    """Sum by parameter name, float32 for one physical batch, float64 for several; a tied parameter appears once, under its first name."""
+    """Sum by parameter name, float32 for one physical batch, float64 for several; a tied parameter
+    appears once, under its first name.
+    """
     num_records: int
     """Valid records in the sum (secret)."""
     norms_B: Tensor
-    """Gradient norms of the valid records before the clip, float32; not finite for a record that was left out; empty without clipping."""
+    """Gradient norms of the valid records before the clip, float32; not finite for a record that
+    was left out; empty without clipping.
+    """
     losses_B: Tensor
     """Losses of the valid records, float32."""
     max_grad_norm: float | None
     """The clipping norm C, which must be the plan's; None if not clipped."""
     record_id_B: np.ndarray = field(default_factory=no_records, repr=False)
-    """Ids of the valid records of this process, ascending and all different, int64 on the CPU (secret); empty without clipping."""
+    """Ids of the valid records of this process, ascending and all different, int64 on the CPU
+    (secret); empty without clipping.
+    """
     rows: int | None = 0
-    """Rows of the passes at which a record's bits were checked (``clip.check_bits``); None if they were not, 0 without passes."""
+    """Rows of the passes at which a record's bits were checked (``clip.check_bits``); None if they
+    were not, 0 without passes.
+    """
     step: int | None = None
-    """Step of the key of its losses, the only one that it may be released in; None without passes."""
+    """Step of the key of its losses, the only one that it may be released in; None without
+    passes.
+    """
 
     def __repr__(self) -> str:
         return "<secret sum of clipped gradients>"
 
     def __add__(self, other: "ClippedSum") -> "ClippedSum":
         return _added(
-            {name: value.to(torch.float64, copy=True) for name, value in self.grads.items()}, self.max_grad_norm, [self, other], first=1
+            {name: value.to(torch.float64, copy=True) for name, value in self.grads.items()},
+            self.max_grad_norm,
+            [self, other],
+            first=1,
         )
 
     @staticmethod
@@ -56,17 +73,23 @@ class ClippedSum:
         return ClippedSum.add_up(model, max_grad_norm, [])
 
     @staticmethod
-    def add_up(model: nn.Module, max_grad_norm: float | None, parts: Iterable["ClippedSum"]) -> "ClippedSum":
-        """Add up the sums of several physical batches in float64, in place, one at a time, so that each may be freed.
+    def add_up(
+        model: nn.Module, max_grad_norm: float | None, parts: Iterable["ClippedSum"]
+    ) -> "ClippedSum":
+        """Add up the sums of several physical batches in float64, in place, one at a time, so that
+        each may be freed.
 
         In float32 the rounding of a large batch's total would exceed a record's contribution.
 
         Raises:
-            PrivacyError: the sums have different clipping norms, parameters or steps, a record is in two of them, or one was made or edited
-                by hand.
+            PrivacyError: the sums have different clipping norms, parameters or steps, a record is
+                in two of them, or one was made or edited by hand.
         """
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        grads = {name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for name, p in params.items()}
+        grads = {
+            name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
+            for name, p in params.items()
+        }
         return _added(grads, max_grad_norm, parts)
 
 
@@ -80,37 +103,51 @@ def once(record_id_B: np.ndarray) -> np.ndarray:
     ids.flags.writeable = False
     if (ids[1:] == ids[:-1]).any():
         raise PrivacyError(
-            "clip: a record is twice in a sum, and would move it by twice the clipping norm; expected another record in each valid row of "
-            "a step. Give each record its own id, add each batch once, and put several images of one record into one row, as its views."
+            "clip: a record is twice in a sum, and would move it by twice the clipping norm; "
+            "expected another record in each valid row of a step. Give each record its own id, "
+            "add each batch once, and put several images of one record into one row, as its "
+            "views."
         )
     return ids
 
 
-def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterable[ClippedSum], *, first: int = 0) -> ClippedSum:
-    """Add the gradients of ``parts[first:]`` to ``grads`` in place; counts, norms, losses and ids are those of all parts."""
+def _added(
+    grads: dict[str, Tensor],
+    max_grad_norm: float | None,
+    parts: Iterable[ClippedSum],
+    *,
+    first: int = 0,
+) -> ClippedSum:
+    """Add the gradients of ``parts[first:]`` to ``grads`` in place; counts, norms, losses and ids
+    are those of all parts.
+    """
     count, norms, losses, ids = 0, [], [], [no_records()]
     rows: int | None = 0
     step: int | None = None
     for i, part in enumerate(parts):
         if part.max_grad_norm != max_grad_norm:
             raise PrivacyError(
-                f"clip: a sum clipped to {max_grad_norm} and one clipped to {part.max_grad_norm}; expected the same. "
-                "Use the plan's max_grad_norm for all."
+                f"clip: a sum clipped to {max_grad_norm} and one clipped to "
+                f"{part.max_grad_norm}; expected the same. Use the plan's max_grad_norm for all."
             )
         if rows and part.rows and rows != part.rows:
             raise PrivacyError(
-                f"clip: sums of passes of {rows} and of {part.rows} rows; expected the same: a record's bits depend on it. Give one rows="
-                " to every clipped_sum of a run."
+                f"clip: sums of passes of {rows} and of {part.rows} rows; expected the same: a "
+                "record's bits depend on it. Give one rows= to every clipped_sum of a run."
             )
         require_seal(part, "clip", _REMEDY)
-        if part.grads.keys() != grads.keys() or any(part.grads[name].shape != value.shape for name, value in grads.items()):
+        if part.grads.keys() != grads.keys() or any(
+            part.grads[name].shape != value.shape for name, value in grads.items()
+        ):
             raise PrivacyError(
-                "clip: sums over parameters of other names or shapes; expected the same: a number that is added to every element moves the "
-                "sum by more than the clipping norm. Add sums of one model, with the same parameters trained."
+                "clip: sums over parameters of other names or shapes; expected the same: a "
+                "number that is added to every element moves the sum by more than the clipping "
+                "norm. Add sums of one model, with the same parameters trained."
             )
         if None not in (step, part.step) and step != part.step:
             raise PrivacyError(
-                f"clip: sums of steps {step} and {part.step}; expected one step. Give clipped_sum the StepKey of the step that was drawn."
+                f"clip: sums of steps {step} and {part.step}; expected one step. Give "
+                "clipped_sum the StepKey of the step that was drawn."
             )
         rows = None if rows is None or part.rows is None else rows or part.rows
         step = part.step if step is None else step
@@ -124,4 +161,6 @@ def _added(grads: dict[str, Tensor], max_grad_norm: float | None, parts: Iterabl
     device = next(iter(grads.values())).device if grads else torch.device("cpu")
     empty = torch.zeros(0, device=device)
     joined = torch.cat(norms) if norms else empty, torch.cat(losses) if losses else empty
-    return seal(ClippedSum(grads, count, *joined, max_grad_norm, once(np.concatenate(ids)), rows, step))
+    return seal(
+        ClippedSum(grads, count, *joined, max_grad_norm, once(np.concatenate(ids)), rows, step)
+    )

@@ -1,8 +1,10 @@
-"""Compiled blocks: each kind of block is traced once, with its rules as ordinary operations, and compiled by torch.compile.
+"""Compiled blocks: each kind of block is traced once, with its rules as ordinary operations, and
+compiled by torch.compile.
 
-Autograd functions are opaque to a compiler, and compiled code does not run under a mode. So a block is traced into a graph
-(block inputs, weights, zeros) -> (output, inputs of the sinks): zeros are added to every output of a rule, and their gradient is the
-output's. The graph has ordinary operations only, and blocks of one kind share it.
+Autograd functions are opaque to a compiler, and compiled code does not run under a mode. So a block
+is traced into a graph (block inputs, weights, zeros) -> (output, inputs of the sinks): zeros are
+added to every output of a rule, and their gradient is the output's. The graph has ordinary
+operations only, and blocks of one kind share it.
 """
 
 import contextlib
@@ -32,7 +34,9 @@ class _Program:
     calls: tuple[Call, ...]
     taps: list[Tap]
     template: dict[str, Slot]
-    """Slots that the sinks fill, by the parameter's name within the block; ``Pending.settle`` moves their content to the block's slots."""
+    """Slots that the sinks fill, by the parameter's name within the block; ``Pending.settle`` moves
+    their content to the block's slots.
+    """
 
 
 @dataclass(eq=False)
@@ -46,7 +50,9 @@ class Pending:
 
     def settle(self, grads: tuple[Tensor | None, ...]) -> None:
         """Pass the outputs' gradients to the sinks, and their results to the block's slots."""
-        for left_over in self.program.template.values():  # by a pass that failed, out of memory for example
+        for (
+            left_over
+        ) in self.program.template.values():  # by a pass that failed, out of memory for example
             left_over.release()
         with torch.no_grad():
             for tap, saved, grad in zip(self.program.taps, self.saved, grads, strict=True):
@@ -61,7 +67,9 @@ class Pending:
 
 
 class CompiledBlocks:
-    """Compiled programs of a model's repeated blocks, for ``clipped_sum(..., blocks=...)``; the model itself is not changed."""
+    """Compiled programs of a model's repeated blocks, for ``clipped_sum(..., blocks=...)``; the
+    model itself is not changed.
+    """
 
     def __init__(self, blocks: dict[str, nn.Module], num_records: int, backend: str) -> None:
         self._blocks, self._backend = blocks, backend
@@ -70,11 +78,15 @@ class CompiledBlocks:
         self.programs: dict[Any, _Program | None] = {}
         """By block and its arguments' shapes and types; None if the block runs uncompiled."""
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        """By the graph's code: blocks share a compiled program only if all their constants are equal."""
+        """By the graph's code: blocks share a compiled program only if all their constants are
+        equal.
+        """
 
     @contextlib.contextmanager
     def intercepted(self, run: InterceptedPass, pending: list[Pending]) -> Iterator[None]:
-        """Within this context ``run`` sees each block as one call and runs it compiled if possible, adding it to ``pending``."""
+        """Within this context ``run`` sees each block as one call and runs it compiled if possible,
+        adding it to ``pending``.
+        """
         run.run_block = partial(self._run, pending)
         with contextlib.ExitStack() as stack:
             for name, block in self._blocks.items():
@@ -84,12 +96,19 @@ class CompiledBlocks:
             yield
 
     def _run(
-        self, pending: list[Pending], outer: InterceptedPass, name: str, _forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        pending: list[Pending],
+        outer: InterceptedPass,
+        name: str,
+        _forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[int, Any] | None:
         """Run one block as a compiled program.
 
         Returns:
-            (number of calls that it replaces, its output); None if it must run uncompiled (non-tensor arguments, a layer without a rule).
+            (number of calls that it replaces, its output); None if it must run uncompiled
+            (non-tensor arguments, a layer without a rule).
         """
         block = self._blocks[name]
         params: dict[str, Tensor] = dict(block.named_parameters())
@@ -98,27 +117,43 @@ class CompiledBlocks:
         ruled = bool(trained) and all(map(outer.knows, trained))
         if outer.num_records != self.num_records or len(tensors) < len(args) or kwargs or not ruled:
             return None
-        about = tuple((a.shape, a.dtype, a.device, a.requires_grad) for a in (*tensors, *params.values()))
+        about = tuple(
+            (a.shape, a.dtype, a.device, a.requires_grad) for a in (*tensors, *params.values())
+        )
         kind = name, about, block.training, autocast_dtype(tensors[0].device)
         if kind not in self.programs:
             self.programs[kind] = self._compile(outer, block, tensors, params)
         program = self.programs[kind]
         if program is None or program.calls != outer.coming()[: len(program.calls)]:
             return None
-        zeros = [torch.zeros((), dtype=h.dtype, device=tensors[0].device).expand(h.shape).requires_grad_() for h in program.taps]
+        zeros = [
+            torch.zeros((), dtype=h.dtype, device=tensors[0].device)
+            .expand(h.shape)
+            .requires_grad_()
+            for h in program.taps
+        ]
         weights = [p.detach() for p in params.values()]
         output, saved = program.run(tensors, weights, zeros)
         slots = {name: outer.slot(params[name], "") for name in program.template}
         pending.append(Pending(program, zeros, saved, slots))  # type: ignore[arg-type]
         return len(program.calls), output
 
-    def _compile(self, outer: InterceptedPass, block: nn.Module, args: list[Tensor], params: dict[str, Tensor]) -> _Program | None:
+    def _compile(
+        self,
+        outer: InterceptedPass,
+        block: nn.Module,
+        args: list[Tensor],
+        params: dict[str, Tensor],
+    ) -> _Program | None:
         state: dict[str, Any] = {}
 
         def forward(args: list[Tensor], weights: list[Tensor], zeros: list[Tensor] | None) -> Any:
             given = dict(zip(params, weights, strict=True))
             inner = InterceptedPass(
-                {name: given[name] for name, p in params.items() if p.requires_grad}, outer.coming(), outer.num_records, {}
+                {name: given[name] for name, p in params.items() if p.requires_grad},
+                outer.coming(),
+                outer.num_records,
+                {},
             )
             inner.traced, inner.zeros = True, zeros
             with inner, torch.enable_grad():
@@ -136,13 +171,22 @@ class CompiledBlocks:
             return None
         inner, given = state["inner"], state["given"]
         if any(slot.weight is not given[next(iter(slot.names))] for slot in inner.slots):
-            return None  # a weight computed from parameters, even transposed: its gradient is not the parameter's
-        zeros = [torch.zeros(h.shape, dtype=h.dtype, device=args[0].device, requires_grad=True) for h in inner.taps]
+            # a weight computed from parameters, even transposed: its gradient is not the
+            # parameter's
+            return None
+        zeros = [
+            torch.zeros(h.shape, dtype=h.dtype, device=args[0].device, requires_grad=True)
+            for h in inner.taps
+        ]
         graph = make_fx(forward)(arguments, leaves(), zeros)
         inner = state["inner"]
         if any(True for _ in graph.buffers()):
-            return None  # a tensor of the block besides its parameters: it could change after the trace
-        same = graph.code, tuple((t.shape, t.dtype, t.device) for t in (*arguments, *params.values(), *zeros))
+            # a tensor of the block besides its parameters: it could change after the trace
+            return None
+        same = (
+            graph.code,
+            tuple((t.shape, t.dtype, t.device) for t in (*arguments, *params.values(), *zeros)),
+        )
         if same not in self._compiled:
             self._compiled[same] = torch.compile(graph, backend=self._backend, dynamic=False)
         taps = [Tap(h.shape, h.dtype, (), h.sink) for h in inner.taps]
@@ -153,14 +197,17 @@ class CompiledBlocks:
 
 
 def compile_blocks(model: nn.Module, num_records: int, backend: str = "inductor") -> CompiledBlocks:
-    """Find a model's repeated blocks, to be compiled at first use by ``clipped_sum(..., blocks=...)``.
+    """Find a model's repeated blocks, to be compiled at first use by ``clipped_sum(...,
+    blocks=...)``.
 
-    A block is a member of an ``nn.ModuleList`` or ``nn.Sequential`` that holds two or more modules of its class, with parameters.
-    Blocks whose constants are all equal share a program. A block runs uncompiled if it takes non-tensor arguments, computes a weight
-    from parameters, or has buffers or a layer without a rule.
+    A block is a member of an ``nn.ModuleList`` or ``nn.Sequential`` that holds two or more modules
+    of its class, with parameters. Blocks whose constants are all equal share a program. A block
+    runs uncompiled if it takes non-tensor arguments, computes a weight from parameters, or has
+    buffers or a layer without a rule.
 
     Args:
-        num_records: records of a full physical batch, the size to compile for; batches of other sizes run uncompiled.
+        num_records: records of a full physical batch, the size to compile for; batches of other
+            sizes run uncompiled.
         backend: backend of torch.compile.
 
     Raises:
@@ -177,6 +224,7 @@ def compile_blocks(model: nn.Module, num_records: int, backend: str = "inductor"
                 blocks[f"{name}.{key}"] = child
     if not blocks:
         raise ConfigError(
-            "compile: no repeated blocks in this model; expected an nn.ModuleList or nn.Sequential of them. Leave compile out."
+            "compile: no repeated blocks in this model; expected an nn.ModuleList or "
+            "nn.Sequential of them. Leave compile out."
         )
     return CompiledBlocks(blocks, num_records, backend)

@@ -1,6 +1,8 @@
-"""What a loss or a layer holds besides its parameters: code, numbers that it captures or reads, attributes, layers.
+"""What a loss or a layer holds besides its parameters: code, numbers that it captures or reads,
+attributes, layers.
 
-A check of one loss holds for another of equal description. What is not described, such as a file that a loss reads, can change unseen.
+A check of one loss holds for another of equal description. What is not described, such as a file
+that a loss reads, can change unseen.
 """
 
 import contextlib
@@ -23,25 +25,52 @@ _LARGE = 2**24
 """Bytes of an array above which it counts by identity."""
 _SMALL = 64
 """Most elements of a tensor or array that counts by its values."""
-_THEMSELVES = (int, str, bytes, torch.dtype, torch.device, Enum, type(None), types.ModuleType, types.BuiltinFunctionType)
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "torchvision", "timm", "transformers", "dpvision"}
+_THEMSELVES = (
+    int,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    Enum,
+    type(None),
+    types.ModuleType,
+    types.BuiltinFunctionType,
+)
+_LIBRARIES = {
+    *sys.stdlib_module_names,
+    "torch",
+    "numpy",
+    "torchvision",
+    "timm",
+    "transformers",
+    "dpvision",
+}
 """Packages whose classes, modules and functions stay as they are."""
 _OF_PYTORCH = vars(nn.Module()).keys()
 """Attributes of every layer. Of these, ``layer`` looks at the buffers and hooks."""
 
 
 def held(value: Any) -> Any:
-    """Return a hashable description of a loss function, or of a value that it holds: equal for equal code and equal numbers.
+    """Return a hashable description of a loss function, or of a value that it holds: equal for
+    equal code and equal numbers.
 
-    Large tensors, and those on a GPU, count by identity and number of writes; other objects by class and attributes, the class's own
-    included. Left out: what is more than six levels down, elements from 10,000 on, iterators and caches.
+    Large tensors, and those on a GPU, count by identity and number of writes; other objects by
+    class and attributes, the class's own included. Left out: what is more than six levels down,
+    elements from 10,000 on, iterators and caches.
     """
     return _held(value, 0, {})
 
 
 def layers(model: nn.Module) -> Any:
-    """Return a hashable description of a model's layers: classes, modes, numbers, buffers, fixed parameters and hooks."""
-    everywhere = [hook for name, hooks in vars(torch.nn.modules.module).items() if name.startswith("_global_") for hook in _values(hooks)]
+    """Return a hashable description of a model's layers: classes, modes, numbers, buffers, fixed
+    parameters and hooks.
+    """
+    everywhere = [
+        hook
+        for name, hooks in vars(torch.nn.modules.module).items()
+        if name.startswith("_global_")
+        for hook in _values(hooks)
+    ]
     return _held([model, everywhere], 0, {})
 
 
@@ -55,7 +84,11 @@ def _held(value: Any, depth: int, seen: dict[int, Any]) -> Any:
             return value.dtype, value.shape, repr(value.detach().tolist())
         return id(value), value.shape, None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, hashlib.sha256(value.tobytes()).digest() if value.nbytes <= _LARGE else id(value)
+        return (
+            value.dtype.str,
+            value.shape,
+            hashlib.sha256(value.tobytes()).digest() if value.nbytes <= _LARGE else id(value),
+        )
     if isinstance(value, type) and _library(value):
         return value
     if depth > _DEPTH or id(value) in seen:
@@ -63,7 +96,12 @@ def _held(value: Any, depth: int, seen: dict[int, Any]) -> Any:
     seen[id(value)] = value  # kept, so that no later object has the same id
     if isinstance(value, type):
         kinds = [kind for kind in value.__mro__ if not _library(kind)]
-        own = {name: item for kind in reversed(kinds) for name, item in vars(kind).items() if not name.startswith("__")}
+        own = {
+            name: item
+            for kind in reversed(kinds)
+            for name, item in vars(kind).items()
+            if not name.startswith("__")
+        }
         return value, _held(own, depth + 1, seen)
     if isinstance(value, staticmethod | classmethod):
         return _held(value.__func__, depth, seen)
@@ -76,9 +114,15 @@ def _held(value: Any, depth: int, seen: dict[int, Any]) -> Any:
     if isinstance(value, types.FunctionType):
         return value.__code__, _held(_captured(value), depth + 1, seen)
     if isinstance(value, Mapping):
-        return type(value), tuple((str(name), _held(item, depth + 1, seen)) for name, item in list(value.items())[:_MOST])
+        return type(value), tuple(
+            (str(name), _held(item, depth + 1, seen)) for name, item in list(value.items())[:_MOST]
+        )
     if isinstance(value, list | tuple | set | frozenset):
-        return type(value), len(value), tuple(_held(item, depth + 1, seen) for item in list(value)[:_MOST])
+        return (
+            type(value),
+            len(value),
+            tuple(_held(item, depth + 1, seen) for item in list(value)[:_MOST]),
+        )
     return _held(type(value), depth, seen), _held(_attributes(value), depth + 1, seen)
 
 
@@ -88,7 +132,11 @@ def _values(hooks: Any) -> list[Any]:
 
 def _library(value: Any) -> bool:
     """Whether a class, module or function is of a package that stays as it is."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    name = (
+        value.__name__
+        if isinstance(value, types.ModuleType)
+        else getattr(value, "__module__", None)
+    )
     return str(name or "").partition(".")[0] in _LIBRARIES
 
 
@@ -103,13 +151,18 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def _layer(module: nn.Module, depth: int, seen: dict[int, Any]) -> Any:
     own = [value for name, value in vars(module).items() if name not in _OF_PYTORCH]
-    hooks = [list(named.values()) for named in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)]
+    hooks = [
+        list(named.values())
+        for named in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
+    ]
     fixed = [p for p in module._parameters.values() if p is not None and not p.requires_grad]
     return module.training, _held([type(module), own, module._buffers, fixed, hooks], depth, seen)
 
 
 def _captured(function: types.FunctionType) -> list[Any]:
-    """Values of the enclosing functions, defaults, and global values by the names that the code has; a library's function has its code."""
+    """Values of the enclosing functions, defaults, and global values by the names that the code
+    has; a library's function has its code.
+    """
     if _library(function):
         return []
     cells = []
@@ -129,7 +182,9 @@ def _captured(function: types.FunctionType) -> list[Any]:
 
 @functools.cache
 def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Global names that the code and the functions written inside it read, each with the attributes that are read of it at once."""
+    """Global names that the code and the functions written inside it read, each with the attributes
+    that are read of it at once.
+    """
     found: list[tuple[str, ...]] = []
     follows = False
     for instruction in dis.get_instructions(code):
@@ -139,6 +194,13 @@ def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
             found[-1] += (instruction.argval,)
         elif instruction.opname in ("CACHE", "EXTENDED_ARG"):
             continue
-        follows = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") or (follows and instruction.opname == "LOAD_ATTR")
-    inner = [names for value in code.co_consts if isinstance(value, types.CodeType) for names in _global_names(value)]
+        follows = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") or (
+            follows and instruction.opname == "LOAD_ATTR"
+        )
+    inner = [
+        names
+        for value in code.co_consts
+        if isinstance(value, types.CodeType)
+        for names in _global_names(value)
+    ]
     return *found, *inner

@@ -1,4 +1,6 @@
-"""The mode under which a model's forward pass runs: it sees every torch function call and passes those with parameters to a rule."""
+"""The mode under which a model's forward pass runs: it sees every torch function call and passes
+those with parameters to a rule.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -19,8 +21,9 @@ from dpvision.errors import PrivacyError
 from dpvision.precision import autocast_dtype, lowered_dtype
 
 CHECKPOINTED = (
-    "clip: the model checkpoints activations or hooks saved tensors; expected neither: all activations are needed until the norms are "
-    "known, so it would save nothing. Switch it off and use a smaller physical batch, which does not change the result."
+    "clip: the model checkpoints activations or hooks saved tensors; expected neither: all "
+    "activations are needed until the norms are known, so it would save nothing. Switch it off "
+    "and use a smaller physical batch, which does not change the result."
 )
 
 
@@ -34,10 +37,14 @@ class GraphChanged(Exception):
 
 
 class _Identity(torch.autograd.Function):
-    """Returns the output unchanged, and passes its gradient to the sink during the backward pass."""
+    """Returns the output unchanged, and passes its gradient to the sink during the backward
+    pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, output: Tensor, saved: tuple[Tensor | None, ...], sink: Any) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, output: Tensor, saved: tuple[Tensor | None, ...], sink: Any
+    ) -> Tensor:
         ctx.save_for_backward(*saved)
         ctx.sink = sink
         return output.detach()  # no view: the model may change it in place
@@ -50,7 +57,9 @@ class _Identity(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Tap:
-    """An output with zeros added to obtain its gradient: ``_Identity`` in a form that can be compiled."""
+    """An output with zeros added to obtain its gradient: ``_Identity`` in a form that can be
+    compiled.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -61,7 +70,13 @@ class Tap:
 class InterceptedPass(TorchFunctionMode):
     """One forward pass over ``num_records`` records; see ``rule.Pass`` for what rules use of it."""
 
-    def __init__(self, params: dict[str, Tensor], calls: tuple[Call, ...], num_records: int, slow: dict[str, str]) -> None:
+    def __init__(
+        self,
+        params: dict[str, Tensor],
+        calls: tuple[Call, ...],
+        num_records: int,
+        slow: dict[str, str],
+    ) -> None:
         super().__init__()
         self.num_records = num_records
         device = next(iter(params.values())).device
@@ -79,8 +94,9 @@ class InterceptedPass(TorchFunctionMode):
         self.zeros: list[Tensor] | None = None
         """In a traced pass, the zeros that ``tap`` adds, in the order of the calls."""
         self.run_block: Callable[..., Any] | None = None
-        """Runs a block as a compiled program: (pass, the block's name, its forward method, *arguments) -> (number of
-        calls that it replaces, output), or None."""
+        """Runs a block as a compiled program: (pass, the block's name, its forward method,
+        *arguments) -> (number of calls that it replaces, output), or None.
+        """
 
     @property
     def slots(self) -> list[Slot]:
@@ -96,7 +112,11 @@ class InterceptedPass(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        known = [t for t in tensors_in(args, kwargs) if id(t) in self._known] if torch.is_grad_enabled() else []
+        known = (
+            [t for t in tensors_in(args, kwargs) if id(t) in self._known]
+            if torch.is_grad_enabled()
+            else []
+        )
         out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
         if any(True for _ in tensors_in((out,), {})):
             if self._at >= len(self._calls) or not self._calls[self._at].fits(func, args, kwargs):
@@ -124,10 +144,14 @@ class InterceptedPass(TorchFunctionMode):
         if not made:
             return out  # a shape, a comparison, a detached copy
         self._enter(func, args, kwargs)
-        if any(batch_dim is not None for batch_dim in (*self._calls[self._at].inputs, *self._calls[self._at].outputs)):
+        if any(
+            batch_dim is not None
+            for batch_dim in (*self._calls[self._at].inputs, *self._calls[self._at].outputs)
+        ):
             raise NoRule(known, f"used by {func.__name__}")
         if not all(t.dtype in UNIT for t in made):
-            # The sum's gradient would be rounded to half precision on its way back to the parameter.
+            # The sum's gradient would be rounded to half precision on its way back to the
+            # parameter.
             raise NoRule(known, f"computed in {str(made[0].dtype).removeprefix('torch.')}")
         names = frozenset().union(*(self._known[id(t)][1] for t in known))
         for tensor in made:
@@ -142,10 +166,16 @@ class InterceptedPass(TorchFunctionMode):
         if len(call.inputs) != len(tensors):
             raise GraphChanged(func.__name__)
         for tensor, batch_dim in zip(tensors, call.inputs, strict=True):
-            ok = batch_dim is None or batch_dim == MIXED or tensor.shape[batch_dim.dim] == self.num_records * batch_dim.per_record
+            ok = (
+                batch_dim is None
+                or batch_dim == MIXED
+                or tensor.shape[batch_dim.dim] == self.num_records * batch_dim.per_record
+            )
             if not ok:
                 raise GraphChanged(func.__name__)
-        self._batch_dims = {id(tensor): batch_dim for tensor, batch_dim in zip(tensors, call.inputs, strict=True)}
+        self._batch_dims = {
+            id(tensor): batch_dim for tensor, batch_dim in zip(tensors, call.inputs, strict=True)
+        }
         self._output = call.outputs[0]
 
     def slot(self, weight: Tensor | None, rule: str) -> Slot | None:
@@ -158,7 +188,9 @@ class InterceptedPass(TorchFunctionMode):
             slot.rules.append(rule)
         return slot
 
-    def tap(self, output: Tensor, saved: tuple[Tensor | None, ...], sink: Callable[..., None]) -> Tensor:
+    def tap(
+        self, output: Tensor, saved: tuple[Tensor | None, ...], sink: Callable[..., None]
+    ) -> Tensor:
         if not self.traced:
             return _Identity.apply(self.anchor, output, saved, sink)
         zeros = self.zeros[len(self.taps)] if self.zeros is not None else 0
@@ -191,7 +223,11 @@ class InterceptedPass(TorchFunctionMode):
         made = input
         if dtype != input.dtype:
             source, kept = self._lowered.get(id(input), (None, None))
-            made = kept if kept is not None and source is not None and source() is input else input.to(dtype)
+            made = (
+                kept
+                if kept is not None and source is not None and source() is input
+                else input.to(dtype)
+            )
             self._lowered[id(input)] = weakref.ref(input), made
         return (made, *(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
 

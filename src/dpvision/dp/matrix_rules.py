@@ -1,4 +1,5 @@
-"""Rules of layers with a weight matrix or table: linear maps, convolutions, embeddings, the vocabulary head.
+"""Rules of layers with a weight matrix or table: linear maps, convolutions, embeddings, the
+vocabulary head.
 
 Legend: B records, T positions of a record, D, P, Q widths, N images (a multiple of B), C channels.
 """
@@ -17,21 +18,40 @@ from dpvision.dp.sides import Dense, OneHot, Patches, Recomputed
 from dpvision.models.head import head_forward, logit_gradients
 
 
-def linear(run: Pass, input: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Any:
+def linear(
+    run: Pass,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> Any:
     """``F.linear``, and ``x @ W`` (transposed)."""
     batch_dim = run.batch_dim(input)
     if batch_dim is None or run.batch_dim(weight) is not None:
         return NotImplemented
-    require(batch_dim != MIXED and batch_dim.dim < input.ndim - 1, [weight, bias], "an input whose records are not rows")
+    require(
+        batch_dim != MIXED and batch_dim.dim < input.ndim - 1,
+        [weight, bias],
+        "an input whose records are not rows",
+    )
     slot, bias_slot = run.slot(weight, "linear"), run.slot(bias, "bias")
     num, shape = run.num_records, weight.shape
-    x, w, b = run.lowered(input, weight.detach().t() if transposed else weight.detach(), None if bias is None else bias.detach())
+    x, w, b = run.lowered(
+        input,
+        weight.detach().t() if transposed else weight.detach(),
+        None if bias is None else bias.detach(),
+    )
 
     def sink(x: Tensor | None, g: Tensor) -> None:
         g_BTP = by_record(g, batch_dim, num)
         if slot is not None and x is not None:
             outputs, inputs = Dense(g_BTP), Dense(by_record(x, batch_dim, num))
-            slot.add_outer_products(OuterProducts(inputs, outputs, shape) if transposed else OuterProducts(outputs, inputs, shape))
+            slot.add_outer_products(
+                OuterProducts(inputs, outputs, shape)
+                if transposed
+                else OuterProducts(outputs, inputs, shape)
+            )
         if bias_slot is not None:
             bias_slot.add_written(g_BTP.sum(1, dtype=wide(g.dtype)))
 
@@ -45,10 +65,14 @@ def matmul(run: Pass, input: Tensor, other: Tensor) -> Any:
     return linear(run, input, other, transposed=True)
 
 
-def _conv_backward(g: Tensor, x: Tensor, weight: Tensor, geometry: Any, *, input_grad: bool) -> Tensor:
+def _conv_backward(
+    g: Tensor, x: Tensor, weight: Tensor, geometry: Any, *, input_grad: bool
+) -> Tensor:
     stride, padding, dilation, groups = geometry
     mask = [input_grad, not input_grad, False]
-    grads = torch.ops.aten.convolution_backward(g, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, mask)
+    grads = torch.ops.aten.convolution_backward(
+        g, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, mask
+    )
     return grads[0 if input_grad else 1]
 
 
@@ -66,11 +90,21 @@ def make_conv(num_dims: int) -> Rule:
         batch_dim = run.batch_dim(input)
         if batch_dim is None or run.batch_dim(weight) is not None:
             return NotImplemented
-        require(leading(batch_dim), [weight, bias], "a convolution whose records are not its first dimension")
+        require(
+            leading(batch_dim),
+            [weight, bias],
+            "a convolution whose records are not its first dimension",
+        )
         stride, dilation = _tuple(stride, num_dims), _tuple(dilation, num_dims)
         if padding == "same":
-            require(all(d * (k - 1) % 2 == 0 for d, k in zip(dilation, weight.shape[2:], strict=True)), [weight, bias], "uneven padding")
-            padding = tuple(d * (k - 1) // 2 for d, k in zip(dilation, weight.shape[2:], strict=True))
+            require(
+                all(d * (k - 1) % 2 == 0 for d, k in zip(dilation, weight.shape[2:], strict=True)),
+                [weight, bias],
+                "uneven padding",
+            )
+            padding = tuple(
+                d * (k - 1) // 2 for d, k in zip(dilation, weight.shape[2:], strict=True)
+            )
         padding = (0,) * num_dims if padding == "valid" else _tuple(padding, num_dims)
         slot, bias_slot = run.slot(weight, "convolution"), run.slot(bias, "bias")
         x, w, b = run.lowered(input, weight.detach(), None if bias is None else bias.detach())
@@ -78,27 +112,41 @@ def make_conv(num_dims: int) -> Rule:
 
         def sink(x: Tensor, g: Tensor) -> None:
             if slot is not None and num_dims == 2 and groups == 1:
-                patches = Patches(x, batch_dim.per_record, (shape[2], shape[3]), stride, padding, dilation)
+                patches = Patches(
+                    x, batch_dim.per_record, (shape[2], shape[3]), stride, padding, dilation
+                )
                 left = g.flatten(2).mT.reshape(num, -1, shape[0])
                 slot.add_outer_products(OuterProducts(Dense(left), patches, shape))
             elif slot is not None:
                 slot.add_written(_record_kernels(g, x, shape, geometry, num))
             if bias_slot is not None:
-                bias_slot.add_written(g.flatten(2).sum(2, dtype=wide(g.dtype)).view(num, -1, shape[0]).sum(1))
+                bias_slot.add_written(
+                    g.flatten(2).sum(2, dtype=wide(g.dtype)).view(num, -1, shape[0]).sum(1)
+                )
 
-        return run.tap(torch.convolution(x, w, b, stride, padding, dilation, False, [0] * num_dims, groups), (x,), sink)
+        return run.tap(
+            torch.convolution(x, w, b, stride, padding, dilation, False, [0] * num_dims, groups),
+            (x,),
+            sink,
+        )
 
     return conv
 
 
 def _tuple(value: Any, num_dims: int) -> tuple[int, ...]:
-    """Expand a setting of a convolution to every dimension: torch takes a number, or a tuple of one or ``num_dims``."""
+    """Expand a setting of a convolution to every dimension: torch takes a number, or a tuple of one
+    or ``num_dims``.
+    """
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * num_dims if len(values) == 1 else values
 
 
-def _record_kernels(g: Tensor, x: Tensor, shape: torch.Size, geometry: Any, num_records: int) -> Tensor:
-    """Every record's kernel gradient (B, *shape), all records as groups of one convolution (Rochette et al. 2019)."""
+def _record_kernels(
+    g: Tensor, x: Tensor, shape: torch.Size, geometry: Any, num_records: int
+) -> Tensor:
+    """Every record's kernel gradient (B, *shape), all records as groups of one convolution
+    (Rochette et al. 2019).
+    """
     stride, padding, dilation, groups = geometry
     dtype = wide(g.dtype)
 
@@ -106,7 +154,13 @@ def _record_kernels(g: Tensor, x: Tensor, shape: torch.Size, geometry: Any, num_
         return value.to(dtype).unflatten(0, (num_records, -1)).transpose(0, 1).flatten(1, 2)
 
     kernel = torch.zeros(num_records * shape[0], *shape[1:], dtype=dtype, device=g.device)
-    grad = _conv_backward(as_groups(g), as_groups(x), kernel, (stride, padding, dilation, groups * num_records), input_grad=False)
+    grad = _conv_backward(
+        as_groups(g),
+        as_groups(x),
+        kernel,
+        (stride, padding, dilation, groups * num_records),
+        input_grad=False,
+    )
     return grad.view(num_records, *shape)
 
 
@@ -125,7 +179,11 @@ def embedding(
     if batch_dim is None:
         return NotImplemented
     require(batch_dim != MIXED, [weight], "an index whose records are not in one dimension")
-    require(max_norm is None and not scale_grad_by_freq, [weight], "an embedding with max_norm or scale_grad_by_freq")
+    require(
+        max_norm is None and not scale_grad_by_freq,
+        [weight],
+        "an embedding with max_norm or scale_grad_by_freq",
+    )
     slot = run.slot(weight, "embedding")
     num, shape = run.num_records, weight.shape
     if padding_idx is not None and padding_idx < 0:
@@ -136,21 +194,38 @@ def embedding(
         if padding_idx is not None:
             g = g.masked_fill((index == padding_idx)[..., None], 0.0)
         index_BT = by_record(index[..., None], batch_dim, num)[..., 0]
-        slot.add_outer_products(OuterProducts(OneHot(index_BT, shape[0], g.dtype), Dense(by_record(g, batch_dim, num)), shape))
+        slot.add_outer_products(
+            OuterProducts(
+                OneHot(index_BT, shape[0], g.dtype), Dense(by_record(g, batch_dim, num)), shape
+            )
+        )
 
     return run.tap(F.embedding(input, weight.detach()), (input,), sink)
 
 
 def getitem(run: Pass, weight: Tensor, index: Any) -> Any:
     """``table[token]``: an embedding."""
-    if not isinstance(index, Tensor) or index.dtype == torch.bool or weight.ndim != 2 or run.batch_dim(weight) is not None:
+    if (
+        not isinstance(index, Tensor)
+        or index.dtype == torch.bool
+        or weight.ndim != 2
+        or run.batch_dim(weight) is not None
+    ):
         return NotImplemented
     return embedding(run, index, weight)
 
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, sink: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        sink: Any,
+    ) -> Tensor:
         loss_BT, grad_BTD, gram_BTT = head_forward(hidden, weight, bias, target, with_gram=True)
         ctx.save_for_backward(hidden, weight, bias, target, grad_BTD, gram_BTT)
         ctx.sink = sink
@@ -163,25 +238,51 @@ class _Head(torch.autograd.Function):
         return None, (grad_BTD * g_BT[..., None]).to(grad_BTD.dtype), None, None, None, None
 
 
-def head(run: Pass, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor) -> Any:
-    """``models.head.linear_cross_entropy``: the gradients of the logits are recomputed when needed, their Gram matrix is kept."""
+def head(
+    run: Pass, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor
+) -> Any:
+    """``models.head.linear_cross_entropy``: the gradients of the logits are recomputed when needed,
+    their Gram matrix is kept.
+    """
     batch_dim = run.batch_dim(hidden_BLD)
     if batch_dim is None or run.batch_dim(weight_VD) is not None:
         return NotImplemented
     ok = leading(batch_dim) and not run.traced
-    require(ok, [weight_VD, bias_V], "a vocabulary head whose records are not its first dimension, or in a compiled block")
+    require(
+        ok,
+        [weight_VD, bias_V],
+        "a vocabulary head whose records are not its first dimension, or in a compiled block",
+    )
     slot, bias_slot = run.slot(weight_VD, "vocabulary head"), run.slot(bias_V, "vocabulary head")
     num, shape = run.num_records, weight_VD.shape
-    hidden, weight, bias = run.lowered(hidden_BLD, weight_VD.detach(), None if bias_V is None else bias_V.detach())
+    hidden, weight, bias = run.lowered(
+        hidden_BLD, weight_VD.detach(), None if bias_V is None else bias_V.detach()
+    )
 
     def sink(operands: list[Any], gram_BTT: Tensor, g_BT: Tensor) -> None:
         hidden, weight, bias, target = operands
-        left = Recomputed(lambda rows: logit_gradients(hidden[rows], weight, bias, target[rows]), gram_BTT, shape[0], hidden.shape[2])
+        left = Recomputed(
+            lambda rows: logit_gradients(hidden[rows], weight, bias, target[rows]),
+            gram_BTT,
+            shape[0],
+            hidden.shape[2],
+        )
         if slot is not None:
-            slot.add_outer_products(OuterProducts(left, Dense((hidden * g_BT[..., None]).to(hidden.dtype)), shape))
+            slot.add_outer_products(
+                OuterProducts(left, Dense((hidden * g_BT[..., None]).to(hidden.dtype)), shape)
+            )
         if bias_slot is not None:
-            bias_slot.add_outer_products(OuterProducts(left, Dense(g_BT[..., None].to(hidden.dtype)), shape[:1]))
+            bias_slot.add_outer_products(
+                OuterProducts(left, Dense(g_BT[..., None].to(hidden.dtype)), shape[:1])
+            )
 
     # All rows of a record are its tokens: the head treats each token separately.
-    loss_BT = _Head.apply(run.anchor, hidden.reshape(num, -1, shape[1]), weight, bias, target_BL.reshape(num, -1), sink)
+    loss_BT = _Head.apply(
+        run.anchor,
+        hidden.reshape(num, -1, shape[1]),
+        weight,
+        bias,
+        target_BL.reshape(num, -1),
+        sink,
+    )
     return loss_BT.view(target_BL.shape)

@@ -1,10 +1,14 @@
-"""Gaussian noise, added once per logical step: the only place where noise is drawn and a gradient becomes releasable.
+"""Gaussian noise, added once per logical step: the only place where noise is drawn and a gradient
+becomes releasable.
 
-    DPGradient = round_g(sum of clipped gradients + N(0, noise_std^2)) / expected_batch_size     (Abadi et al. 2016)
+    DPGradient = round_g(sum of clipped gradients + N(0, noise_std^2)) / expected_batch_size
+    (Abadi et al. 2016)
 
-The plan sets the noise scale and the public divisor. Normals come from ``privacy.stream``, with one subkey per (step, parameter) and one
-number per coordinate, so any process can draw any range of coordinates. Sum plus noise is computed in float64 and rounded to the public
-grid g = 2^(floor(log2 noise_std) - 20) before anything else, so that low bits reveal nothing about the sum (docs/clipping.md, "Noise").
+The plan sets the noise scale and the public divisor. Normals come from ``privacy.stream``, with one
+subkey per (step, parameter) and one number per coordinate, so any process can draw any range of
+coordinates. Sum plus noise is computed in float64 and rounded to the public grid g = 2^(floor(log2
+noise_std) - 20) before anything else, so that low bits reveal nothing about the sum
+(docs/clipping.md, "Noise").
 """
 
 import math
@@ -35,7 +39,8 @@ _GPU_PIECE = 2**23
 
 @dataclass(frozen=True, eq=False)
 class DPGradient:
-    """Releasable gradient: noisy, divided by the expected batch size; the only input of an optimizer.
+    """Releasable gradient: noisy, divided by the expected batch size; the only input of an
+    optimizer.
 
     Made by ``privatize`` only: one that is made, replaced or edited by hand is refused (``seal``).
     """
@@ -64,59 +69,84 @@ def privatize(
     owners: Owners | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> DPGradient:
-    """Release one logical step: add the plan's noise to the total over all physical batches and processes, round to the grid, divide.
+    """Release one logical step: add the plan's noise to the total over all physical batches and
+    processes, round to the grid, divide.
 
     Uses as many CPU threads as torch does.
 
     Args:
         total: the whole step's clipped sum, the same on all processes.
-        step: the ledger's number of this step, whose batch ``plan.draw`` drew; released once by a plan, and once under a key.
+        step: the ledger's number of this step, whose batch ``plan.draw`` drew; released once by a
+            plan, and once under a key.
         noise_key: from ``stream.new_key``, the same on all processes.
-        owners: the processes, each of which draws the noise of its share of every parameter; all get the whole gradient.
+        owners: the processes, each of which draws the noise of its share of every parameter; all
+            get the whole gradient.
         dtype: dtype of the gradient, float32 or float64.
 
     Returns:
-        The gradient, same names, shapes and devices as ``total.grads``. Without a guarantee: no noise, only the division.
+        The gradient, same names, shapes and devices as ``total.grads``. Without a guarantee: no
+        noise, only the division.
 
     Raises:
-        PrivacyError: the sum was clipped to another norm than the plan's, made by ``clipped_sum`` without ``rows``, or made or edited by
-            hand; the plan has no such step, did not draw its batch, was changed, or has a guarantee and no noise; the key is not one of
-            this process; or the plan or the key released this step before.
+        PrivacyError: the sum was clipped to another norm than the plan's, made by ``clipped_sum``
+            without ``rows``, or made or edited by hand; the plan has no such step, did not draw its
+            batch, was changed, or has a guarantee and no noise; the key is not one of this process;
+            or the plan or the key released this step before.
     """
     secret_of(noise_key)  # refuses anything but a key of this process, even without noise
     if not (isinstance(step, int) and 0 <= step < plan.steps):
-        raise PrivacyError(f"noise: step={step}; expected an integer from 0 to {plan.steps - 1}, a step of the plan. Plan more steps.")
+        raise PrivacyError(
+            f"noise: step={step}; expected an integer from 0 to {plan.steps - 1}, a step of the "
+            "plan. Plan more steps."
+        )
     if plan.guarantee == "dp" and not plan.noise_std > 0:
-        raise PrivacyError(f"noise: noise_std={plan.noise_std}; expected more than 0 with a guarantee. Make a plan with noise.")
+        raise PrivacyError(
+            f"noise: noise_std={plan.noise_std}; expected more than 0 with a guarantee. Make a "
+            "plan with noise."
+        )
     if total.max_grad_norm != plan.max_grad_norm:
         raise PrivacyError(
-            f"noise: a sum clipped to {total.max_grad_norm} under a plan with max_grad_norm={plan.max_grad_norm}; expected the plan's. "
-            "Call clipped_sum with max_grad_norm=plan.max_grad_norm."
+            f"noise: a sum clipped to {total.max_grad_norm} under a plan with "
+            f"max_grad_norm={plan.max_grad_norm}; expected the plan's. Call clipped_sum with "
+            "max_grad_norm=plan.max_grad_norm."
         )
     require_seal(total, "noise", "Give privatize the sum of clipped_sum or ClippedSum.add_up.")
     plan.require_true()
     if plan.guarantee == "dp" and total.rows is None:
         raise PrivacyError(
-            "noise: a sum of clipped_sum without rows=; expected the rows of a pass, at which a record's bits were checked. Call "
-            "clipped_sum(..., rows=64), with the same number in all steps."
+            "noise: a sum of clipped_sum without rows=; expected the rows of a pass, at which a "
+            "record's bits were checked. Call clipped_sum(..., rows=64), with the same number "
+            "in all steps."
         )
     if plan.guarantee == "dp" and total.step not in (None, step):
         raise PrivacyError(
-            f"noise: step={step} with a sum of step {total.step}; expected the sum of this step's draw: a batch that is released again is "
-            "not accounted for. After an error, release ClippedSum.zeros or stop."
+            f"noise: step={step} with a sum of step {total.step}; expected the sum of this "
+            "step's draw: a batch that is released again is not accounted for. After an error, "
+            "release ClippedSum.zeros or stop."
         )
     plan.release(step, total.num_records, total.record_id_B)
     if not plan.noise_std > 0:
-        return seal(DPGradient({name: (value.double() / plan.expected_batch_size).to(dtype) for name, value in total.grads.items()}))
+        return seal(
+            DPGradient(
+                {
+                    name: (value.double() / plan.expected_batch_size).to(dtype)
+                    for name, value in total.grads.items()
+                }
+            )
+        )
     noise_key.spend(step)
     rank, world_size = (owners.rank, owners.world_size) if owners else (0, 1)
     grads, shares = {}, []
     for name, value in total.grads.items():
         # The other processes' shares are zero until all are added up.
-        grads[name] = (torch.zeros if world_size > 1 else torch.empty)(value.shape, dtype=dtype, device=value.device)
+        grads[name] = (torch.zeros if world_size > 1 else torch.empty)(
+            value.shape, dtype=dtype, device=value.device
+        )
         first, stop = (value.numel() * r // world_size for r in (rank, rank + 1))
         key = subkey(noise_key, "noise", step=step, parameter=name)
-        shares.append(_Share(value.detach().contiguous().view(-1), grads[name].view(-1), key, first, stop))
+        shares.append(
+            _Share(value.detach().contiguous().view(-1), grads[name].view(-1), key, first, stop)
+        )
     _Release(plan.noise_std, plan.expected_batch_size).run(shares)
     if owners and world_size > 1:
         for gradient in grads.values():
@@ -144,7 +174,8 @@ class _Release:
 
     def __init__(self, noise_std: float, divisor: float) -> None:
         self._std, self._grid = noise_std, grid_of(noise_std)
-        # After rounding, numbers are multiples of the grid, a power of two: folding it into the divisor is exact and saves a pass.
+        # After rounding, numbers are multiples of the grid, a power of two: folding it into the
+        # divisor is exact and saves a pass.
         self._divisor = divisor / self._grid
 
     def run(self, shares: list[_Share]) -> None:
@@ -155,7 +186,12 @@ class _Release:
             for key_8, share in zip(keys, away, strict=True):
                 for piece in share.pieces(_GPU_PIECE):
                     self._on_gpu(piece, key_8)
-        tasks = deque(piece for share in shares if share.summed.device.type == "cpu" for piece in share.pieces(_CPU_TASK))
+        tasks = deque(
+            piece
+            for share in shares
+            if share.summed.device.type == "cpu"
+            for piece in share.pieces(_CPU_TASK)
+        )
         num_threads = min(torch.get_num_threads(), len(tasks))
         if num_threads <= 1:  # one thread needs no pool
             self._on_cpu(tasks)
@@ -165,7 +201,9 @@ class _Release:
                 done.result()
 
     def _on_cpu(self, tasks: deque[_Share]) -> None:
-        """Work on tasks until none is left; NumPy, torch and the cipher let other threads run meanwhile."""
+        """Work on tasks until none is left; NumPy, torch and the cipher let other threads run
+        meanwhile.
+        """
         normals = Normals()
         while True:
             try:
@@ -188,10 +226,17 @@ class _Release:
         words = chacha_words(key_8, block, -(-piece.stop // WORDS_PER_BLOCK) - block)
         skipped = piece.first - block * WORDS_PER_BLOCK
         normal = box_muller(words, self._std)[skipped : skipped + piece.stop - piece.first]
-        noisy = normal.add_(piece.summed[piece.first : piece.stop]).mul_(1 / self._grid).round_().div_(self._divisor)
+        noisy = (
+            normal.add_(piece.summed[piece.first : piece.stop])
+            .mul_(1 / self._grid)
+            .round_()
+            .div_(self._divisor)
+        )
         piece.out[piece.first : piece.stop] = noisy.to(piece.out.dtype)
 
 
 def grid_of(noise_std: float) -> float:
-    """Return the public grid g = 2^(floor(log2 noise_std) - 20), of which noisy sums are multiples."""
+    """Return the public grid g = 2^(floor(log2 noise_std) - 20), of which noisy sums are
+    multiples.
+    """
     return math.ldexp(1.0, math.frexp(noise_std)[1] - 1 - _GRID_BITS)

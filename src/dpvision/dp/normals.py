@@ -1,11 +1,13 @@
-"""Standard normal numbers from the secret stream, addressed by coordinate: the same words on every device, by the same formulas.
+"""Standard normal numbers from the secret stream, addressed by coordinate: the same words on every
+device, by the same formulas.
 
-    normal 2 j     = r cos(a)      r = sqrt(-2 log(u)),  u = (k + 1/2) 2^-64 of word k = word 2 j of the subkey's stream
+    normal 2 j     = r cos(a)      r = sqrt(-2 log(u)),  u = (k + 1/2) 2^-64 of word k = word 2 j of
+                   the subkey's stream
     normal 2 j + 1 = r sin(a)      a = 2 pi 2^-64 w of the signed word w = word 2 j + 1
 
-(Box and Muller 1958), all in float64 and never rounded further. The largest value is sqrt(130 log 2) = 9.492; a normal is beyond it with
-probability 2.3e-21. The angle has 53 significant bits. Radii below 2^-20 have steps of up to 1.5e-8, a thirtieth of the grid that
-``noise.privatize`` rounds to.
+(Box and Muller 1958), all in float64 and never rounded further. The largest value is sqrt(130 log
+2) = 9.492; a normal is beyond it with probability 2.3e-21. The angle has 53 significant bits. Radii
+below 2^-20 have steps of up to 1.5e-8, a thirtieth of the grid that ``noise.privatize`` rounds to.
 
 Legend: W words (two for two normals), H half of them.
 """
@@ -22,8 +24,9 @@ from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, Keystream, uniforms
 
 _ANGLE = 2 * math.pi * 2.0**-64
 _BLOCK = 2**17
-"""Normals computed at once. Larger than a core's cache: with 2^15, which fits it, two threads spend a third of their time contending for
-the interpreter lock (``benchmarks/noise.py``)."""
+"""Normals computed at once. Larger than a core's cache: with 2^15, which fits it, two threads spend
+a third of their time contending for the interpreter lock (``benchmarks/noise.py``).
+"""
 
 
 class Normals:
@@ -34,8 +37,11 @@ class Normals:
         self._spare_3H = np.empty((3, _BLOCK // 2))
         self._full = _Views.of(self._word_W, self._spare_3H, _BLOCK)
 
-    def blocks(self, key: Key, first: int, stop: int, std: float = 1.0) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the normals of coordinates ``first`` to ``stop`` - 1 in order, as (number of the first one, float64 array).
+    def blocks(
+        self, key: Key, first: int, stop: int, std: float = 1.0
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the normals of coordinates ``first`` to ``stop`` - 1 in order, as (number of the
+        first one, float64 array).
 
         An array is valid until the next one is requested; the caller may write to it.
 
@@ -54,20 +60,27 @@ class Normals:
             yield max(at, first), normal_W[max(first - at, 0) : end - at]
 
     def box_muller(self, word_W: np.ndarray) -> np.ndarray:
-        """Standard normals of int64 words, an even number of them up to 2^17, in an array that the next call overwrites."""
+        """Standard normals of int64 words, an even number of them up to 2^17, in an array that the
+        next call overwrites.
+        """
         self._word_W[: len(word_W)] = word_W
         return self._box_muller(len(word_W), 1.0)
 
     def _box_muller(self, num_words: int, std: float) -> np.ndarray:
         """Replace the first ``num_words`` words by normals."""
-        to = self._full if num_words == _BLOCK else _Views.of(self._word_W, self._spare_3H, num_words)
+        to = (
+            self._full
+            if num_words == _BLOCK
+            else _Views.of(self._word_W, self._spare_3H, num_words)
+        )
         uniforms(to.radius_word_H, to.radius_H, to.part_H)
         np.log(to.radius_H, out=to.radius_H)
         np.multiply(to.radius_H, -2.0 * std**2, out=to.radius_H)
         np.sqrt(to.radius_H, out=to.radius_H)
         np.copyto(to.angle_H, to.angle_word_H)
         np.multiply(to.angle_H, _ANGLE, out=to.angle_H)
-        # Torch's sine and cosine are vectorised for float64; NumPy's logarithm is faster than torch's.
+        # Torch's sine and cosine are vectorised for float64; NumPy's logarithm is faster than
+        # torch's.
         torch.cos(to.angle_tensor_H, out=to.part_tensor_H)
         np.multiply(to.radius_H, to.part_H, out=to.even_H)
         torch.sin(to.angle_tensor_H, out=to.part_tensor_H)
@@ -76,7 +89,9 @@ class Normals:
 
 
 class _Views(NamedTuple):
-    """Views of a block's arrays; made once for full blocks, since making them takes longer than some of the computation."""
+    """Views of a block's arrays; made once for full blocks, since making them takes longer than
+    some of the computation.
+    """
 
     radius_word_H: np.ndarray
     angle_word_H: np.ndarray
@@ -94,21 +109,41 @@ class _Views(NamedTuple):
         word_W, normal_W = word_W[:num_words], word_W[:num_words].view(np.float64)
         radius_H, angle_H, part_H = spare_3H[:, : num_words // 2]
         tensors = torch.from_numpy(angle_H), torch.from_numpy(part_H)
-        return cls(word_W[0::2], word_W[1::2], radius_H, angle_H, part_H, *tensors, normal_W, normal_W[0::2], normal_W[1::2])
+        return cls(
+            word_W[0::2],
+            word_W[1::2],
+            radius_H,
+            angle_H,
+            part_H,
+            *tensors,
+            normal_W,
+            normal_W[0::2],
+            normal_W[1::2],
+        )
 
 
 def normals(key: Key, first: int, stop: int) -> np.ndarray:
-    """Return the normals of coordinates ``first`` to ``stop`` - 1: float64 of shape (stop - first,)."""
-    return np.concatenate([np.empty(0), *(block.copy() for _, block in Normals().blocks(key, first, stop))])
+    """Return the normals of coordinates ``first`` to ``stop`` - 1: float64 of shape (stop -
+    first,).
+    """
+    return np.concatenate(
+        [np.empty(0), *(block.copy() for _, block in Normals().blocks(key, first, stop))]
+    )
 
 
 def key_words(keys: Sequence[Key]) -> Tensor:
-    """Keys for ``chacha_triton.chacha_words``: int64 (number of keys, 8) on the CPU, the 32-bit words of each."""
-    return torch.from_numpy(np.frombuffer(b"".join(key.secret() for key in keys), dtype="<u4").astype(np.int64)).view(-1, 8)
+    """Keys for ``chacha_triton.chacha_words``: int64 (number of keys, 8) on the CPU, the 32-bit
+    words of each.
+    """
+    return torch.from_numpy(
+        np.frombuffer(b"".join(key.secret() for key in keys), dtype="<u4").astype(np.int64)
+    ).view(-1, 8)
 
 
 def box_muller(word_W: Tensor, std: float = 1.0) -> Tensor:
-    """Normals of int64 words by torch's functions, on the words' device; within 4 units in the last place of ``Normals``."""
+    """Normals of int64 words by torch's functions, on the words' device; within 4 units in the last
+    place of ``Normals``.
+    """
     word_H2 = word_W.view(-1, 2)
     uniform_H = (word_H2[:, 0].double() + 0.5) * 2.0**-64
     uniform_H -= uniform_H.floor()

@@ -1,6 +1,7 @@
 """Rules of normalisation layers.
 
-Legend: B records, T places of a record, D width, N images (a multiple of B), C channels, S places of an image.
+Legend: B records, T places of a record, D width, N images (a multiple of B), C channels, S places
+of an image.
 """
 
 from typing import Any
@@ -16,11 +17,18 @@ from dpvision.dp.rule import Pass, by_record, leading, require
 from dpvision.precision import autocast_dtype
 
 _PART_NUMBERS = 2**18
-"""Numbers of a layer norm's input in hand at a time on a CPU: with far fewer, starting a second thread costs more than it saves."""
+"""Numbers of a layer norm's input in hand at a time on a CPU: with far fewer, starting a second
+thread costs more than it saves.
+"""
 
 
 def layer_norm(
-    run: Pass, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    run: Pass,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Any:
     """``F.layer_norm`` over the last dimensions."""
     batch_dim = run.batch_dim(input)
@@ -28,7 +36,11 @@ def layer_norm(
         return NotImplemented
     slot, bias_slot = run.slot(weight, "layer norm"), run.slot(bias, "layer norm")
     shape = tuple(normalized_shape)
-    require(batch_dim != MIXED and batch_dim.dim < input.ndim - len(shape), [weight, bias], "a layer norm over records")
+    require(
+        batch_dim != MIXED and batch_dim.dim < input.ndim - len(shape),
+        [weight, bias],
+        "a layer norm over records",
+    )
     num = run.num_records
 
     def rows(value: Tensor) -> Tensor:
@@ -42,7 +54,12 @@ def layer_norm(
             grad_BD = torch.empty(num, g_BTD.shape[-1], dtype=dtype, device=g.device)
             for part in _record_parts(g_BTD):
                 normal = (x_BTD[part] - m_BT1[part]).mul_(r_BT1[part])
-                torch.sum(normal.mul_(g_BTD[part]) if normal.dtype == g.dtype else normal * g_BTD[part], 1, dtype=dtype, out=grad_BD[part])
+                torch.sum(
+                    normal.mul_(g_BTD[part]) if normal.dtype == g.dtype else normal * g_BTD[part],
+                    1,
+                    dtype=dtype,
+                    out=grad_BD[part],
+                )
             slot.add_written(grad_BD.view(num, *shape))
         if bias_slot is not None:
             bias_slot.add_written(g_BTD.sum(1, dtype=dtype).view(num, *shape))
@@ -53,42 +70,61 @@ def layer_norm(
 
 
 def group_norm(
-    run: Pass, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    run: Pass,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Any:
     """``F.group_norm``."""
     batch_dim = run.batch_dim(input)
     if batch_dim is None:
         return NotImplemented
     slot, bias_slot = run.slot(weight, "group norm"), run.slot(bias, "group norm")
-    require(leading(batch_dim), [weight, bias], "a group norm whose records are not its first dimension")
+    require(
+        leading(batch_dim), [weight, bias], "a group norm whose records are not its first dimension"
+    )
     num, channels = run.num_records, input.shape[1]
 
     def sink(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor) -> None:
         dtype = wide(g.dtype)
         if slot is not None:
-            normal = (x.unflatten(1, (num_groups, -1)).flatten(3) - mean[..., None, None]) * rstd[..., None, None]  # (N, G, C / G, S)
-            grad_NC = (normal.flatten(1, 2).view(*x.shape[:2], -1) * g.flatten(2)).sum(2, dtype=dtype)
+            normal = (x.unflatten(1, (num_groups, -1)).flatten(3) - mean[..., None, None]) * rstd[
+                ..., None, None
+            ]  # (N, G, C / G, S)
+            grad_NC = (normal.flatten(1, 2).view(*x.shape[:2], -1) * g.flatten(2)).sum(
+                2, dtype=dtype
+            )
             slot.add_written(grad_NC.view(num, -1, channels).sum(1))
         if bias_slot is not None:
             bias_slot.add_written(g.flatten(2).sum(2, dtype=dtype).view(num, -1, channels).sum(1))
 
     x = _widened(input).contiguous()
     sizes = x.shape[0], channels, x.shape[2:].numel()
-    y, mean, rstd = torch.native_group_norm(x, _like(weight, x), _like(bias, x), *sizes, num_groups, eps)
+    y, mean, rstd = torch.native_group_norm(
+        x, _like(weight, x), _like(bias, x), *sizes, num_groups, eps
+    )
     return run.tap(y, (x, mean, rstd), sink)
 
 
 def _record_parts(x_BTD: Tensor) -> list[slice]:
     """Few records at a time on a CPU: what is in hand stays in the cache."""
     num = len(x_BTD)
-    at_once = max(1, _PART_NUMBERS * num // max(1, x_BTD.numel())) if x_BTD.device.type == "cpu" else max(1, num)
+    at_once = (
+        max(1, _PART_NUMBERS * num // max(1, x_BTD.numel()))
+        if x_BTD.device.type == "cpu"
+        else max(1, num)
+    )
     return [slice(i, i + at_once) for i in range(0, num, at_once)]
 
 
 def _widened(x: Tensor) -> Tensor:
     """The input of a norm as autocast hands it over: float32 on a GPU; a CPU takes it as it is."""
     low = x.dtype in (torch.float16, torch.bfloat16)
-    return x.float() if low and x.device.type != "cpu" and autocast_dtype(x.device) is not None else x
+    return (
+        x.float() if low and x.device.type != "cpu" and autocast_dtype(x.device) is not None else x
+    )
 
 
 def _like(weight: Tensor | None, x: Tensor) -> Tensor | None:
@@ -125,9 +161,17 @@ def _scale(run: Pass, weight: Tensor, batch_dim: BatchDim, num_dims: int) -> Ten
     return spread(run, weight, batch_dim, 2, "batch norm")
 
 
-def rms_norm(run: Pass, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+def rms_norm(
+    run: Pass,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
     """``F.rms_norm``: the norm, then an elementwise scale."""
     batch_dim = run.batch_dim(input)
     if batch_dim is None or weight is None:
         return NotImplemented
-    return F.rms_norm(input, normalized_shape, None, eps) * spread(run, weight, batch_dim, input.ndim, "rms norm")
+    return F.rms_norm(input, normalized_shape, None, eps) * spread(
+        run, weight, batch_dim, input.ndim, "rms norm"
+    )

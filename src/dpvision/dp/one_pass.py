@@ -1,12 +1,15 @@
-"""All records' clipped gradients from one forward and one backward pass, exact (book-keeping, Bu et al. 2023).
+"""All records' clipped gradients from one forward and one backward pass, exact (book-keeping, Bu et
+al. 2023).
 
-The forward pass runs under a mode that sees every torch function. Where a trained parameter, or what is computed from parameters
-alone, meets data, a rule (``rules``) takes the call; the backward pass leaves inputs and output gradients in slots; then norms,
-factors, and each weight's gradient once, already clipped. Models are taken as they are: no hooks, no replaced layers.
+The forward pass runs under a mode that sees every torch function. Where a trained parameter, or
+what is computed from parameters alone, meets data, a rule (``rules``) takes the call; the backward
+pass leaves inputs and output gradients in slots; then norms, factors, and each weight's gradient
+once, already clipped. Models are taken as they are: no hooks, no replaced layers.
 
-Three nets catch what the rules do not: a parameter used in another way is found before the pass (``route``) and goes through
-``per_record_gradients``, by name; one that autograd reaches past the rules is found after it, the same; a pass that does not make
-the calls that it made for two and three records is refused.
+Three nets catch what the rules do not: a parameter used in another way is found before the pass
+(``route``) and goes through ``per_record_gradients``, by name; one that autograd reaches past the
+rules is found after it, the same; a pass that does not make the calls that it made for two and
+three records is refused.
 """
 
 import contextlib
@@ -26,7 +29,15 @@ from dpvision.dp.buckets import block_error, blocks
 from dpvision.dp.compiled import CompiledBlocks, Pending
 from dpvision.dp.gram import SquareNorms
 from dpvision.dp.interception import GraphChanged, InterceptedPass
-from dpvision.dp.per_record import LossModule, copied_buffers, default_chunk, even_chunks, per_record_gradients, prefixed, take
+from dpvision.dp.per_record import (
+    LossModule,
+    copied_buffers,
+    default_chunk,
+    even_chunks,
+    per_record_gradients,
+    prefixed,
+    take,
+)
 from dpvision.dp.products import rounding
 from dpvision.dp.rounding import BUDGET, LOOSE, MOST_ROUNDED
 from dpvision.dp.route import Route, add_slow, backward, forget, route_of, trained
@@ -47,7 +58,9 @@ from dpvision.precision import autocast_dtype
 from dpvision.threads import map_pieces
 
 _LOWERED = 0.95
-"""Where the proven error of a norm would lower the clip factor beyond this, the record's gradient is written out instead."""
+"""Where the proven error of a norm would lower the clip factor beyond this, the record's gradient
+is written out instead.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,9 @@ class Passed:
     slow_gradients: Callable[[slice], dict[str, Tensor]]
     """Gradients of a chunk's records for ``slow``."""
     chunks: list[slice]
-    """Records whose ``slow_gradients`` are computed together; empty if all parameters have rules."""
+    """Records whose ``slow_gradients`` are computed together; empty if all parameters have
+    rules.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +120,8 @@ def one_pass(
     """Sum of the records' gradients, each times its factor.
 
     Args:
-        batch: one record or more in the order of their hashes, rows that are not valid after all others.
+        batch: one record or more in the order of their hashes, rows that are not valid after all
+            others.
         bits: hashes of the valid records.
 
     Returns:
@@ -116,7 +132,9 @@ def one_pass(
     return _add_up(passed, weighed, len(bits), how), weighed.norms_B, passed.losses_B
 
 
-def forward_backward(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, how: How) -> Passed:
+def forward_backward(
+    loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, how: How
+) -> Passed:
     """Run the forward and the backward pass.
 
     Raises:
@@ -128,31 +146,44 @@ def forward_backward(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey,
         route = route_of(loss_fn, model, batch, key)
         pending: list[Pending] = []  # compiled blocks that wait for their backward pass
         try:
-            run, losses_B = _forward(loss_fn, model, params, route, batch, key, how.compiled, pending)
+            run, losses_B = _forward(
+                loss_fn, model, params, route, batch, key, how.compiled, pending
+            )
         except (GraphChanged, NoRule) as error:
             if not fresh:  # another loss or setting than when the route was found
                 forget(loss_fn, model, batch)
                 fresh = True
                 continue
             raise PrivacyError(
-                f"clip: the forward pass came to {error}, where it did otherwise for two and three records; expected the same "
-                "calls for any records. Use method='vmap'."
+                f"clip: the forward pass came to {error}, where it did otherwise for two and "
+                "three records; expected the same calls for any records. Use method='vmap'."
             ) from None
         leaked = backward(params, route.slow, run, pending, losses_B, how.loss_scale)
         if not leaked:
             break
         add_slow(route, leaked, loss_fn, model, batch, key)
     slow = {name: params[name].detach() for name in route.slow}
-    chunks = even_chunks(len(batch.record_id_B), how.chunk_size or default_chunk(slow)) if slow else []
+    chunks = (
+        even_chunks(len(batch.record_id_B), how.chunk_size or default_chunk(slow)) if slow else []
+    )
     held: list[dict[str, Tensor]] = []
 
     def slow_gradients(rows: slice) -> dict[str, Tensor]:
-        grads = held or [per_record_gradients(loss_fn, model, slow, take(batch, rows), key, how.loss_scale)[0]]
+        grads = held or [
+            per_record_gradients(loss_fn, model, slow, take(batch, rows), key, how.loss_scale)[0]
+        ]
         if len(chunks) == 1:
             held[:] = grads
         return grads[0]
 
-    return Passed(params, losses_B.detach(), groups_of(slot for slot in run.slots if slot.used), slow, slow_gradients, chunks)
+    return Passed(
+        params,
+        losses_B.detach(),
+        groups_of(slot for slot in run.slots if slot.used),
+        slow,
+        slow_gradients,
+        chunks,
+    )
 
 
 def _forward(
@@ -175,7 +206,12 @@ def _forward(
 
 def weigh(passed: Passed, batch: Batch, bits: np.ndarray, how: How) -> Weighed:
     """Norms, factors and cuts, from what the backward pass left in the slots."""
-    num, device, params, groups = len(batch.record_id_B), batch.record_id_B.device, passed.params, passed.groups
+    num, device, params, groups = (
+        len(batch.record_id_B),
+        batch.record_id_B.device,
+        passed.params,
+        passed.groups,
+    )
     rounded, factors, loss_scale = _rounding(params), how.factors, how.loss_scale
     parts = by_places(groups)
     with torch.autocast(device.type, enabled=False), torch.no_grad():
@@ -185,39 +221,63 @@ def weigh(passed: Passed, batch: Batch, bits: np.ndarray, how: How) -> Weighed:
         squares = [total_square_norms(members, params, num, device) for members in parts]
         squares[0] = squares[0] + SquareNorms.certain(slow_B)
         square = sum(squares[1:], start=squares[0])
-        norms_B = square.value_B.clamp(min=0).sqrt() / loss_scale  # below zero by rounding only; NaN stays NaN
+        norms_B = (
+            square.value_B.clamp(min=0).sqrt() / loss_scale
+        )  # below zero by rounding only; NaN stays NaN
         loose = LOOSE if next(iter(params.values())).dtype == torch.float32 else 0.0
         highest_B = (square.value_B + square.error_B).sqrt() / ((1 + loose) * loss_scale)
         slack_B = rounded * square.length_B.sqrt() / loss_scale
         finite_B = torch.isfinite(highest_B)
         factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
-        # Outer products that nearly cancel, or are far longer than their sum: their norm, or their sum in float32, may be off by too
-        # much. These records are written out, and what is normed is what is added.
-        # The blocks of each part may use 1 / sqrt(number of parts) of the budget: they round different numbers, so the squares add up.
-        lengths_KB = torch.stack([norms.work_B for norms in squares]).mul_(len(parts)).sqrt_() / loss_scale
+        # Outer products that nearly cancel, or are far longer than their sum: their norm, or their
+        # sum in float32, may be off by too much. These records are written out, and what is normed
+        # is what is added. The blocks of each part may use 1 / sqrt(number of parts) of the budget:
+        # they round different numbers, so the squares add up.
+        lengths_KB = (
+            torch.stack([norms.work_B for norms in squares]).mul_(len(parts)).sqrt_() / loss_scale
+        )
         terms = [most_terms(members) for members in parts]
         low_B = factor_B < _LOWERED * factors(norms_B + slack_B, finite_B)
-        errors_KB = torch.stack([block_error(1, num) * factor_B * own_B for num, own_B in zip(terms, lengths_KB, strict=True)])
+        errors_KB = torch.stack(
+            [
+                block_error(1, num) * factor_B * own_B
+                for num, own_B in zip(terms, lengths_KB, strict=True)
+            ]
+        )
         heavy_B = (errors_KB > BUDGET * how.max_grad_norm).any(0)
         unknown_B = ~finite_B & torch.isfinite(norms_B)
         wanted_B = (low_B | heavy_B | unknown_B) & batch.valid_B
         cost_KB = _cost(factor_B, lengths_KB, finite_B, batch)
-        # The host has to know these: a pass waits for the device here, and nowhere else unless a record is written out.
-        wanted, finite, *costs = torch.cat([torch.stack([wanted_B.double(), finite_B.double()]), cost_KB]).cpu()
+        # The host has to know these: a pass waits for the device here, and nowhere else unless a
+        # record is written out.
+        wanted, finite, *costs = torch.cat(
+            [torch.stack([wanted_B.double(), finite_B.double()]), cost_KB]
+        ).cpu()
         cancelling = wanted.nonzero()[:, 0].tolist()
         for i in cancelling:
             own = [written_out(group, params, slice(i, i + 1)) for group in groups]
-            norms_B[i] = (slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())).sqrt() / loss_scale
+            norms_B[i] = (
+                slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())
+            ).sqrt() / loss_scale
         if cancelling:
             finite_B = torch.isfinite(norms_B)
-            highest_B[cancelling], slack_B[cancelling], lengths_KB[:, cancelling] = norms_B[cancelling], 0.0, 0.0
+            highest_B[cancelling], slack_B[cancelling], lengths_KB[:, cancelling] = (
+                norms_B[cancelling],
+                0.0,
+                0.0,
+            )
             factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
-            finite, *costs = torch.cat([finite_B[None].double(), _cost(factor_B, lengths_KB, finite_B, batch)]).cpu()
+            finite, *costs = torch.cat(
+                [finite_B[None].double(), _cost(factor_B, lengths_KB, finite_B, batch)]
+            ).cpu()
         factor_B = factor_B.where(batch.valid_B, 0.0)
-        # In half precision on a GPU the bound is not proven (docs/clipping.md), and blocks would double the price of the products.
-        # Rows that are not valid are in no block: the sum's bits do not depend on how many there are.
+        # In half precision on a GPU the bound is not proven (docs/clipping.md), and blocks would
+        # double the price of the products. Rows that are not valid are in no block: the sum's bits
+        # do not depend on how many there are.
         cuts = [
-            [slice(0, len(bits))] if rounded else blocks(bits, cost[: len(bits)].numpy(), count, how.max_grad_norm)
+            [slice(0, len(bits))]
+            if rounded
+            else blocks(bits, cost[: len(bits)].numpy(), count, how.max_grad_norm)
             for cost, count in zip(costs, terms, strict=True)
         ]
         apart = [i for i in cancelling if finite[i]]
@@ -242,7 +302,11 @@ def _add_up(passed: Passed, weighed: Weighed, num_records: int, how: How) -> dic
             slot.release()
         return {name: _rounded(value, params[name], num_records) for name, value in part.items()}
 
-    pieces = [(group, cut) for members, cut in zip(weighed.parts, weighed.cuts, strict=True) for group in members]
+    pieces = [
+        (group, cut)
+        for members, cut in zip(weighed.parts, weighed.cuts, strict=True)
+        for group in members
+    ]
     total: dict[str, Tensor] = {}
     with torch.autocast(factor_B.device.type, enabled=False), torch.no_grad():
         for part in map_pieces(add_up, pieces, factor_B.device):
@@ -251,7 +315,11 @@ def _add_up(passed: Passed, weighed: Weighed, num_records: int, how: How) -> dic
             for name, value in passed.slow_gradients(rows).items():
                 added = summed(value, factor_B[rows], weighed.finite_B[rows])
                 total[name] = added.add_(total[name]) if name in total else added
-        either = total | {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items() if name not in total}
+        either = total | {
+            name: torch.zeros_like(p, requires_grad=False)
+            for name, p in params.items()
+            if name not in total
+        }
     return {name: _rounded(either[name], p, num_records) for name, p in params.items()}
 
 
@@ -261,11 +329,15 @@ def _cost(factor_B: Tensor, lengths_KB: Tensor, finite_B: Tensor, batch: Batch) 
 
 
 def _rounded(value: Tensor, param: Tensor, num_records: int) -> Tensor:
-    """A sum in the parameter's precision, or in float64 where rounding that many records' parts would be too much."""
+    """A sum in the parameter's precision, or in float64 where rounding that many records' parts
+    would be too much.
+    """
     return value.to(param.dtype) if num_records <= MOST_ROUNDED else value.double()
 
 
 def _rounding(params: dict[str, Tensor]) -> float:
-    """Relative rounding of the scaled operands of weight gradients, in the precision of the forward pass."""
+    """Relative rounding of the scaled operands of weight gradients, in the precision of the forward
+    pass.
+    """
     sample = next(iter(params.values()))
     return rounding(autocast_dtype(sample.device) or sample.dtype, sample.device)

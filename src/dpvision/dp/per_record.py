@@ -1,7 +1,7 @@
 """Per-record gradients by ``vmap(grad)``: each record in isolation (Abadi et al. 2016).
 
-Holds records x parameters numbers, so it runs in chunks. It is the oracle of ``one_pass``, and computes gradients of parameters without a
-rule there.
+Holds records x parameters numbers, so it runs in chunks. It is the oracle of ``one_pass``, and
+computes gradients of parameters without a rule there.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,14 @@ from dpvision.data.keys import StepKey
 from dpvision.errors import PrivacyError
 
 LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
-"""(model, batch, key) -> losses_B: one loss per record, each a function of that record alone (``separable.check_separable``)."""
+"""(model, batch, key) -> losses_B: one loss per record, each a function of that record alone
+(``separable.check_separable``).
+"""
 
 _CHUNK_BYTES = 256 * 2**20
-"""Memory for one chunk's per-record gradients. On a CPU larger chunks are slower: each tensor then needs new pages."""
+"""Memory for one chunk's per-record gradients. On a CPU larger chunks are slower: each tensor then
+needs new pages.
+"""
 _MAX_CHUNK = 256
 
 
@@ -38,27 +42,30 @@ def checked_losses(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -
     """Return the loss of every record, (B,).
 
     Raises:
-        PrivacyError: the losses have another shape, or the batch was changed: passes that read it again would clip by the norms of other
-            gradients than those that they add up.
+        PrivacyError: the losses have another shape, or the batch was changed: passes that read it
+            again would clip by the norms of other gradients than those that they add up.
     """
     before = versions(batch)
     losses_B = loss_fn(model, batch, key)
     got, wanted = tuple(getattr(losses_B, "shape", ())), tuple(batch.record_id_B.shape)
     if got != wanted:
         raise PrivacyError(
-            f"clip: losses of shape {got}; expected one per record, {wanted}. Do not average over the batch: pass reduction='none' to a "
-            "loss of torch."
+            f"clip: losses of shape {got}; expected one per record, {wanted}. Do not average "
+            "over the batch: pass reduction='none' to a loss of torch."
         )
     require_unchanged(batch, before)
     return losses_B
 
 
 def require_unchanged(batch: Batch, before: list[int]) -> None:
-    """Raise PrivacyError if a tensor of the batch was written to since ``versions`` gave ``before``."""
+    """Raise PrivacyError if a tensor of the batch was written to since ``versions`` gave
+    ``before``.
+    """
     if versions(batch) != before:
         raise PrivacyError(
-            "clip: the loss function or the model changes the batch in place; expected it unchanged, since it is read more than once. "
-            "Write x = (x - mean) / std in place of x.sub_(mean).div_(std), or clone x first."
+            "clip: the loss function or the model changes the batch in place; expected it "
+            "unchanged, since it is read more than once. Write x = (x - mean) / std in place of "
+            "x.sub_(mean).div_(std), or clone x first."
         )
 
 
@@ -68,13 +75,19 @@ def versions(batch: Batch) -> list[int]:
 
 
 def per_record_gradients(
-    loss_fn: Any, model: nn.Module, params: dict[str, Tensor], batch: Batch, key: StepKey, loss_scale: float = 1.0
+    loss_fn: Any,
+    model: nn.Module,
+    params: dict[str, Tensor],
+    batch: Batch,
+    key: StepKey,
+    loss_scale: float = 1.0,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the gradient of each record's loss, computed in isolation from the other records.
 
     Args:
         params: the trained parameters by name, detached; all others are constants.
-        loss_scale: factor of the losses in the backward pass; the gradients returned are scaled by it.
+        loss_scale: factor of the losses in the backward pass; the gradients returned are scaled by
+            it.
 
     Returns:
         ({name: (B, *parameter shape)}, losses_B).
@@ -90,7 +103,9 @@ def per_record_gradients(
         return loss * loss_scale, loss
 
     values, before = [getattr(batch, name) for name in present], versions(batch)
-    grads, (_, losses_B) = vmap(grad_and_value(loss_of_one, has_aux=True), in_dims=(None, *[0] * len(values)))(params, *values)
+    grads, (_, losses_B) = vmap(
+        grad_and_value(loss_of_one, has_aux=True), in_dims=(None, *[0] * len(values))
+    )(params, *values)
     require_unchanged(batch, before)
     return grads, losses_B
 

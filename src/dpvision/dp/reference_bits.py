@@ -1,12 +1,16 @@
-"""Reference bits: what a record adds to a sum must have the same bits whatever other records share its pass.
+"""Reference bits: what a record adds to a sum must have the same bits whatever other records share
+its pass.
 
-The proof of a sum's bound (docs/clipping.md) needs a record's inputs, output gradients, norm and factor to be functions of the record,
-the weights and the key, bit for bit. Kernels need not oblige: on some processors the rows of a float32 product have other last bits among
-15 rows than among 16. A record that leaves then changes the contributions of all others in its pass, as much as the loss magnifies them.
+The proof of a sum's bound (docs/clipping.md) needs a record's inputs, output gradients, norm and
+factor to be functions of the record, the weights and the key, bit for bit. Kernels need not oblige:
+on some processors the rows of a float32 product have other last bits among 15 rows than among 16. A
+record that leaves then changes the contributions of all others in its pass, as much as the loss
+magnifies them.
 
-A record's reference bits are those in a pass of M rows, the physical batch size. Public records show, on the device, in the precision and
-with the threads of the run, at which numbers of rows n <= M all places of a pass give them; a pass of any other number of rows is padded to
-the next of those. A sum does not depend on the padding: rows that are not valid are in no product of weight gradients.
+A record's reference bits are those in a pass of M rows, the physical batch size. Public records
+show, on the device, in the precision and with the threads of the run, at which numbers of rows n <=
+M all places of a pass give them; a pass of any other number of rows is padded to the next of those.
+A sum does not depend on the padding: rows that are not valid are in no product of weight gradients.
 
 Legend: B records (rows), N records of a chunk.
 """
@@ -35,11 +39,16 @@ from dpvision.errors import PrivacyError
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROUNDS, _MANY_NUMBERS = 4, 2**15
 """Most repetitions of a check, and numbers of a pass's images from which on one is enough."""
-_ADMITTED: "weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[int, ...]]]" = weakref.WeakKeyDictionary()
+_ADMITTED: "weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[int, ...]]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def admitted(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, rows: int, method: str, how: How) -> tuple[int, ...]:
-    """Return the numbers of rows that a pass may have, ascending, the last ``rows``; checked at the first use, on random images.
+def admitted(
+    loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, rows: int, method: str, how: How
+) -> tuple[int, ...]:
+    """Return the numbers of rows that a pass may have, ascending, the last ``rows``; checked at the
+    first use, on random images.
 
     Args:
         batch: its shapes count, not what it holds: that is private.
@@ -51,15 +60,26 @@ def admitted(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, rows: i
     return found or admit(loss_fn, model, _public(batch, rows), key, (), method, how)
 
 
-def admit(loss_fn: Any, model: nn.Module, public: Batch, key: StepKey, sizes: Sequence[int], method: str, how: How) -> tuple[int, ...]:
-    """Check passes of M = len(public) rows, then of each of ``sizes``; return those at which a record has its reference bits.
+def admit(
+    loss_fn: Any,
+    model: nn.Module,
+    public: Batch,
+    key: StepKey,
+    sizes: Sequence[int],
+    method: str,
+    how: How,
+) -> tuple[int, ...]:
+    """Check passes of M = len(public) rows, then of each of ``sizes``; return those at which a
+    record has its reference bits.
 
-    Three passes of M rows, and two of every other size, one if it fails: distinct records, the same in another order, and copies of one.
-    Small passes are repeated with other images, since a few numbers may agree by chance. Parameters that are all zero get small numbers
-    meanwhile: behind a zero head every gradient vanishes, and so would every difference.
+    Three passes of M rows, and two of every other size, one if it fails: distinct records, the same
+    in another order, and copies of one. Small passes are repeated with other images, since a few
+    numbers may agree by chance. Parameters that are all zero get small numbers meanwhile: behind a
+    zero head every gradient vanishes, and so would every difference.
 
     Raises:
-        PrivacyError: a record's bits depend on its place, or on the records beside it, in a pass of M rows.
+        PrivacyError: a record's bits depend on its place, or on the records beside it, in a pass of
+            M rows.
     """
     num = len(public.record_id_B)
     found = sorted({num, *(size for size in sizes if 0 < size < num)}, reverse=True)
@@ -69,17 +89,25 @@ def admit(loss_fn: Any, model: nn.Module, public: Batch, key: StepKey, sizes: Se
             reference = _digests(loss_fn, model, batch, key, method, how)
             for size in found.copy():
                 for rows in ([*range(num - size, num)][::-1], [0] * size):
-                    other = _difference(reference, _digests(loss_fn, model, _taken(batch, rows), key, method, how), rows)
+                    other = _difference(
+                        reference,
+                        _digests(loss_fn, model, _taken(batch, rows), key, method, how),
+                        rows,
+                    )
                     if other is not None and size == num:
                         raise PrivacyError(
-                            f"bits: in a pass of {num} rows, {other} of a record depends on its place or on the records beside it; "
-                            "expected the same bits. Use another number of rows (--hardware.physical-batch-size, rows=), a multiple of 16 "
-                            "if possible; or set MKL_CBWR=AVX512,STRICT (slower), or compute on one thread (OMP_NUM_THREADS=1)."
+                            f"bits: in a pass of {num} rows, {other} of a record depends on its "
+                            "place or on the records beside it; expected the same bits. Use "
+                            "another number of rows (--hardware.physical-batch-size, rows=), a "
+                            "multiple of 16 if possible; or set MKL_CBWR=AVX512,STRICT "
+                            "(slower), or compute on one thread (OMP_NUM_THREADS=1)."
                         )
                     if other is not None:
                         found.remove(size)
                         break
-    _ADMITTED.setdefault(model, {})[_name(loss_fn, model, public, num, method, how)] = tuple(reversed(found))
+    _ADMITTED.setdefault(model, {})[_name(loss_fn, model, public, num, method, how)] = tuple(
+        reversed(found)
+    )
     return tuple(reversed(found))
 
 
@@ -89,7 +117,9 @@ def forget_admitted(model: nn.Module) -> None:
 
 
 def _distinct(public: Batch, number: int) -> Batch:
-    """The records with other noise for every ``number``, the first of them twice, in distinct company."""
+    """The records with other noise for every ``number``, the first of them twice, in distinct
+    company.
+    """
     image = public.image_BVCHW
     if number:
         noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(number))
@@ -108,11 +138,16 @@ def next_size(sizes: Sequence[int], num_records: int) -> int:
     return next(size for size in sizes if size >= num_records)
 
 
-def vmap_chunks(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, how: How) -> Iterator[tuple[slice, dict[str, Tensor], Tensor]]:
+def vmap_chunks(
+    loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, how: How
+) -> Iterator[tuple[slice, dict[str, Tensor], Tensor]]:
     """Yield (records, their gradients, their losses) of each chunk, computed by ``vmap``."""
     params = {name: p.detach() for name, p in trained(model).items()}
     for part in even_chunks(len(batch.record_id_B), how.chunk_size or default_chunk(params)):
-        yield part, *per_record_gradients(loss_fn, model, params, take(batch, part), key, how.loss_scale)
+        yield (
+            part,
+            *per_record_gradients(loss_fn, model, params, take(batch, part), key, how.loss_scale),
+        )
 
 
 def written_norms(grads: dict[str, Tensor]) -> Tensor:
@@ -122,25 +157,53 @@ def written_norms(grads: dict[str, Tensor]) -> Tensor:
 
 def _name(loss_fn: Any, model: nn.Module, batch: Batch, rows: int, method: str, how: How) -> Any:
     """All that may choose other kernels, so that it needs a check of its own."""
-    return route_key(loss_fn, model, batch), rows, method, how.chunk_size, how.compiled is not None, torch.get_num_threads()
+    return (
+        route_key(loss_fn, model, batch),
+        rows,
+        method,
+        how.chunk_size,
+        how.compiled is not None,
+        torch.get_num_threads(),
+    )
 
 
-def _difference(reference: dict[str, Tensor], found: dict[str, Tensor], rows: list[int]) -> str | None:
-    """Return the name of a number whose bits differ from those of the reference's ``rows``, or None."""
+def _difference(
+    reference: dict[str, Tensor], found: dict[str, Tensor], rows: list[int]
+) -> str | None:
+    """Return the name of a number whose bits differ from those of the reference's ``rows``, or
+    None.
+    """
     if reference.keys() != found.keys():
         return "the way through the network"
-    return next((name for name, digest_B in found.items() if not torch.equal(digest_B, reference[name][rows])), None)
+    return next(
+        (
+            name
+            for name, digest_B in found.items()
+            if not torch.equal(digest_B, reference[name][rows])
+        ),
+        None,
+    )
 
 
-def _digests(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, method: str, how: How) -> dict[str, Tensor]:
-    """A digest (B,) of every number of each record that the sum and the bound on it depend on, by a name for messages."""
+def _digests(
+    loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, method: str, how: How
+) -> dict[str, Tensor]:
+    """A digest (B,) of every number of each record that the sum and the bound on it depend on, by a
+    name for messages.
+    """
     if method == "vmap":
-        parts = [{"loss": losses_B, "norm": written_norms(grads), **_named("gradient", grads)} for _, grads, losses_B in
-                 vmap_chunks(loss_fn, model, batch, key, how)]  # fmt: skip
+        parts = [
+            {"loss": losses_B, "norm": written_norms(grads), **_named("gradient", grads)}
+            for _, grads, losses_B in vmap_chunks(loss_fn, model, batch, key, how)
+        ]
         return {name: torch.cat([_hashed(part[name]) for part in parts]) for name in parts[0]}
     passed = forward_backward(loss_fn, model, batch, key, how)
     weighed = weigh(passed, batch, np.arange(len(batch.record_id_B)), how)
-    found = {"loss": _hashed(passed.losses_B), "norm": _hashed(weighed.norms_B), "clip factor": _hashed(weighed.factor_B)}
+    found = {
+        "loss": _hashed(passed.losses_B),
+        "norm": _hashed(weighed.norms_B),
+        "clip factor": _hashed(weighed.factor_B),
+    }
     found["error of the sum"] = _hashed(weighed.cost_KB.T)
     for slot in (slot for group in passed.groups for slot in group):
         name = min(slot.names)
@@ -151,7 +214,9 @@ def _digests(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, method:
         slot.release()
     with torch.autocast(batch.record_id_B.device.type, enabled=False):
         for name in passed.slow:
-            found[f"gradient of {name}"] = torch.cat([_hashed(passed.slow_gradients(rows)[name]) for rows in passed.chunks])
+            found[f"gradient of {name}"] = torch.cat(
+                [_hashed(passed.slow_gradients(rows)[name]) for rows in passed.chunks]
+            )
     return found
 
 
@@ -167,11 +232,18 @@ def _of_side(side: Side) -> Tensor:
 
 
 def _hashed(value_BX: Tensor) -> Tensor:
-    """Digest of each record's bits, int64 (B,) on the CPU: a sum of integers times fixed random ones, so exact in any order."""
+    """Digest of each record's bits, int64 (B,) on the CPU: a sum of integers times fixed random
+    ones, so exact in any order.
+    """
     flat_BX = value_BX.detach().reshape(len(value_BX), -1).contiguous()
     if flat_BX.dtype != torch.bool:
         flat_BX = flat_BX.view(_BITS[flat_BX.element_size()])
-    factor_X = torch.randint(-(2**63), 2**63 - 1, (flat_BX.shape[1],), generator=torch.Generator().manual_seed(0)) | 1
+    factor_X = (
+        torch.randint(
+            -(2**63), 2**63 - 1, (flat_BX.shape[1],), generator=torch.Generator().manual_seed(0)
+        )
+        | 1
+    )
     return (flat_BX.long() * factor_X.to(flat_BX.device)).sum(1).cpu()
 
 
@@ -192,21 +264,36 @@ def _perturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _public(batch: Batch, num: int) -> Batch:
-    """Random images in the shapes of ``batch``, of class 0, with captions of one word and several lengths."""
+    """Random images in the shapes of ``batch``, of class 0, with captions of one word and several
+    lengths.
+    """
     device, generator = batch.record_id_B.device, torch.Generator().manual_seed(0)
-    image = torch.randn(num, *batch.image_BVCHW.shape[1:], generator=generator).to(device, batch.image_BVCHW.dtype)
+    image = torch.randn(num, *batch.image_BVCHW.shape[1:], generator=generator).to(
+        device, batch.image_BVCHW.dtype
+    )
     number_B = torch.arange(1, num + 1, device=device)
     token = label = by_view = None
     if batch.token_BVL is not None:
-        token = torch.full((num, *batch.token_BVL.shape[1:]), EOS_ID + 1, dtype=batch.token_BVL.dtype, device=device)
+        token = torch.full(
+            (num, *batch.token_BVL.shape[1:]),
+            EOS_ID + 1,
+            dtype=batch.token_BVL.dtype,
+            device=device,
+        )
         last_B11 = (1 + number_B % max(1, token.shape[2] - 2))[:, None, None]
         place_L = torch.arange(token.shape[2], device=device)
-        token = token.masked_fill(place_L == last_B11, EOS_ID).masked_fill(place_L > last_B11, PAD_ID).masked_fill(place_L == 0, BOS_ID)
+        token = (
+            token.masked_fill(place_L == last_B11, EOS_ID)
+            .masked_fill(place_L > last_B11, PAD_ID)
+            .masked_fill(place_L == 0, BOS_ID)
+        )
     if batch.label_B is not None:
         label = _labels(batch.label_B, num, 1)
     if batch.label_BV is not None:
         by_view = _labels(batch.label_BV, num, 2)
-    return Batch(number_B, torch.ones(num, dtype=torch.bool, device=device), image, token, label, by_view)
+    return Batch(
+        number_B, torch.ones(num, dtype=torch.bool, device=device), image, token, label, by_view
+    )
 
 
 def _labels(like: Tensor, num: int, class_dim: int) -> Tensor:

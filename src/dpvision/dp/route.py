@@ -1,4 +1,5 @@
-"""Routes: how every trained parameter goes through a model's forward pass, found once on two and three records and then followed.
+"""Routes: how every trained parameter goes through a model's forward pass, found once on two and
+three records and then followed.
 
 A parameter that is used in a way without a rule goes through ``per_record_gradients``, by name.
 """
@@ -37,13 +38,19 @@ class Route:
     uses: dict[str, list[str]]
     """Parameter -> its uses by rule, in the order of the calls."""
     slow: dict[str, str]
-    """Parameter without a rule -> why; its gradients are computed one record at a time, in chunks."""
+    """Parameter without a rule -> why; its gradients are computed one record at a time, in
+    chunks.
+    """
 
 
 def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
-    """Batches for ``find_batch_dims``, of the first record and of one that differs from it in all that can differ."""
+    """Batches for ``find_batch_dims``, of the first record and of one that differs from it in all
+    that can differ.
+    """
     device = batch.record_id_B.device
-    few, many = (take(batch, torch.zeros(num, dtype=torch.long, device=device)) for num in NUM_RECORDS)
+    few, many = (
+        take(batch, torch.zeros(num, dtype=torch.long, device=device)) for num in NUM_RECORDS
+    )
     if device.type == "meta":
         return few, many, {}
     other = take(batch, torch.tensor([len(batch.record_id_B) - 1], device=device))
@@ -65,8 +72,8 @@ def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
 
 
 def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
-    """Find how every trained parameter goes through the pass: six forward passes and one backward pass of two or three records, and
-    at most one forward and two backward passes more.
+    """Find how every trained parameter goes through the pass: six forward passes and one backward
+    pass of two or three records, and at most one forward and two backward passes more.
 
     Works on the ``meta`` device, without memory for the weights.
 
@@ -74,8 +81,8 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
         batch: one record or more, of the shapes to come.
 
     Raises:
-        PrivacyError: the forward pass depends on the number of records, checkpoints activations, or uses a parameter in a way for
-            which there is neither a rule nor per-record gradients.
+        PrivacyError: the forward pass depends on the number of records, checkpoints activations, or
+            uses a parameter in a way for which there is neither a rule nor per-record gradients.
     """
     params = trained(model)
     wrapped, buffers = LossModule(loss_fn, model), prefixed(copied_buffers(model))
@@ -84,14 +91,22 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
         return functional_call(wrapped, buffers, (batch, key))
 
     def make_losses() -> Callable[[Batch], Tensor]:
-        weights = prefixed({**copied_buffers(model), **{name: _without_zeros(p).requires_grad_() for name, p in params.items()}})
+        weights = prefixed(
+            {
+                **copied_buffers(model),
+                **{name: _without_zeros(p).requires_grad_() for name, p in params.items()},
+            }
+        )
         return lambda batch: functional_call(wrapped, weights, (batch, key))
 
     few, many, replaced = _probes(batch)
     with torch.no_grad():
         calls = find_batch_dims(run, few, many, replaced, make_losses)
     if isinstance(calls, str):
-        raise PrivacyError(f"clip: the model cannot be followed: {calls}; expected the same for any batch. Use method='vmap'.")
+        raise PrivacyError(
+            f"clip: the model cannot be followed: {calls}; expected the same for any batch. Use "
+            "method='vmap'."
+        )
     slow: dict[str, str] = {}
     while True:
         record = InterceptedPass(params, tuple(calls), NUM_RECORDS[1], slow)
@@ -116,7 +131,9 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
 
 
 def _without_zeros(param: Tensor) -> Tensor:
-    """Copy a parameter, with small numbers if it is all zero: behind a zero head or scale, all gradients vanish."""
+    """Copy a parameter, with small numbers if it is all zero: behind a zero head or scale, all
+    gradients vanish.
+    """
     value = param.detach().clone()
     if not value.any():
         numbers = torch.arange(value.numel(), dtype=value.dtype, device=value.device)
@@ -124,20 +141,32 @@ def _without_zeros(param: Tensor) -> Tensor:
     return value
 
 
-def _check_slow(loss_fn: Any, model: nn.Module, params: dict[str, Tensor], slow: dict[str, str], batch: Batch, key: StepKey) -> None:
+def _check_slow(
+    loss_fn: Any,
+    model: nn.Module,
+    params: dict[str, Tensor],
+    slow: dict[str, str],
+    batch: Batch,
+    key: StepKey,
+) -> None:
     """Say aloud what will be slow, or refuse it where even that way is closed."""
     if not slow:
         return
     told = ", ".join(f"{name} ({reason})" for name, reason in slow.items())
     try:
         with torch.no_grad():
-            per_record_gradients(loss_fn, model, {name: params[name].detach() for name in slow}, batch, key)
+            per_record_gradients(
+                loss_fn, model, {name: params[name].detach() for name in slow}, batch, key
+            )
     except RuntimeError as error:
         raise PrivacyError(
-            f"clip: no exact way to the per-record gradients of {told}: torch.func.vmap says {str(error).splitlines()[0]!r}. "
-            "Freeze these parameters (requires_grad_(False)), or write the layer with operations that have a rule (docs/clipping.md)."
+            f"clip: no exact way to the per-record gradients of {told}: torch.func.vmap says "
+            f"{str(error).splitlines()[0]!r}. Freeze these parameters (requires_grad_(False)), "
+            "or write the layer with operations that have a rule (docs/clipping.md)."
         ) from None
-    _LOG.warning("clipping: no rule for %s; gradients one record at a time, in chunks: exact, slower", told)
+    _LOG.warning(
+        "clipping: no rule for %s; gradients one record at a time, in chunks: exact, slower", told
+    )
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
@@ -149,18 +178,25 @@ _ROUTES: "weakref.WeakKeyDictionary[nn.Module, dict[Any, Route]]" = weakref.Weak
 
 
 def route_key(loss_fn: Any, model: nn.Module, batch: Batch) -> Any:
-    """What a route depends on: loss, shapes of a record, precision, kinds and modes of the modules, and which parameters are trained."""
-    shapes = tuple(None if value is None else (value.shape[1:], value.dtype, value.device) for value in batch)
+    """What a route depends on: loss, shapes of a record, precision, kinds and modes of the modules,
+    and which parameters are trained.
+    """
+    shapes = tuple(
+        None if value is None else (value.shape[1:], value.dtype, value.device) for value in batch
+    )
     autocast = autocast_dtype(batch.record_id_B.device)
     modes = tuple((type(module), module.training) for module in model.modules())
     weights = tuple((id(p), p.requires_grad, p.dtype, p.device) for p in model.parameters())
-    # Not the function itself, which may hold the model: what its captured values change in the calls is seen in the pass.
+    # Not the function itself, which may hold the model: what its captured values change in the
+    # calls is seen in the pass.
     function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     return getattr(function, "__code__", type(function)), shapes, autocast, modes, weights
 
 
 def route_of(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
-    """The route of this loss, model and shape of records; found once and remembered as long as the model lives."""
+    """The route of this loss, model and shape of records; found once and remembered as long as the
+    model lives.
+    """
     routes = _ROUTES.setdefault(model, {})
     name = route_key(loss_fn, model, batch)
     if name not in routes:
@@ -173,15 +209,24 @@ def forget(loss_fn: Any, model: nn.Module, batch: Batch) -> None:
     del _ROUTES[model][route_key(loss_fn, model, batch)]
 
 
-def add_slow(route: Route, leaked: list[str], loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> None:
-    """Remember that the parameters ``leaked`` have no rule in this route. Raises PrivacyError as ``make_route``."""
+def add_slow(
+    route: Route, leaked: list[str], loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey
+) -> None:
+    """Remember that the parameters ``leaked`` have no rule in this route. Raises PrivacyError as
+    ``make_route``.
+    """
     slow = {**route.slow, **dict.fromkeys(leaked, _UNSEEN)}
     _check_slow(loss_fn, model, trained(model), slow, batch, key)
     _ROUTES[model][route_key(loss_fn, model, batch)] = replace(route, slow=slow)
 
 
 def backward(
-    params: dict[str, Tensor], slow: dict[str, str], run: InterceptedPass, pending: list[Pending], losses_B: Tensor, loss_scale: float
+    params: dict[str, Tensor],
+    slow: dict[str, str],
+    run: InterceptedPass,
+    pending: list[Pending],
+    losses_B: Tensor,
+    loss_scale: float,
 ) -> list[str]:
     """Fill the slots; returns the parameters that autograd reached past the rules."""
     for slot in run.slots:
@@ -189,7 +234,11 @@ def backward(
     if not losses_B.requires_grad:
         return []
     fast = [name for name in params if name not in slow]
-    inputs = [run.anchor, *(params[name] for name in fast), *(zeros for block in pending for zeros in block.zeros)]
+    inputs = [
+        run.anchor,
+        *(params[name] for name in fast),
+        *(zeros for block in pending for zeros in block.zeros),
+    ]
     try:
         with torch.enable_grad():
             grads = torch.autograd.grad(losses_B.sum() * loss_scale, inputs, allow_unused=True)

@@ -1,7 +1,7 @@
 """Rules: replacements of torch function calls that combine trained weights with data.
 
-A rule computes the same output from detached weights, and during the backward pass gives the factors of the records' gradients to the
-weights' slots. Autograd computes no weight gradient.
+A rule computes the same output from detached weights, and during the backward pass gives the
+factors of the records' gradients to the weights' slots. Autograd computes no weight gradient.
 
 Legend: B records, T positions of a record, D width.
 """
@@ -29,7 +29,9 @@ class Pass(Protocol):
 
     num_records: int
     anchor: Tensor
-    """A leaf that requires a gradient: the backward pass reaches everything that depends on it, whatever the input."""
+    """A leaf that requires a gradient: the backward pass reaches everything that depends on it,
+    whatever the input.
+    """
 
     def slot(self, weight: Tensor | None, rule: str) -> Slot | None:
         """Return the slot of a trained weight, or None for a frozen one."""
@@ -42,18 +44,26 @@ class Pass(Protocol):
     def output_batch_dim(self) -> BatchDim | None: ...
     @property
     def traced(self) -> bool:
-        """bool: whether the pass is traced for a compiler, which does not support autograd functions."""
+        """bool: whether the pass is traced for a compiler, which does not support autograd
+        functions.
+        """
         ...
 
-    def tap(self, output: Tensor, saved: tuple[Tensor | None, ...], sink: Callable[..., None]) -> Tensor:
-        """Return the output; the backward pass calls ``sink(*saved, g)`` with its gradient g, whether or not the input has one.
+    def tap(
+        self, output: Tensor, saved: tuple[Tensor | None, ...], sink: Callable[..., None]
+    ) -> Tensor:
+        """Return the output; the backward pass calls ``sink(*saved, g)`` with its gradient g,
+        whether or not the input has one.
 
-        The output is computed from detached weights, and from the input by ordinary torch operations.
+        The output is computed from detached weights, and from the input by ordinary torch
+        operations.
         """
         ...
 
     def lowered(self, input: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        """Convert operands as autocast does for a matrix product; each input is converted once per pass."""
+        """Convert operands as autocast does for a matrix product; each input is converted once per
+        pass.
+        """
         ...
 
 

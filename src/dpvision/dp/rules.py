@@ -29,17 +29,45 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.Tensor.__getitem__: getitem,
     linear_cross_entropy: head,
 }
-"""Functions with a rule; a rule returns ``NotImplemented`` for a call that it does not handle (weights only, for example)."""
+"""Functions with a rule; a rule returns ``NotImplemented`` for a call that it does not handle
+(weights only, for example).
+"""
 
 
 def _named(*names: str) -> set[Callable[..., Any]]:
-    return {getattr(owner, name) for owner in (torch, torch.Tensor) for name in names if hasattr(owner, name)}
+    return {
+        getattr(owner, name)
+        for owner in (torch, torch.Tensor)
+        for name in names
+        if hasattr(owner, name)
+    }
 
 
 ELEMENTWISE = _named(
-    "add", "add_", "__radd__", "mul", "mul_", "__rmul__", "sub", "sub_", "__rsub__", "rsub", "div", "div_", "true_divide", "__rtruediv__",
-    "where", "addcmul", "lerp", "maximum", "minimum", "pow", "multiply", "subtract", "divide",
-)  # fmt: skip
+    "add",
+    "add_",
+    "__radd__",
+    "mul",
+    "mul_",
+    "__rmul__",
+    "sub",
+    "sub_",
+    "__rsub__",
+    "rsub",
+    "div",
+    "div_",
+    "true_divide",
+    "__rtruediv__",
+    "where",
+    "addcmul",
+    "lerp",
+    "maximum",
+    "minimum",
+    "pow",
+    "multiply",
+    "subtract",
+    "divide",
+)
 """Functions that broadcast their arguments and act elementwise."""
 
 

@@ -1,8 +1,10 @@
-"""Whether a record's gradient is a function of that record alone: measured on three records, on every model before it sees private data.
+"""Whether a record's gradient is a function of that record alone: measured on three records, on
+every model before it sees private data.
 
-Modules that are known to mix records are refused first. Then measurements also find hand-written batch statistics and losses that compare
-records. Per-record gradients by ``vmap`` isolate the records by construction, which would silently redefine a loss that mixes them, so the
-*batched* loss is measured.
+Modules that are known to mix records are refused first. Then measurements also find hand-written
+batch statistics and losses that compare records. Per-record gradients by ``vmap`` isolate the
+records by construction, which would silently redefine a loss that mixes them, so the *batched* loss
+is measured.
 
 Legend: B records.
 """
@@ -33,19 +35,24 @@ _OTHER_STEPS = (0, 2**20)
 _MANY = 8
 """Checks of one model after which their cost is mentioned."""
 _ROW_TOLERANCE = 1e-6
-"""Relative change allowed when a record changes its row, where kernels round differently. A mask keyed by row changes far more."""
+"""Relative change allowed when a record changes its row, where kernels round differently. A mask
+keyed by row changes far more.
+"""
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDictionary()
 
 
 def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> bool:
-    """Run ``check_separable`` on three random records of the shapes of ``batch``, once for each model and loss; ``clipped_sum`` calls it.
+    """Run ``check_separable`` on three random records of the shapes of ``batch``, once for each
+    model and loss; ``clipped_sum`` calls it.
 
-    The records are random because ``batch`` may be private: whether the check passes must not depend on it. Zero parameters are perturbed.
-    It is repeated for other layers, and for other numbers that the loss holds, captures or reads (``held_values``). A term that is absent
-    until a later step is looked for at ``_OTHER_STEPS``.
+    The records are random because ``batch`` may be private: whether the check passes must not
+    depend on it. Zero parameters are perturbed. It is repeated for other layers, and for other
+    numbers that the loss holds, captures or reads (``held_values``). A term that is absent until a
+    later step is looked for at ``_OTHER_STEPS``.
 
     Returns:
-        Whether the loss or the layers are others than those checked before for this model: what else is known of them is void too.
+        Whether the loss or the layers are others than those checked before for this model: what
+        else is known of them is void too.
 
     Raises:
         PrivacyError: as ``check_separable``; or the model or loss raises on random records.
@@ -58,36 +65,44 @@ def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: Step
             for device in {"cpu", batch.record_id_B.device.type}:
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(torch.enable_grad())
-            check_separable(loss_fn, perturb_zeros(model), _random_records(batch), key, _OTHER_STEPS)
+            check_separable(
+                loss_fn, perturb_zeros(model), _random_records(batch), key, _OTHER_STEPS
+            )
     except PrivacyError:
         raise
     except Exception as error:
         if "checkpoint" in str(error).lower():
             raise PrivacyError(CHECKPOINTED) from None
         raise PrivacyError(
-            f"separability: the model or loss raises on random records, in float64 on the CPU ({type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}); expected losses of the model that the loss is given. Run check_separable on "
-            "public records once, then pass clipped_sum(check_separability=False)."
+            "separability: the model or loss raises on random records, in float64 on the CPU "
+            f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); expected losses "
+            "of the model that the loss is given. Run check_separable on public records once, "
+            "then pass clipped_sum(check_separability=False)."
         ) from error
     passed.add(case)
     if len(passed) == _MANY:
         _LOG.warning(
-            "separability: checked %d times for one model, since its layers or the values of its loss changed; a loss whose values change "
-            "with every step should take them from key.step, or be checked once and given clipped_sum(check_separability=False)",
+            "separability: checked %d times for one model, since its layers or the values of "
+            "its loss changed; a loss whose values change with every step should take them from "
+            "key.step, or be checked once and given clipped_sum(check_separability=False)",
             _MANY,
         )
     return len(passed) > 1
 
 
 def _case(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Any:
-    """What the check is remembered for: the loss and all it holds, the shapes of records, the layers, which parameters are trained."""
+    """What the check is remembered for: the loss and all it holds, the shapes of records, the
+    layers, which parameters are trained.
+    """
     shapes = tuple(None if value is None else (value.shape[1:], value.dtype) for value in batch)
     weights = tuple((id(p), p.requires_grad) for p in model.parameters())
     return held(loss_fn), shapes, layers(model), weights
 
 
 def _random_records(batch: Batch) -> Batch:
-    """Three valid records of the shapes and types of ``batch``: normal pixels; tokens and labels are 0 or 1, which any model knows."""
+    """Three valid records of the shapes and types of ``batch``: normal pixels; tokens and labels
+    are 0 or 1, which any model knows.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def made(value: Tensor) -> Tensor:
@@ -97,15 +112,20 @@ def _random_records(batch: Batch) -> Batch:
         return torch.randint(0, 2, shape, generator=generator).to(value.dtype)
 
     chosen = Batch._make(None if value is None else made(value) for value in batch)
-    return chosen._replace(record_id_B=torch.arange(1, MAX_RECORDS + 1), valid_B=torch.ones(MAX_RECORDS, dtype=torch.bool))
+    return chosen._replace(
+        record_id_B=torch.arange(1, MAX_RECORDS + 1),
+        valid_B=torch.ones(MAX_RECORDS, dtype=torch.bool),
+    )
 
 
 def perturb_zeros(model: nn.Module) -> nn.Module:
-    """Copy a model to the CPU, with small values in parameters that are all zero: behind a zero head all gradients vanish, and any sum is
-    exact."""
+    """Copy a model to the CPU, with small values in parameters that are all zero: behind a zero
+    head all gradients vanish, and any sum is exact.
+    """
     # Parameters and buffers as already copied, so that they take no memory on a GPU.
     copies: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=p.requires_grad) for p in model.parameters()
+        id(p): nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=p.requires_grad)
+        for p in model.parameters()
     }
     copies |= {id(value): value.to("cpu", copy=True) for value in model.buffers()}
     copied = copy.deepcopy(model, copies)
@@ -117,15 +137,20 @@ def perturb_zeros(model: nn.Module) -> nn.Module:
     return copied
 
 
-def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, other_steps: Sequence[int] = ()) -> None:
+def check_separable(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, other_steps: Sequence[int] = ()
+) -> None:
     """Refuse a model and loss in which one record can change another record's gradient.
 
-    On a float64 copy, at fixed shapes: all other records are perturbed, then removed (``valid_B`` False); the gradient of record
-    i's loss must not change by a bit, for the first and the last i. Then the rows are reversed: it may change by rounding only.
+    On a float64 copy, at fixed shapes: all other records are perturbed, then removed (``valid_B``
+    False); the gradient of record i's loss must not change by a bit, for the first and the last i.
+    Then the rows are reversed: it may change by rounding only.
 
     Args:
-        batch: two or more valid public records in the run's shapes; the first three are used (a cost of seven backward passes).
-        other_steps: steps at which the second record's gradient is compared too (two backward passes each).
+        batch: two or more valid public records in the run's shapes; the first three are used (a
+            cost of seven backward passes).
+        other_steps: steps at which the second record's gradient is compared too (two backward
+            passes each).
 
     Raises:
         PrivacyError: records are mixed; the message names the layer and the remedy.
@@ -140,7 +165,10 @@ def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKe
     reference = _gradients(loss_fn, copied, batch, key, probes)
     for i in probes:
         if not torch.isfinite(reference[i]).all():
-            raise PrivacyError("separability: a gradient of the example batch is not finite; expected numbers. Check the model and loss.")
+            raise PrivacyError(
+                "separability: a gradient of the example batch is not finite; expected numbers. "
+                "Check the model and loss."
+            )
         for changed in others:
             mixed = _with_row(changed, batch, i)
             moved = _gradients(loss_fn, copied, mixed, key, (i,))[i]
@@ -150,41 +178,56 @@ def check_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKe
     moved = _gradients(loss_fn, copied, turned, key, (num - 1,))[num - 1]
     if not (moved - reference[0]).norm() <= _ROW_TOLERANCE * reference[0].norm():
         raise PrivacyError(
-            "separability: a record's gradient depends on its row in the batch; expected on the record, the weights and the key only. "
-            "Key masks, augmentation and dropout by StepKey and record_id_B."
+            "separability: a record's gradient depends on its row in the batch; expected on the "
+            "record, the weights and the key only. Key masks, augmentation and dropout by "
+            "StepKey and record_id_B."
         )
     for step in other_steps:
         at = replace(key, step=step)
-        mixed = _with_row(others[0], batch, 1)  # the second of three has records before it and after it
-        if not torch.equal(_gradients(loss_fn, copied, mixed, at, (1,))[1], _gradients(loss_fn, copied, batch, at, (1,))[1]):
+        mixed = _with_row(
+            others[0], batch, 1
+        )  # the second of three has records before it and after it
+        if not torch.equal(
+            _gradients(loss_fn, copied, mixed, at, (1,))[1],
+            _gradients(loss_fn, copied, batch, at, (1,))[1],
+        ):
             raise PrivacyError(blame(loss_fn, copied, batch, mixed, at, 1))
 
 
 def check_module(name: str, module: nn.Module) -> None:
-    """Raise PrivacyError for a layer that is known to mix records or to draw from the global random state."""
+    """Raise PrivacyError for a layer that is known to mix records or to draw from the global random
+    state.
+    """
     kind = type(module).__name__
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
         raise PrivacyError(
-            f"separability: layer {name!r} ({kind}) uses statistics of the batch; expected every record for itself. "
-            "Replace it by GroupNorm or LayerNorm, or put it in eval mode with public running statistics."
+            f"separability: layer {name!r} ({kind}) uses statistics of the batch; expected every "
+            "record for itself. Replace it by GroupNorm or LayerNorm, or put it in eval mode "
+            "with public running statistics."
         )
     if isinstance(module, _DropoutNd) and module.training and module.p > 0:
         raise PrivacyError(
-            f"separability: layer {name!r} ({kind}) draws from the global random state; expected draws keyed by record. "
-            "Set p=0, put it in eval mode, or draw the mask from StepKey and record_id_B."
+            f"separability: layer {name!r} ({kind}) draws from the global random state; expected "
+            "draws keyed by record. Set p=0, put it in eval mode, or draw the mask from StepKey "
+            "and record_id_B."
         )
 
 
 def examples(batch: Batch) -> Batch:
     rows = batch.valid_B.nonzero()[:MAX_RECORDS, 0]
     if len(rows) < 2:
-        raise PrivacyError(f"separability: {len(rows)} valid records in the example batch; expected at least 2. Give a larger one.")
+        raise PrivacyError(
+            f"separability: {len(rows)} valid records in the example batch; expected at least 2. "
+            "Give a larger one."
+        )
     chosen = Batch._make(None if value is None else value[rows].cpu() for value in batch)
     return chosen._replace(image_BVCHW=chosen.image_BVCHW.double())
 
 
 def perturbed(batch: Batch) -> Batch:
-    """Replace every record by another: other pixels, other ids, and its neighbour's tokens and labels."""
+    """Replace every record by another: other pixels, other ids, and its neighbour's tokens and
+    labels.
+    """
     generator = torch.Generator().manual_seed(0)
     image = batch.image_BVCHW
     return batch._replace(
@@ -198,7 +241,9 @@ def perturbed(batch: Batch) -> Batch:
 
 def removed(batch: Batch) -> Batch:
     """Replace every record by padding."""
-    return batch._replace(valid_B=torch.zeros_like(batch.valid_B), image_BVCHW=torch.zeros_like(batch.image_BVCHW))
+    return batch._replace(
+        valid_B=torch.zeros_like(batch.valid_B), image_BVCHW=torch.zeros_like(batch.image_BVCHW)
+    )
 
 
 def _with_row(changed: Batch, original: Batch, i: int) -> Batch:
@@ -212,22 +257,32 @@ def _with_row(changed: Batch, original: Batch, i: int) -> Batch:
     return Batch._make(values)
 
 
-def _gradients(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]) -> dict[int, Tensor]:
-    """Flat gradient of the loss of each of ``rows`` within the whole batch, by row; restores the buffers."""
+def _gradients(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]
+) -> dict[int, Tensor]:
+    """Flat gradient of the loss of each of ``rows`` within the whole batch, by row; restores the
+    buffers.
+    """
     with buffers_kept(model):
         losses_B = checked_losses(loss_fn, model, batch, key)
         return {i: _flat_gradient(losses_B[i], model) for i in rows}
 
 
-def gradient_of_sum(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]) -> Tensor:
-    """Flat gradient of the sum of the losses of ``rows`` within the whole batch; restores the buffers."""
+def gradient_of_sum(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]
+) -> Tensor:
+    """Flat gradient of the sum of the losses of ``rows`` within the whole batch; restores the
+    buffers.
+    """
     with buffers_kept(model):
         return _flat_gradient(checked_losses(loss_fn, model, batch, key)[list(rows)].sum(), model)
 
 
 def _flat_gradient(loss: Tensor, model: nn.Module) -> Tensor:
     params = [p for p in model.parameters() if p.requires_grad]
-    parts = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True, materialize_grads=True)
+    parts = torch.autograd.grad(
+        loss, params, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
     return torch.cat([part.flatten() for part in parts])
 
 
@@ -241,29 +296,43 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             buffer.copy_(buffers[name])
 
 
-def blame(loss_fn: LossFn, model: nn.Module, batch: Batch, mixed: Batch, key: StepKey, i: int) -> str:
-    """Explain why record i's gradient changed: random numbers without a key, the first layer that mixes records, or the loss."""
-    first, again = _row_outputs(loss_fn, model, batch, key, i), _row_outputs(loss_fn, model, batch, key, i)
-    if not _same(first, again) or not torch.equal(*(_gradients(loss_fn, model, batch, key, (i,))[i] for _ in range(2))):
+def blame(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, mixed: Batch, key: StepKey, i: int
+) -> str:
+    """Explain why record i's gradient changed: random numbers without a key, the first layer that
+    mixes records, or the loss.
+    """
+    first, again = (
+        _row_outputs(loss_fn, model, batch, key, i),
+        _row_outputs(loss_fn, model, batch, key, i),
+    )
+    if not _same(first, again) or not torch.equal(
+        *(_gradients(loss_fn, model, batch, key, (i,))[i] for _ in range(2))
+    ):
         return (
-            "separability: the same batch gives different gradients; expected keyed random numbers only. "
-            "Draw them from StepKey and record_id_B."
+            "separability: the same batch gives different gradients; expected keyed random "
+            "numbers only. Draw them from StepKey and record_id_B."
         )
     other = _row_outputs(loss_fn, model, mixed, key, i)
     for (name, kind, output), (_, _, changed) in zip(first, other, strict=True):
         if not torch.equal(output, changed):
             return (
-                f"separability: layer {name!r} ({kind}) mixes records: another record changes this one's gradient; expected a function of "
-                "each record alone. Normalise over a record's own values: GroupNorm or LayerNorm."
+                f"separability: layer {name!r} ({kind}) mixes records: another record changes "
+                "this one's gradient; expected a function of each record alone. Normalise over "
+                "a record's own values: GroupNorm or LayerNorm."
             )
     return (
-        "separability: the loss function mixes records (no layer does); expected a loss of each record alone. "
-        "Contrastive terms and means over the batch cannot be trained privately: use a loss per record."
+        "separability: the loss function mixes records (no layer does); expected a loss of each "
+        "record alone. Contrastive terms and means over the batch cannot be trained privately: "
+        "use a loss per record."
     )
 
 
-def _row_outputs(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, i: int) -> list[tuple[str, str, Tensor]]:
-    """(name, class, rows of record i) of every layer that returns equally many rows per record, in the order of calls, innermost first.
+def _row_outputs(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, i: int
+) -> list[tuple[str, str, Tensor]]:
+    """(name, class, rows of record i) of every layer that returns equally many rows per record, in
+    the order of calls, innermost first.
 
     The views of a record are adjacent rows.
     """
@@ -272,12 +341,22 @@ def _row_outputs(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, 
 
     def recorder(name: str, kind: str) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
         def record(_module: nn.Module, _inputs: tuple[Tensor, ...], output: object) -> None:
-            if isinstance(output, Tensor) and output.ndim and len(output) and len(output) % num == 0:
-                outputs.append((name or "model", kind, output.unflatten(0, (num, -1))[i].detach().clone()))
+            if (
+                isinstance(output, Tensor)
+                and output.ndim
+                and len(output)
+                and len(output) % num == 0
+            ):
+                outputs.append(
+                    (name or "model", kind, output.unflatten(0, (num, -1))[i].detach().clone())
+                )
 
         return record
 
-    handles = [module.register_forward_hook(recorder(name, type(module).__name__)) for name, module in model.named_modules()]
+    handles = [
+        module.register_forward_hook(recorder(name, type(module).__name__))
+        for name, module in model.named_modules()
+    ]
     try:
         with torch.no_grad():
             loss_fn(model, batch, key)
@@ -288,4 +367,6 @@ def _row_outputs(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, 
 
 
 def _same(first: list[tuple[str, str, Tensor]], second: list[tuple[str, str, Tensor]]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(first, second, strict=True))
+    return len(first) == len(second) and all(
+        torch.equal(a, b) for (_, _, a), (_, _, b) in zip(first, second, strict=True)
+    )

@@ -1,4 +1,5 @@
-"""The two factors of all records' outer products: a tensor, one-hot rows, unfolded patches, or recomputed rows.
+"""The two factors of all records' outer products: a tensor, one-hot rows, unfolded patches, or
+recomputed rows.
 
 Legend: B records, N records of a chunk, T positions (``places``).
 """
@@ -99,7 +100,9 @@ class OneHot:
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """The input of a convolution (groups = 1), unfolded when needed: (B * per_record, C, H, W) -> (B, T, C * kh * kw)."""
+    """The input of a convolution (groups = 1), unfolded when needed: (B * per_record, C, H, W) ->
+    (B, T, C * kh * kw).
+    """
 
     value: Tensor
     per_record: int
@@ -114,7 +117,9 @@ class Patches:
 
     @property
     def places(self) -> int:
-        sizes = zip(self.value.shape[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        sizes = zip(
+            self.value.shape[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True
+        )
         height, width = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
         return self.per_record * height * width
 
@@ -140,7 +145,9 @@ class Patches:
         if self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0):
             columns = part.flatten(2)
         else:
-            columns = F.unfold(part, self.kernel, self.dilation, self.padding, self.stride)  # (N * per_record, C kh kw, places)
+            columns = F.unfold(
+                part, self.kernel, self.dilation, self.padding, self.stride
+            )  # (N * per_record, C kh kw, places)
         return columns.mT.reshape(stop - start, -1, self.width)
 
 
@@ -178,4 +185,6 @@ class Recomputed:
         return self.gram_BTT.dtype
 
     def rows(self, rows: slice) -> Tensor:
-        return torch.cat([self.make(slice(i, i + 1)) for i in range(*rows.indices(self.num_records))])
+        return torch.cat(
+            [self.make(slice(i, i + 1)) for i in range(*rows.indices(self.num_records))]
+        )

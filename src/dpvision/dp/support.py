@@ -1,9 +1,11 @@
-"""The gates before a private run: a record's gradient must be a function of that record alone, and the clip must be exact for this model.
+"""The gates before a private run: a record's gradient must be a function of that record alone, and
+the clip must be exact for this model.
 
-Modules that are known to mix records are refused first. Then measurements also find hand-written batch statistics and losses that compare
-records: on three records (``check_separable``, ``check_exact``), and at the run's physical batch size (``check_at_sizes``), since a model
-may mix records at some sizes only. Per-record gradients by ``vmap`` isolate the records by construction, which would silently redefine a
-loss that mixes them, so the *batched* loss is measured.
+Modules that are known to mix records are refused first. Then measurements also find hand-written
+batch statistics and losses that compare records: on three records (``check_separable``,
+``check_exact``), and at the run's physical batch size (``check_at_sizes``), since a model may mix
+records at some sizes only. Per-record gradients by ``vmap`` isolate the records by construction,
+which would silently redefine a loss that mixes them, so the *batched* loss is measured.
 
 Legend: B records.
 """
@@ -18,22 +20,33 @@ from dpvision.data.keys import StepKey
 from dpvision.dp.clip import LossFn, clipped_sum
 from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.per_record import take
-from dpvision.dp.separable import MAX_RECORDS, blame, buffers_kept, examples, gradient_of_sum, perturbed, removed
+from dpvision.dp.separable import (
+    MAX_RECORDS,
+    blame,
+    buffers_kept,
+    examples,
+    gradient_of_sum,
+    perturbed,
+    removed,
+)
 from dpvision.errors import PrivacyError
 
 _EXACT_TOLERANCE = 1e-9
 _SHAPE_TOLERANCE = 1e-10
-"""Relative change of a float64 gradient allowed between batch sizes, at which kernels choose other blocks and round differently."""
+"""Relative change of a float64 gradient allowed between batch sizes, at which kernels choose other
+blocks and round differently.
+"""
 _COMPILED_TOLERANCE = 1e-5
 _FLOAT32_TOLERANCE = 1e-6
 """Norms are reported in float32."""
 
 
 def check_exact(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
-    """Refuse a model whose one-pass clipped sum differs from the sum over single records, each with its own backward pass.
+    """Refuse a model whose one-pass clipped sum differs from the sum over single records, each with
+    its own backward pass.
 
-    On a float64 copy, for three records and for one. This tests, on every model before it sees private data, that batch dimensions, tied
-    weights and repeated uses of a weight were recognised.
+    On a float64 copy, for three records and for one. This tests, on every model before it sees
+    private data, that batch dimensions, tied weights and repeated uses of a weight were recognised.
 
     Args:
         batch: as for ``check_separable`` (a cost of nine backward passes).
@@ -47,18 +60,22 @@ def check_exact(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -
 
 
 def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> None:
-    """Check as ``check_separable`` and ``check_exact`` at the run's physical batch size, and at two thirds of it.
+    """Check as ``check_separable`` and ``check_exact`` at the run's physical batch size, and at two
+    thirds of it.
 
-    On a float64 copy. At each size the other records are perturbed or removed by padding: the gradients of the first, the middle and the
-    last record must not change by a bit. Between the two sizes they may differ by 1e-10. The one-pass clipped sum of each size must equal
-    the sum over single records. Buckets of other sizes (``dp.buckets``) are not checked.
+    On a float64 copy. At each size the other records are perturbed or removed by padding: the
+    gradients of the first, the middle and the last record must not change by a bit. Between the two
+    sizes they may differ by 1e-10. The one-pass clipped sum of each size must equal the sum over
+    single records. Buckets of other sizes (``dp.buckets``) are not checked.
 
     Args:
-        batch: valid public records, as many as the physical batch size; a single record needs no check.
-            The cost is about eight training steps without privacy on such a batch, in float64.
+        batch: valid public records, as many as the physical batch size; a single record needs no
+            check. The cost is about eight training steps without privacy on such a batch, in
+            float64.
 
     Raises:
-        PrivacyError: records are mixed, or a sum differs; the message names the size, and the layer if possible.
+        PrivacyError: records are mixed, or a sum differs; the message names the size, and the layer
+            if possible.
     """
     num = len(batch.record_id_B)
     if num < 2:
@@ -68,27 +85,40 @@ def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
     batch = batch._replace(image_BVCHW=batch.image_BVCHW.double())
     sizes = sorted({num, max(2, 2 * num // 3)}, reverse=True)
     probes = tuple(sorted({0, sizes[-1] // 2, sizes[-1] - 1}))
-    references = [_check_probes(loss_fn, copied, take(batch, slice(0, size)), key, probes) for size in sizes]
+    references = [
+        _check_probes(loss_fn, copied, take(batch, slice(0, size)), key, probes) for size in sizes
+    ]
     if not (references[0] - references[-1]).norm() <= _SHAPE_TOLERANCE * references[0].norm():
         raise PrivacyError(
-            f"separability: gradients of records in a batch of {sizes[0]} differ from those in a batch of {sizes[-1]}; expected functions "
-            "of each record alone. Remove what depends on the number of records, such as a division by it."
+            f"separability: gradients of records in a batch of {sizes[0]} differ from those in a "
+            f"batch of {sizes[-1]}; expected functions of each record alone. Remove what depends "
+            "on the number of records, such as a division by it."
         )
     _check_sum(loss_fn, copied, [take(batch, slice(0, size)) for size in sizes], batch, key)
 
 
-def _check_probes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, probes: tuple[int, ...]) -> Tensor:
-    """Return the sum of the gradients of ``probes``; refuse if perturbing or removing all other records changes it by a bit."""
+def _check_probes(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, probes: tuple[int, ...]
+) -> Tensor:
+    """Return the sum of the gradients of ``probes``; refuse if perturbing or removing all other
+    records changes it by a bit.
+    """
     expected = gradient_of_sum(loss_fn, model, batch, key, probes)
     if not torch.isfinite(expected).all():
-        raise PrivacyError("separability: a gradient of the example batch is not finite; expected numbers. Check the model and loss.")
+        raise PrivacyError(
+            "separability: a gradient of the example batch is not finite; expected numbers. "
+            "Check the model and loss."
+        )
     other, padding = perturbed(batch), removed(batch)
     row_B = torch.arange(len(batch.record_id_B), device=batch.record_id_B.device)
     is_probe_B = torch.isin(row_B, torch.tensor(probes, device=row_B.device))
     for offset in (0, 1):
         mixed = _rows_where(is_probe_B, batch, _rows_where(row_B % 2 == offset, padding, other))
         if not torch.equal(gradient_of_sum(loss_fn, model, mixed, key, probes), expected):
-            raise PrivacyError(f"{blame(loss_fn, model, batch, mixed, key, probes[0])} Seen in a batch of {len(row_B)}.")
+            raise PrivacyError(
+                f"{blame(loss_fn, model, batch, mixed, key, probes[0])} Seen in a batch of "
+                f"{len(row_B)}."
+            )
     return expected
 
 
@@ -103,11 +133,17 @@ def _rows_where(mask_B: Tensor, first: Batch, second: Batch) -> Batch:
     return Batch._make(values)
 
 
-def _check_sum(loss_fn: LossFn, model: nn.Module, parts: list[Batch], batch: Batch, key: StepKey) -> None:
-    """Refuse if the one-pass sum over ``parts``, each the first rows of ``batch``, differs from the sum over single records; float64."""
+def _check_sum(
+    loss_fn: LossFn, model: nn.Module, parts: list[Batch], batch: Batch, key: StepKey
+) -> None:
+    """Refuse if the one-pass sum over ``parts``, each the first rows of ``batch``, differs from the
+    sum over single records; float64.
+    """
     params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     singles = [take(batch, slice(i, i + 1)) for i in range(len(batch.record_id_B))]
-    few = sorted(_norm(_single_gradient(loss_fn, model, params, one, key)) for one in singles[:MAX_RECORDS])
+    few = sorted(
+        _norm(_single_gradient(loss_fn, model, params, one, key)) for one in singles[:MAX_RECORDS]
+    )
     max_grad_norm = max(few[len(few) // 2] * 0.999, 1e-12)
     expected = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
     norms = []
@@ -118,25 +154,38 @@ def _check_sum(loss_fn: LossFn, model: nn.Module, parts: list[Batch], batch: Bat
         factor = times * (min(1.0, max_grad_norm / norms[i]) if norms[i] else 1.0)
         for name, grad in grads.items():
             expected[name] += factor * grad
-    sums = [clipped_sum(loss_fn, model, part, key, max_grad_norm=max_grad_norm, check_separability=False) for part in parts]
+    sums = [
+        clipped_sum(
+            loss_fn, model, part, key, max_grad_norm=max_grad_norm, check_separability=False
+        )
+        for part in parts
+    ]
     num = sum(len(part.record_id_B) for part in parts)
     wrong = [
-        name for name, value in expected.items()
-        if not (sum(part.grads[name] for part in sums) - value).norm() <= _EXACT_TOLERANCE * num * max_grad_norm
-    ]  # fmt: skip
-    expected_B = torch.tensor([norms[i] for part in parts for i in range(len(part.record_id_B))], dtype=torch.float64)
+        name
+        for name, value in expected.items()
+        if not (sum(part.grads[name] for part in sums) - value).norm()
+        <= _EXACT_TOLERANCE * num * max_grad_norm
+    ]
+    expected_B = torch.tensor(
+        [norms[i] for part in parts for i in range(len(part.record_id_B))], dtype=torch.float64
+    )
     off = (torch.cat([part.norms_B for part in sums]).double().cpu() - expected_B).abs().max()
     if wrong or not off <= _FLOAT32_TOLERANCE * max(*norms, 1e-30):
         named = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         sizes = " and ".join(str(len(part.record_id_B)) for part in parts)
         raise PrivacyError(
-            f"clip: one-pass gradients of {named or 'some parameters'} differ from those of single records, in batches of {sizes}; "
-            "expected the same. Use method='vmap', and report this model."
+            f"clip: one-pass gradients of {named or 'some parameters'} differ from those of "
+            f"single records, in batches of {sizes}; expected the same. Use method='vmap', and "
+            "report this model."
         )
 
 
-def check_compiled(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, blocks: CompiledBlocks) -> None:
-    """Refuse compiled blocks whose clipped sum differs from ``method="vmap"``, which runs them uncompiled; float32, on the device.
+def check_compiled(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, blocks: CompiledBlocks
+) -> None:
+    """Refuse compiled blocks whose clipped sum differs from ``method="vmap"``, which runs them
+    uncompiled; float32, on the device.
 
     Args:
         batch: valid records, as many as the blocks were compiled for.
@@ -145,22 +194,33 @@ def check_compiled(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
     Raises:
         PrivacyError: norms or sum differ by more than 1e-5.
     """
-    fast = clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, blocks=blocks, check_separability=False)
-    slow = clipped_sum(loss_fn, model, batch, key, max_grad_norm=1.0, method="vmap", check_separability=False)
-    off = max(float((fast.grads[name] - value).norm()) for name, value in slow.grads.items()) / fast.num_records
+    fast = clipped_sum(
+        loss_fn, model, batch, key, max_grad_norm=1.0, blocks=blocks, check_separability=False
+    )
+    slow = clipped_sum(
+        loss_fn, model, batch, key, max_grad_norm=1.0, method="vmap", check_separability=False
+    )
+    off = (
+        max(float((fast.grads[name] - value).norm()) for name, value in slow.grads.items())
+        / fast.num_records
+    )
     norms = float(((fast.norms_B - slow.norms_B).abs() / slow.norms_B.clamp(min=1e-30)).max())
     if not max(off, norms) <= _COMPILED_TOLERANCE:
         raise PrivacyError(
-            f"clip: compiled blocks differ from the uncompiled model by {max(off, norms):.1e}; expected at most {_COMPILED_TOLERANCE}. "
-            "Leave hardware.compile off."
+            f"clip: compiled blocks differ from the uncompiled model by {max(off, norms):.1e}; "
+            f"expected at most {_COMPILED_TOLERANCE}. Leave hardware.compile off."
         )
 
 
-def _single_gradient(loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], one: Batch, key: StepKey) -> dict[str, Tensor]:
+def _single_gradient(
+    loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], one: Batch, key: StepKey
+) -> dict[str, Tensor]:
     """Gradient of one record's loss by plain autograd; restores the buffers."""
     with buffers_kept(model):
         loss = loss_fn(model, one, key).sum()
-        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            loss, list(params.values()), allow_unused=True, materialize_grads=True
+        )
     return dict(zip(params, grads, strict=True))
 
 

@@ -1,8 +1,10 @@
-"""Weights as layers use them, with every record's gradient: materialised where that is small, else as outer products.
+"""Weights as layers use them, with every record's gradient: materialised where that is small, else
+as outer products.
 
-A slot is a parameter, or a weight that the model computes from parameters alone (a reshaped layer scale, a standardised kernel). A
-parameter's gradient is its slots' gradients pulled back through that computation. If the weight is a view of the parameter, the slot's
-norm is the parameter's; otherwise gradients are materialised a chunk at a time and pulled back one by one.
+A slot is a parameter, or a weight that the model computes from parameters alone (a reshaped layer
+scale, a standardised kernel). A parameter's gradient is its slots' gradients pulled back through
+that computation. If the weight is a view of the parameter, the slot's norm is the parameter's;
+otherwise gradients are materialised a chunk at a time and pulled back one by one.
 
 Legend: B records, N records of a chunk, W the dimensions of a weight.
 """
@@ -42,7 +44,9 @@ class Slot:
     written_BW: Tensor | None = None
     outers: list[OuterProducts] = field(default_factory=list)
     open: bool = False
-    """Set after the forward pass: gradients that arrive earlier come from a backward pass inside the loss."""
+    """Set after the forward pass: gradients that arrive earlier come from a backward pass inside
+    the loss.
+    """
 
     def add_written(self, grad_BW: Tensor) -> None:
         """Add gradients (B, *weight shape) of one use."""
@@ -51,10 +55,17 @@ class Slot:
         self.written_BW = grad_BW if self.written_BW is None else self.written_BW + grad_BW
 
     def add_outer_products(self, outer: OuterProducts) -> None:
-        """Add the gradients of one use as outer products; those no larger than their factors are materialised at once."""
+        """Add the gradients of one use as outer products; those no larger than their factors are
+        materialised at once.
+        """
         self._require_open()
         if outer.written_numbers <= outer.stored_numbers:
-            parts = [outer.write_out(rows) for rows in chunks(outer.num_records, outer.working_numbers, OUTER_NUMBERS, outer.device)]
+            parts = [
+                outer.write_out(rows)
+                for rows in chunks(
+                    outer.num_records, outer.working_numbers, OUTER_NUMBERS, outer.device
+                )
+            ]
             self.add_written(parts[0] if len(parts) == 1 else torch.cat(parts))
         else:
             self.outers.append(outer)
@@ -62,8 +73,9 @@ class Slot:
     def _require_open(self) -> None:
         if not self.open:
             raise PrivacyError(
-                "clip: the loss computes a gradient inside the forward pass; expected none, because per-record gradients come from a "
-                "single backward pass. Leave out gradient penalties."
+                "clip: the loss computes a gradient inside the forward pass; expected none, "
+                "because per-record gradients come from a single backward pass. Leave out "
+                "gradient penalties."
             )
 
     @property
@@ -90,14 +102,18 @@ class Slot:
         return SquareNorms.joined(parts)
 
     def written_norms(self, rows: slice, value_N: Tensor) -> SquareNorms:
-        """Return the squared norms of some records whose outer products are materialised for the norm but not for the sum."""
+        """Return the squared norms of some records whose outer products are materialised for the
+        norm but not for the sum.
+        """
         total = SquareNorms.certain(value_N)
         for outer in self.outers:
             total = total + written_square_norms(outer, rows, value_N)
         return total
 
     def shared_input(self) -> tuple[int, torch.Size, tuple[int, ...]] | None:
-        """Return an identifier of the input if its Gram matrix is needed and may be shared with other weights, else None."""
+        """Return an identifier of the input if its Gram matrix is needed and may be shared with
+        other weights, else None.
+        """
         if self.written_BW is not None or len(self.outers) != 1 or not self._gram_is_cheaper():
             return None
         left, right = self.outers[0].left, self.outers[0].right
@@ -106,7 +122,8 @@ class Slot:
         return right.value.data_ptr(), right.value.shape, right.value.stride()
 
     def weighted_sum(self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]) -> Tensor:
-        """Return the sum over i of factor_i G_i, of the weight's shape; records with ``keep_B`` False are left out, whatever they hold.
+        """Return the sum over i of factor_i G_i, of the weight's shape; records with ``keep_B``
+        False are left out, whatever they hold.
 
         ``blocks`` and the precision of the sum are as in ``OuterProducts.weighted_sum``.
         """
@@ -145,8 +162,9 @@ class Slot:
 def sum_of_squares(grad_BW: Tensor) -> Tensor:
     """Return the squared norms of materialised gradients, float64 (B,).
 
-    Pieces of at most 64 squares are summed in the gradient's precision, the pieces in float64: a relative error of at most
-    (64 / 2 + 1) eps in any order of summation, whereas the sum of a whole layer in float32 has no useful bound.
+    Pieces of at most 64 squares are summed in the gradient's precision, the pieces in float64: a
+    relative error of at most (64 / 2 + 1) eps in any order of summation, whereas the sum of a whole
+    layer in float32 has no useful bound.
     """
     if not grad_BW[0:1].numel():
         return torch.zeros(len(grad_BW), dtype=torch.float64, device=grad_BW.device)
@@ -156,7 +174,9 @@ def sum_of_squares(grad_BW: Tensor) -> Tensor:
 
 
 def summed(grad_BW: Tensor, factor_B: Tensor, finite_B: Tensor) -> Tensor:
-    """Return the sum over i of factor_i times a materialised gradient, in float64, record by record; non-finite ones are left out."""
+    """Return the sum over i of factor_i times a materialised gradient, in float64, record by
+    record; non-finite ones are left out.
+    """
     total = torch.zeros(grad_BW.shape[1:], dtype=torch.float64, device=grad_BW.device)
     for grad, factor, finite in zip(grad_BW, factor_B.tolist(), finite_B.tolist(), strict=True):
         if finite:  # a factor of zero is not enough: 0 x NaN is NaN
@@ -181,12 +201,17 @@ def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
 
 
 def by_places(groups: list[list[Slot]]) -> list[list[list[Slot]]]:
-    """Separate the groups used at more than half the largest number of places from the others; one list if there are no others.
+    """Separate the groups used at more than half the largest number of places from the others; one
+    list if there are no others.
 
-    Float32 sums over many places round more. Each part has blocks of its own (``buckets.blocks``), so layers of few places, which may hold
-    most of the weights, need not be cut as finely as those of many.
+    Float32 sums over many places round more. Each part has blocks of its own (``buckets.blocks``),
+    so layers of few places, which may hold most of the weights, need not be cut as finely as those
+    of many.
     """
-    places = [max((outer.left.places for slot in group for outer in slot.outers), default=0) for group in groups]
+    places = [
+        max((outer.left.places for slot in group for outer in slot.outers), default=0)
+        for group in groups
+    ]
     half = max(places, default=0) / 2
     many = [group for group, num in zip(groups, places, strict=True) if num > half]
     few = [group for group, num in zip(groups, places, strict=True) if num <= half]
@@ -195,11 +220,18 @@ def by_places(groups: list[list[Slot]]) -> list[list[list[Slot]]]:
 
 def most_terms(groups: list[list[Slot]]) -> int:
     """T + 1 of the weight used at the largest number of places T, over all its uses."""
-    return 1 + max((sum(outer.left.places for outer in slot.outers) for group in groups for slot in group), default=0)
+    return 1 + max(
+        (sum(outer.left.places for outer in slot.outers) for group in groups for slot in group),
+        default=0,
+    )
 
 
-def total_square_norms(groups: list[list[Slot]], params: dict[str, Tensor], num_records: int, device: torch.device) -> SquareNorms:
-    """Return the squared norms of the records' gradients over all groups; weights with the same input share its Gram matrix."""
+def total_square_norms(
+    groups: list[list[Slot]], params: dict[str, Tensor], num_records: int, device: torch.device
+) -> SquareNorms:
+    """Return the squared norms of the records' gradients over all groups; weights with the same
+    input share its Gram matrix.
+    """
     sharing: dict[Any, list[Slot]] = {}
     alone = []
     for group in groups:
@@ -214,18 +246,24 @@ def total_square_norms(groups: list[list[Slot]], params: dict[str, Tensor], num_
     return sum(map_pieces(torch.no_grad()(operator.call), pieces, device), start=zero)
 
 
-def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records: int) -> SquareNorms:
+def group_square_norms(
+    group: list[Slot], params: dict[str, Tensor], num_records: int
+) -> SquareNorms:
     """Return the squared norms of the gradients for all parameters of one group."""
     if norm_is_own(group, params):
         total = group[0].square_norms(num_records)
         for slot in group[1:]:
             total = total + slot.square_norms(num_records)
         return total
-    numbers = sum(slot.weight.numel() for slot in group) + max((o.working_numbers for s in group for o in s.outers), default=0)
+    numbers = sum(slot.weight.numel() for slot in group) + max(
+        (o.working_numbers for s in group for o in s.outers), default=0
+    )
     parts = []
     for rows in chunks(num_records, numbers, OUTER_NUMBERS, group[0].weight.device):
         pulled = written_out(group, params, rows)
-        part = SquareNorms.certain(torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0))
+        part = SquareNorms.certain(
+            torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0)
+        )
         for slot in group:
             part = part + slot.written_norms(rows, torch.zeros_like(part.value_B))
         parts.append(part)
@@ -233,7 +271,9 @@ def group_square_norms(group: list[Slot], params: dict[str, Tensor], num_records
 
 
 def written_out(group: list[Slot], params: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    """Materialise the gradients of some records for the parameters of one group, (N, *parameter shape)."""
+    """Materialise the gradients of some records for the parameters of one group, (N, *parameter
+    shape).
+    """
     return pull_back(group, [slot.write_out(rows) for slot in group], params, batched=True)
 
 
@@ -242,7 +282,9 @@ def shared_square_norms(slots: list[Slot]) -> SquareNorms:
     return square_norms_of_shared([slot.outers[0].left for slot in slots], slots[0].outers[0].right)
 
 
-def pull_back(group: list[Slot], grads: list[Tensor], params: dict[str, Tensor], *, batched: bool) -> dict[str, Tensor]:
+def pull_back(
+    group: list[Slot], grads: list[Tensor], params: dict[str, Tensor], *, batched: bool
+) -> dict[str, Tensor]:
     """Compute gradients for the parameters from gradients for the slots, by the chain rule.
 
     Args:
@@ -252,7 +294,9 @@ def pull_back(group: list[Slot], grads: list[Tensor], params: dict[str, Tensor],
     total: dict[str, Tensor] = {}
     for slot, grad in zip(group, grads, strict=True):
         if slot.weight is params.get(next(iter(slot.names))):
-            parts: tuple[Tensor | None, ...] = tuple(grad if name in slot.names else None for name in names)
+            parts: tuple[Tensor | None, ...] = tuple(
+                grad if name in slot.names else None for name in names
+            )
         else:
             parts = _pulled(slot.weight, [params[name] for name in names], grad, batched=batched)
         for name, part in zip(names, parts, strict=True):
@@ -261,20 +305,36 @@ def pull_back(group: list[Slot], grads: list[Tensor], params: dict[str, Tensor],
     return total
 
 
-def _pulled(weight: Tensor, wanted: list[Tensor], grad: Tensor, *, batched: bool) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad``, in two parts for a wider gradient, so that nothing is rounded if the weight is a view."""
+def _pulled(
+    weight: Tensor, wanted: list[Tensor], grad: Tensor, *, batched: bool
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``, in two parts for a wider gradient, so that nothing is rounded if the
+    weight is a view.
+    """
     high = grad.to(weight.dtype)
-    parts = torch.autograd.grad(weight, wanted, high, retain_graph=True, allow_unused=True, is_grads_batched=batched)
+    parts = torch.autograd.grad(
+        weight, wanted, high, retain_graph=True, allow_unused=True, is_grads_batched=batched
+    )
     if grad.dtype == weight.dtype:
         return parts
     rest = (grad - high).to(weight.dtype)
-    low = torch.autograd.grad(weight, wanted, rest, retain_graph=True, allow_unused=True, is_grads_batched=batched)
-    return tuple(None if a is None or b is None else a.to(grad.dtype) + b for a, b in zip(parts, low, strict=True))
+    low = torch.autograd.grad(
+        weight, wanted, rest, retain_graph=True, allow_unused=True, is_grads_batched=batched
+    )
+    return tuple(
+        None if a is None or b is None else a.to(grad.dtype) + b
+        for a, b in zip(parts, low, strict=True)
+    )
 
 
 def norm_is_own(group: list[Slot], params: dict[str, Tensor]) -> bool:
-    """Return whether the slots are disjoint parts of one parameter, so that their squared norms add up to the parameter's."""
-    if any(len(slot.names) != 1 for slot in group) or len({name for slot in group for name in slot.names}) != 1:
+    """Return whether the slots are disjoint parts of one parameter, so that their squared norms add
+    up to the parameter's.
+    """
+    if (
+        any(len(slot.names) != 1 for slot in group)
+        or len({name for slot in group for name in slot.names}) != 1
+    ):
         return False
     param = params[next(iter(group[0].names))]
     if len(group) == 1:
@@ -283,7 +343,9 @@ def norm_is_own(group: list[Slot], params: dict[str, Tensor]) -> bool:
     for slot in group:
         if not (_is_view(slot.weight, param) and slot.weight.is_contiguous()):
             return False
-        spans.append((slot.weight.storage_offset(), slot.weight.storage_offset() + slot.weight.numel()))
+        spans.append(
+            (slot.weight.storage_offset(), slot.weight.storage_offset() + slot.weight.numel())
+        )
     spans.sort()
     return all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
 
@@ -297,7 +359,11 @@ def _shows_all(weight: Tensor, param: Tensor) -> bool:
     if not _is_view(weight, param) or weight.numel() != param.numel():
         return False
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(weight.shape, weight.stride(), strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size)
+        for size, stride in zip(weight.shape, weight.stride(), strict=True)
+        if size > 1
+    ):
         if stride != expected:
             return False
         expected *= size

@@ -1,7 +1,8 @@
 """A public centre to subtract from features: an encoder's mean over procedural textures.
 
-Features of most encoders share a large common component, which carries no class information yet takes up most of a clipped record's
-norm. The mean over procedural textures has nearly the same direction and costs no privacy.
+Features of most encoders share a large common component, which carries no class information yet
+takes up most of a clipped record's norm. The mean over procedural textures has nearly the same
+direction and costs no privacy.
 
 Legend: B images, D feature dimension.
 """
@@ -20,7 +21,9 @@ _BATCH = 32
 
 @torch.inference_mode()
 def texture_centre(encoder: Encoder, pooling: str, device: str | torch.device = "cpu") -> Tensor:
-    """Return the mean of the encoder's features over 256 procedural textures: float32 (D,), on the CPU."""
+    """Return the mean of the encoder's features over 256 procedural textures: float32 (D,), on the
+    CPU.
+    """
     mean, std = (torch.tensor(v)[:, None, None] for v in (encoder.mean, encoder.std))
     total: Tensor | None = None
     for start in range(_FIRST, _FIRST + NUM_TEXTURES, _BATCH):

@@ -32,7 +32,8 @@ def collect_features(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> tuple[dict[tuple[str, str], Tensor], Tensor, Tensor]:
-    """Compute features of a store's images under the evaluation transform. Images that do not decode are left out.
+    """Compute features of a store's images under the evaluation transform. Images that do not
+    decode are left out.
 
     Args:
         functions: by name; their weights must be on ``device``.
@@ -40,15 +41,22 @@ def collect_features(
         rows: int64 positions in the store; if None, all.
 
     Returns:
-        Features x_ND, float32, by (function's name, feature's name); label_N, int64 (-1 without a label); row_N, int64. All on the CPU.
+        Features x_ND, float32, by (function's name, feature's name); label_N, int64 (-1 without a
+        label); row_N, int64. All on the CPU.
 
     Raises:
         DataError: no image could be read.
     """
     total = store.num_records if rows is None else len(rows)
     found: dict[tuple[str, str], Tensor] = {}
-    label_N, row_N, done = torch.empty(total, dtype=torch.int64), torch.empty(total, dtype=torch.int64), 0
-    for x_BCHW, row_B, label_B in image_batches(store, rows, image_size, data, batch_size=batch_size, workers=workers):
+    label_N, row_N, done = (
+        torch.empty(total, dtype=torch.int64),
+        torch.empty(total, dtype=torch.int64),
+        0,
+    )
+    for x_BCHW, row_B, label_B in image_batches(
+        store, rows, image_size, data, batch_size=batch_size, workers=workers
+    ):
         here = slice(done, done + len(x_BCHW))
         label_N[here], row_N[here] = label_B, row_B
         x_BCHW = x_BCHW.to(device)
@@ -61,5 +69,8 @@ def collect_features(
         if progress is not None:
             progress(done)
     if done == 0:
-        raise DataError(f"features: {store.path} has no readable image among {total}; expected one or more. Import the source again.")
+        raise DataError(
+            f"features: {store.path} has no readable image among {total}; expected one or more. "
+            "Import the source again."
+        )
     return {key: x_ND[:done] for key, x_ND in found.items()}, label_N[:done], row_N[:done]

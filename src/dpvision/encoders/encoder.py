@@ -25,7 +25,9 @@ FeatureFunction = Callable[[Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Encoder:
-    """A frozen encoder in evaluation mode. Made by ``encoders.open.open_encoder`` from a name, a file or a run."""
+    """A frozen encoder in evaluation mode. Made by ``encoders.open.open_encoder`` from a name, a
+    file or a run.
+    """
 
     name: str
     """Name in tables; equal for equal weights."""
@@ -34,32 +36,53 @@ class Encoder:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     poolings: FeatureFunction
-    """From normalised images x_BCHW, float32 on ``device``, to features x_BD, float32, by name of pooling; the first is the default."""
+    """From normalised images x_BCHW, float32 on ``device``, to features x_BD, float32, by name of
+    pooling; the first is the default.
+    """
     family: Family
-    """Determines the optimizer of fine-tuning: AdamW for transformers, SGD for convnets. "fixed" features cannot be fine-tuned."""
+    """Determines the optimizer of fine-tuning: AdamW for transformers, SGD for convnets. "fixed"
+    features cannot be fine-tuned.
+    """
     backbone: Callable[[], nn.Module] | None = None
-    """Returns a new trainable copy on the CPU, from x_BCHW to the default pooling x_BD, float32. None for fixed features."""
+    """Returns a new trainable copy on the CPU, from x_BCHW to the default pooling x_BD, float32.
+    None for fixed features.
+    """
     blocks: Callable[[Tensor], list[Tensor]] | None = None
-    """From x_BCHW to the outputs of the transformer's blocks, class token first: each (B, 1 + L, D). None without blocks."""
+    """From x_BCHW to the outputs of the transformer's blocks, class token first: each (B, 1 + L,
+    D). None without blocks.
+    """
     lineage: tuple[dict[str, Any], ...] = field(default=(), compare=False)
-    """Lineage of its weights (``runs.lineage``); empty for random weights, and for features without weights."""
+    """Lineage of its weights (``runs.lineage``); empty for random weights, and for features without
+    weights.
+    """
     weights: Literal["trained", "random", "none"] = "trained"
     """"random": an architecture with untrained weights; "none": features without weights."""
     own_sizes: tuple[int, ...] = ()
-    """Input resolutions in px, ascending up to ``image_size``; each image is used at its own. If empty, only ``image_size``."""
+    """Input resolutions in px, ascending up to ``image_size``; each image is used at its own. If
+    empty, only ``image_size``.
+    """
     resize: int | None = None
     crop: Literal["random", "centre"] = "random"
-    """As in ``DataConfig``: for a run that resized its images, the part of an image to use (``evaluation_box``)."""
+    """As in ``DataConfig``: for a run that resized its images, the part of an image to use
+    (``evaluation_box``).
+    """
     standard_rows: bool = False
-    """Whether its features are already centred, whitened and of length 1. A head then subtracts no other centre, its rate is not bounded
-    for stability (``adapt.rate``), and they are stored as float16, with a relative rounding error of at most 1 / 2,048."""
+    """Whether its features are already centred, whitened and of length 1. A head then subtracts no
+    other centre, its rate is not bounded for stability (``adapt.rate``), and they are stored as
+    float16, with a relative rounding error of at most 1 / 2,048.
+    """
     order_D: Tensor | None = field(default=None, compare=False)
-    """Spatial frequency of each feature dimension, int64 from 0 (the average over positions), or None. Private heads give low frequencies
-    more weight under much noise (``adapt.frequency``)."""
+    """Spatial frequency of each feature dimension, int64 from 0 (the average over positions), or
+    None. Private heads give low frequencies more weight under much noise (``adapt.frequency``).
+    """
     window: Window | None = None
-    """Declared range of the samples of more than 8 bits that a run was trained on; files are read by it."""
+    """Declared range of the samples of more than 8 bits that a run was trained on; files are read
+    by it.
+    """
     licence: str | None = None
-    """Licence of published weights as stated by their library; None if not stated, and for runs, whose manifests have it."""
+    """Licence of published weights as stated by their library; None if not stated, and for runs,
+    whose manifests have it.
+    """
 
     def __call__(self, x_BCHW: Tensor, pooling: str | None = None) -> Tensor:
         """Return features x_BD of normalised images on the encoder's device.
@@ -77,25 +100,40 @@ class Encoder:
         found = self.poolings(x_BCHW)
         pooling = next(iter(found)) if pooling is None else pooling
         if pooling not in found:
-            raise ConfigError(f"encoder: pooling={pooling!r}; expected one of {list(found)} with {self.name}. Use one of them, or omit it.")
+            raise ConfigError(
+                f"encoder: pooling={pooling!r}; expected one of {list(found)} with {self.name}. "
+                "Use one of them, or omit it."
+            )
         return pooling, found[pooling]
 
     @property
     def data(self) -> DataConfig:
         """Preprocessing of its input images."""
-        return DataConfig(mean=self.mean, std=self.std, own_sizes=self.own_sizes, resize=self.resize, crop=self.crop)
+        return DataConfig(
+            mean=self.mean,
+            std=self.std,
+            own_sizes=self.own_sizes,
+            resize=self.resize,
+            crop=self.crop,
+        )
 
     @property
     def preprocess(self) -> Preprocess:
-        """Preprocessing as a function from one image (path, bytes, PIL image or uint8 array) to float32 (3, H, W)."""
+        """Preprocessing as a function from one image (path, bytes, PIL image or uint8 array) to
+        float32 (3, H, W).
+        """
         return preprocess_of(self.image_size, self.data, self.window)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield its weights, on the CPU; nothing for features without weights. Copies them lazily."""
+        """Yield its weights, on the CPU; nothing for features without weights. Copies them
+        lazily.
+        """
         if self.backbone is not None:
             yield from self.backbone().state_dict().values()
 
     @property
     def confidential(self) -> bool:
-        """Whether these weights were trained on private images without a guarantee, so that everything computed with them is private."""
+        """Whether these weights were trained on private images without a guarantee, so that
+        everything computed with them is private.
+        """
         return shaped_in_confidence(self.lineage)

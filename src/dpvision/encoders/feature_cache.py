@@ -1,8 +1,10 @@
 """A cache of features and scores in the folder of the store that they were computed from.
 
-Features of private images are as private as the images: they are under STORE/confidential/features/, readable by the owner only. A
-file's name is a digest of everything that determines its content: the encoder (weights, and features of fixed noise), decoding and
-preprocessing (settings, source code, library versions), the store and its rows. Files are never updated.
+Features of private images are as private as the images: they are under
+STORE/confidential/features/, readable by the owner only. A file's name is a digest of everything
+that determines its content: the encoder (weights, and features of fixed noise), decoding and
+preprocessing (settings, source code, library versions), the store and its rows. Files are never
+updated.
 
 Legend: N records, D feature dimension, B images, C channels, H height, W width.
 """
@@ -38,12 +40,16 @@ from dpvision.errors import DataError, remedy_for
 from dpvision.files import replacing, sync
 
 MAX_BYTES = 4 << 30
-"""Maximum size of a store's cache; the least recently used files are deleted first, small ones last."""
+"""Maximum size of a store's cache; the least recently used files are deleted first, small ones
+last.
+"""
 _SMALL_BYTES = 1 << 20
 """Files below this size do not evict larger ones."""
 _LEFT_S = 24 * 3600
 _SYNC_S = 1.0
-"""Interval at which the rows of a growing array are counted; uncounted rows are lost with the process."""
+"""Interval at which the rows of a growing array are counted; uncounted rows are lost with the
+process.
+"""
 _POLL_S = 0.2
 _COUNT = 8
 """Size of the count in bytes."""
@@ -68,10 +74,17 @@ class FeatureCache:
     def save(self, key: str, tensors: dict[str, Tensor]) -> None:
         """Cache tensors under ``key``, unless they are larger than the cache."""
         if sum(t.numel() * t.element_size() for t in tensors.values()) <= self.max_bytes:
-            self._write(f"{key}.safetensors", lambda path: save_file({k: t.contiguous().clone() for k, t in tensors.items()}, path))
+            self._write(
+                f"{key}.safetensors",
+                lambda path: save_file(
+                    {k: t.contiguous().clone() for k, t in tensors.items()}, path
+                ),
+            )
 
     def load_array(self, key: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
-        """Return the array cached under ``key``, memory-mapped and read-only, or None if missing or of another shape or type."""
+        """Return the array cached under ``key``, memory-mapped and read-only, or None if missing or
+        of another shape or type.
+        """
         path = self.folder / f"{key}.npy"
         try:
             found = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -90,14 +103,17 @@ class FeatureCache:
         step: int = 1,
         progress: Callable[[int], None] | None = None,
     ) -> np.ndarray:
-        """Write an array of any size in blocks along its first axis, and return it like ``load_array``. The folder must exist.
+        """Write an array of any size in blocks along its first axis, and return it like
+        ``load_array``. The folder must exist.
 
-        Continues where an earlier process stopped or was killed, and waits while another process writes the same array. An array
-        larger than the cache evicts everything else.
+        Continues where an earlier process stopped or was killed, and waits while another process
+        writes the same array. An array larger than the cache evicts everything else.
 
         Args:
-            blocks_from: yields the blocks in order, starting at a given row, a multiple of ``step``.
-            progress: called with the number of rows written by another process while waiting for it.
+            blocks_from: yields the blocks in order, starting at a given row, a multiple of
+                ``step``.
+            progress: called with the number of rows written by another process while waiting for
+                it.
 
         Raises:
             DataError: the disk cannot be written. Finished rows are kept.
@@ -110,18 +126,23 @@ class FeatureCache:
                 else:
                     first = partial.rows_done() // step * step
                     partial.write(first, blocks_from(first))
-                    written = self.load_array(key, shape, dtype)  # under the lock, which keeps other processes from deleting it
+                    written = self.load_array(
+                        key, shape, dtype
+                    )  # under the lock, which keeps other processes from deleting it
             self._make_room(partial.path)
         except OSError as error:
             remedy = remedy_for(error, "Free space, then repeat.")
             raise DataError(
-                f"features: {self.folder} ({error.strerror or error}); expected a writable folder with free space. {remedy}"
+                f"features: {self.folder} ({error.strerror or error}); expected a writable "
+                f"folder with free space. {remedy}"
             ) from None
         assert written is not None, "just written"
         return written
 
     def has_room(self, key: str, num_bytes: int) -> bool:
-        """Return whether the folder exists or can be made, and its disk has space for the rest of an array of ``num_bytes``."""
+        """Return whether the folder exists or can be made, and its disk has space for the rest of
+        an array of ``num_bytes``.
+        """
         if not self.make_folder():
             return False
         partial = growing_path(self.folder / f"{key}.npy")
@@ -131,7 +152,9 @@ class FeatureCache:
         return shutil.disk_usage(self.folder).free > 1.05 * num_bytes - there
 
     def make_folder(self) -> bool:
-        """Make the folder, readable by its owner only, if it does not exist. Return whether it is writable."""
+        """Make the folder, readable by its owner only, if it does not exist. Return whether it is
+        writable.
+        """
         try:
             # Level by level: mkdir's mode does not apply to parents.
             for folder in (self.folder.parent, self.folder):
@@ -152,14 +175,17 @@ class FeatureCache:
         self._write(f"{key}.json", lambda path: path.write_text(json.dumps(value, allow_nan=False)))
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
-        with contextlib.suppress(OSError, SafetensorError):  # the second is how safetensors reports a full disk
+        with contextlib.suppress(
+            OSError, SafetensorError
+        ):  # the second is how safetensors reports a full disk
             if self.make_folder():
                 with replacing(self.folder / name) as partial:
                     write(partial)
                 self._make_room(self.folder / name)
 
     def _make_room(self, keep: Path) -> None:
-        """Delete files beyond the cache's maximum size, but not ``keep``, which was just written, nor arrays that a process is writing.
+        """Delete files beyond the cache's maximum size, but not ``keep``, which was just written,
+        nor arrays that a process is writing.
 
         Other processes may rename and delete files meanwhile.
         """
@@ -167,12 +193,25 @@ class FeatureCache:
         for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):
                 stat = entry.stat()
-                if re.search(r"\.partial-\d+$", entry.name) and time.time() - stat.st_mtime > _LEFT_S:
+                if (
+                    re.search(r"\.partial-\d+$", entry.name)
+                    and time.time() - stat.st_mtime > _LEFT_S
+                ):
                     os.unlink(entry)  # left by a process that was killed while it wrote
                 else:
-                    found.append((entry.name != keep.name, stat.st_size >= _SMALL_BYTES, -stat.st_mtime_ns, stat.st_size, Path(entry)))
+                    found.append(
+                        (
+                            entry.name != keep.name,
+                            stat.st_size >= _SMALL_BYTES,
+                            -stat.st_mtime_ns,
+                            stat.st_size,
+                            Path(entry),
+                        )
+                    )
         total, wrote_large = 0, False
-        for other, large, _, size, path in sorted(found):  # ``keep``, then small files, then large ones, each the latest first
+        for other, large, _, size, path in sorted(
+            found
+        ):  # ``keep``, then small files, then large ones, each the latest first
             total += size
             wrote_large |= large and not other
             if other and total > self.max_bytes and (wrote_large or not large):
@@ -182,23 +221,28 @@ class FeatureCache:
 
 
 def _mark_used(path: Path) -> None:
-    with contextlib.suppress(OSError):  # deleted meanwhile, or on a read-only disk: what was read is good all the same
+    with contextlib.suppress(
+        OSError
+    ):  # deleted meanwhile, or on a read-only disk: what was read is good all the same
         os.utime(path)
 
 
 class GrowingArray:
     """An array that grows in a temporary file, locked by one writer at a time (``claim``).
 
-    The file is a .npy file whose first eight bytes, numpy's magic string and version, hold the number of rows written until it is complete.
-    Rows reach the disk before they are counted (data, fdatasync, count), so that neither SIGKILL nor a power cut leaves a counted row
-    that was not written. Blocks are written, not mapped, so that a full disk raises OSError.
+    The file is a .npy file whose first eight bytes, numpy's magic string and version, hold the
+    number of rows written until it is complete. Rows reach the disk before they are counted (data,
+    fdatasync, count), so that neither SIGKILL nor a power cut leaves a counted row that was not
+    written. Blocks are written, not mapped, so that a full disk raises OSError.
 
     Args:
         file: the locked file.
         path: final path of the array.
     """
 
-    def __init__(self, file: IO[bytes], path: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    def __init__(
+        self, file: IO[bytes], path: Path, shape: tuple[int, ...], dtype: np.dtype
+    ) -> None:
         self.path, self.shape = path, shape
         self._file, self._dtype, self._header = file, dtype, _header(shape, dtype)
         self._row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -210,12 +254,18 @@ class GrowingArray:
             return 0
         # With the magic string the array is complete: the process was killed before the rename.
         rows = self.shape[0] if start == self._header else int.from_bytes(start[:_COUNT], "little")
-        return rows if len(self._header) + rows * self._row_bytes <= os.fstat(self._file.fileno()).st_size else 0
+        return (
+            rows
+            if len(self._header) + rows * self._row_bytes <= os.fstat(self._file.fileno()).st_size
+            else 0
+        )
 
     def write(self, first: int, blocks: Iterable[np.ndarray]) -> None:
-        """Append blocks of rows from row ``first`` (at most ``rows_done()``) on, and rename the file to its final path.
+        """Append blocks of rows from row ``first`` (at most ``rows_done()``) on, and rename the
+        file to its final path.
 
-        Finished blocks are counted even if writing is interrupted (Ctrl-C, an unreadable shard, a full disk).
+        Finished blocks are counted even if writing is interrupted (Ctrl-C, an unreadable shard, a
+        full disk).
 
         Raises:
             OSError: the disk cannot be written.
@@ -246,10 +296,16 @@ class GrowingArray:
 
 
 @contextlib.contextmanager
-def claim(path: Path, shape: tuple[int, ...], dtype: np.dtype, waiting: Callable[[int], None] | None = None) -> Iterator[GrowingArray]:
+def claim(
+    path: Path,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    waiting: Callable[[int], None] | None = None,
+) -> Iterator[GrowingArray]:
     """Yield the growing array of ``path``, locked; wait while another process has the lock.
 
-    After waiting, check first whether the array is complete. The system releases the lock (flock) when the process ends, in any way.
+    After waiting, check first whether the array is complete. The system releases the lock (flock)
+    when the process ends, in any way.
 
     Args:
         waiting: called repeatedly with the number of rows that the other process has counted.
@@ -274,7 +330,9 @@ def growing_path(path: Path) -> Path:
 
 
 def _locked(file: IO[bytes], path: Path) -> bool:
-    """Try to lock a file. Return False if another process has the lock, or if the file was renamed because it is finished."""
+    """Try to lock a file. Return False if another process has the lock, or if the file was renamed
+    because it is finished.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
@@ -284,13 +342,22 @@ def _locked(file: IO[bytes], path: Path) -> bool:
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        header,
+        {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape},
+    )
     return header.getvalue()
 
 
 def features_key(encoder: str, store: Store, rows: np.ndarray) -> str:
     """Return the cache key of the features of ``rows`` by the encoder with this fingerprint."""
-    digest = _digest([encoder, store.store_id, code_digest(decode, jpeg, rgb, loader, transform, collect, pooled)])
+    digest = _digest(
+        [
+            encoder,
+            store.store_id,
+            code_digest(decode, jpeg, rgb, loader, transform, collect, pooled),
+        ]
+    )
     digest.update(store.index["id"][rows].tobytes())
     return digest.hexdigest()[:40]
 
@@ -301,14 +368,25 @@ def score_key(*parts: Any) -> str:
 
 
 def code_digest(*modules: ModuleType) -> str:
-    """Return a digest of modules' source and of the library versions, since a change of either may change the result."""
+    """Return a digest of modules' source and of the library versions, since a change of either may
+    change the result.
+    """
     try:
         import pillow_heif
 
         heif = pillow_heif.__version__
     except ImportError:
         heif = "absent"
-    digest = _digest([torch.__version__, PIL.__version__, np.__version__, sklearn.__version__, simplejpeg.__version__, heif])
+    digest = _digest(
+        [
+            torch.__version__,
+            PIL.__version__,
+            np.__version__,
+            sklearn.__version__,
+            simplejpeg.__version__,
+            heif,
+        ]
+    )
     for module in modules:
         digest.update(Path(module.__file__ or "").read_bytes())
     return digest.hexdigest()

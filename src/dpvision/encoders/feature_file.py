@@ -1,11 +1,13 @@
 """Frozen features of many records as one memory-mapped array, cached in the store's folder.
 
-Row i belongs to record ``rows[i]``. A record that does not decode has a row of NaN and contributes zero to everything computed from it
-(docs/privacy.md). Batches are padded to one size, so that a record's features do not depend on the other records of its batch.
+Row i belongs to record ``rows[i]``. A record that does not decode has a row of NaN and contributes
+zero to everything computed from it (docs/privacy.md). Batches are padded to one size, so that a
+record's features do not depend on the other records of its batch.
 
-Rows of length 1, and features that would take more than 2 GiB for the declared number of records, are stored as float16: half the disk
-space and half the reading, which bounds the speed of many steps. Rounding is a function of the record alone, with a relative error of
-1 / 2048, far below the noise of a million records. Values above 65504 overflow, and their record counts as non-finite.
+Rows of length 1, and features that would take more than 2 GiB for the declared number of records,
+are stored as float16: half the disk space and half the reading, which bounds the speed of many
+steps. Rounding is a function of the record alone, with a relative error of 1 / 2048, far below the
+noise of a million records. Values above 65504 overflow, and their record counts as non-finite.
 
 Legend: N records, B images of a batch, D feature dimension, C channels, H height, W width.
 """
@@ -26,7 +28,9 @@ from dpvision.errors import DataError
 
 _CPU_ROWS = 32
 _WHOLE_BYTES = 2 << 30
-"""Size of float32 features above which they are stored as float16. Also the limit in memory if the disk has no space."""
+"""Size of float32 features above which they are stored as float16. Also the limit in memory if the
+disk has no space.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,14 @@ class Extraction:
 
 
 def rows_of_pass(encoder: Encoder, most: int, device: str | torch.device) -> int:
-    """Return the number of images to compute at a time: 32 of a network on a CPU, where more are no faster and all places are checked."""
-    return min(most, _CPU_ROWS) if encoder.family != "fixed" and torch.device(device).type == "cpu" else most
+    """Return the number of images to compute at a time: 32 of a network on a CPU, where more are no
+    faster and all places are checked.
+    """
+    return (
+        min(most, _CPU_ROWS)
+        if encoder.family != "fixed" and torch.device(device).type == "cpu"
+        else most
+    )
 
 
 def feature_array(
@@ -59,16 +69,18 @@ def feature_array(
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """Return features of ``rows`` under the evaluation transform, read-only, float32 or float16 (N, D).
+    """Return features of ``rows`` under the evaluation transform, read-only, float32 or float16 (N,
+    D).
 
     Args:
         width: D.
         rows: sorted int64 positions in the store.
-        dataset_size: declared number of records, which determines the precision: one more record must not change the features of all
-            others. If None, the number of rows.
-        keep: whether to use the store's cache. A change of encoder, preprocessing, store or rows gives another cache entry.
-        progress: called with the number of finished records, first before anything is computed (not 0 if an interrupted extraction is
-            continued). Never called if everything is cached.
+        dataset_size: declared number of records, which determines the precision: one more record
+            must not change the features of all others. If None, the number of rows.
+        keep: whether to use the store's cache. A change of encoder, preprocessing, store or rows
+            gives another cache entry.
+        progress: called with the number of finished records, first before anything is computed (not
+            0 if an interrupted extraction is continued). Never called if everything is cached.
 
     Raises:
         DataError: a shard cannot be read, or there is no space for the features.
@@ -80,16 +92,26 @@ def feature_array(
     num_bytes = len(rows) * width * dtype.itemsize
     if num_bytes > _WHOLE_BYTES:
         raise DataError(
-            f"features: no space under {store.path}/confidential; expected {num_bytes / 1e9:,.1f} GB free. Free space, or move the store."
+            f"features: no space under {store.path}/confidential; expected "
+            f"{num_bytes / 1e9:,.1f} GB free. Free space, or move the store."
         )
     blocks = list(_blocks(encoder, pooling, width, store, rows, 0, dtype, how))
     return np.concatenate(blocks) if blocks else np.empty((0, width), dtype)
 
 
 def feature_blocks(
-    encoder: Encoder, pooling: str, width: int, store: Store, rows: np.ndarray, how: Extraction, *, keep: bool = True
+    encoder: Encoder,
+    pooling: str,
+    width: int,
+    store: Store,
+    rows: np.ndarray,
+    how: Extraction,
+    *,
+    keep: bool = True,
 ) -> Iterator[np.ndarray]:
-    """Yield the rows of ``feature_array`` block by block, for a single pass; they need not fit on disk or in memory."""
+    """Yield the rows of ``feature_array`` block by block, for a single pass; they need not fit on
+    disk or in memory.
+    """
     dtype = feature_dtype(encoder, len(rows), width)
     if keep and (kept := _kept_array(encoder, pooling, width, store, rows, dtype, how)) is not None:
         yield from (kept[i : i + how.batch_size] for i in range(0, len(rows), how.batch_size))
@@ -98,11 +120,21 @@ def feature_blocks(
 
 
 def _kept_array(
-    encoder: Encoder, pooling: str, width: int, store: Store, rows: np.ndarray, dtype: np.dtype, how: Extraction
+    encoder: Encoder,
+    pooling: str,
+    width: int,
+    store: Store,
+    rows: np.ndarray,
+    dtype: np.dtype,
+    how: Extraction,
 ) -> np.ndarray | None:
-    """Return the array from the store's cache, computing it if necessary; None if there is no space."""
+    """Return the array from the store's cache, computing it if necessary; None if there is no
+    space.
+    """
     cache, shape = FeatureCache(store.path), (len(rows), width)
-    key = score_key("array", features_key(fingerprint(encoder, how.device), store, rows), pooling, dtype.str)
+    key = score_key(
+        "array", features_key(fingerprint(encoder, how.device), store, rows), pooling, dtype.str
+    )
     kept = cache.load_array(key, shape, dtype)
     if kept is not None or not cache.has_room(key, shape[0] * shape[1] * dtype.itemsize):
         return kept
@@ -110,19 +142,31 @@ def _kept_array(
     def blocks_from(first: int) -> Iterator[np.ndarray]:
         return _blocks(encoder, pooling, width, store, rows, first, dtype, how)
 
-    return cache.save_array(key, shape, dtype, blocks_from, step=how.batch_size, progress=how.progress)
+    return cache.save_array(
+        key, shape, dtype, blocks_from, step=how.batch_size, progress=how.progress
+    )
 
 
 def feature_dtype(encoder: Encoder, num_records: int, width: int) -> np.dtype:
-    """Return the dtype in which features of a declared number of records are stored: float32 or float16."""
-    return np.dtype(np.float32 if 4 * num_records * width <= _WHOLE_BYTES and not encoder.standard_rows else np.float16)
+    """Return the dtype in which features of a declared number of records are stored: float32 or
+    float16.
+    """
+    return np.dtype(
+        np.float32
+        if 4 * num_records * width <= _WHOLE_BYTES and not encoder.standard_rows
+        else np.float16
+    )
 
 
 @torch.inference_mode()
 def seconds_per_image(encoder: Encoder, device: str | torch.device = "cpu") -> float:
-    """Measure the seconds per image for features on this machine, without decoding, on random images of the encoder's largest size."""
+    """Measure the seconds per image for features on this machine, without decoding, on random
+    images of the encoder's largest size.
+    """
     count = 32 if encoder.family == "fixed" else 2
-    x_BCHW = torch.rand(count, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0)).to(device)
+    x_BCHW = torch.rand(
+        count, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0)
+    ).to(device)
     start = time.perf_counter()
     for features_BD in encoder.poolings(x_BCHW).values():
         features_BD.sum().item()  # waits for the GPU
@@ -140,21 +184,33 @@ def _blocks(
     dtype: np.dtype,
     how: Extraction,
 ) -> Iterator[np.ndarray]:
-    """Yield the rows from ``first`` on in batches that start at multiples of the batch size, so that a record has the same batch, and
-    thus the same bits, after an interruption."""
+    """Yield the rows from ``first`` on in batches that start at multiples of the batch size, so
+    that a record has the same batch, and thus the same bits, after an interruption.
+    """
     done = first
     batch_size = how.batch_size
     if how.progress is not None:
         how.progress(done)
-    found = image_batches(store, rows[first:], encoder.image_size, encoder.data, batch_size=batch_size, workers=how.workers)
+    found = image_batches(
+        store,
+        rows[first:],
+        encoder.image_size,
+        encoder.data,
+        batch_size=batch_size,
+        workers=how.workers,
+    )
     for x_BCHW, row_B, _ in found:
         missing = batch_size - len(x_BCHW)
-        padded = torch.cat([x_BCHW, x_BCHW.new_zeros(missing, *x_BCHW.shape[1:])]) if missing else x_BCHW
+        padded = (
+            torch.cat([x_BCHW, x_BCHW.new_zeros(missing, *x_BCHW.shape[1:])]) if missing else x_BCHW
+        )
         x_BD = encoder(padded.to(how.device), pooling)[: len(x_BCHW)].float().cpu().numpy()
         place_B = np.searchsorted(rows, row_B.numpy())
         end = min((int(place_B[-1]) // batch_size + 1) * batch_size, len(rows))
         piece = np.full((end - done, width), np.nan, dtype=dtype)
-        with np.errstate(over="ignore"):  # values that overflow become infinite and exclude their record
+        with np.errstate(
+            over="ignore"
+        ):  # values that overflow become infinite and exclude their record
             piece[place_B - done] = x_BD
         yield piece
         done = end

@@ -1,8 +1,10 @@
-"""Find images of a public store that match images of a private one by an encoder's features: crops, shifts, collages, which hashes miss.
+"""Find images of a public store that match images of a private one by an encoder's features: crops,
+shifts, collages, which hashes miss.
 
-The private store's features are in a temporary float16 file and are searched block by block (faiss, exact inner products); the public
-store is streamed once, so memory grows with neither store. The similarity threshold is measured on the public store alone: transformed
-copies of its images against its other images.
+The private store's features are in a temporary float16 file and are searched block by block (faiss,
+exact inner products); the public store is streamed once, so memory grows with neither store. The
+similarity threshold is measured on the public store alone: transformed copies of its images against
+its other images.
 
 Legend: N images, D feature dimension, B images of a block, C channels, H height, W width.
 """
@@ -29,7 +31,9 @@ from dpvision.errors import ConfigError, DataError
 
 SAMPLE = 1000
 FALSE_ALARMS = 0.001
-"""Allowed share of copies with a false match among ``SAMPLE`` other images; it grows in proportion to the number of images."""
+"""Allowed share of copies with a false match among ``SAMPLE`` other images; it grows in proportion
+to the number of images.
+"""
 _BLOCK = 1 << 15
 _BATCH = 64
 
@@ -49,12 +53,19 @@ class Threshold:
 
 
 def make_copies(pixels_HWC: np.ndarray) -> dict[str, np.ndarray]:
-    """Return transformed copies of an image as they occur in republished images, by name: uint8 RGB."""
+    """Return transformed copies of an image as they occur in republished images, by name: uint8
+    RGB.
+    """
     image = Image.fromarray(pixels_HWC)
     width, height = image.size
 
     def cropped(left: float, top: float, right: float, bottom: float) -> Image.Image:
-        box = (round(left * width), round(top * height), max(1, round(right * width)), max(1, round(bottom * height)))
+        box = (
+            round(left * width),
+            round(top * height),
+            max(1, round(right * width)),
+            max(1, round(bottom * height)),
+        )
         return image.crop(box)
 
     half = image.resize((max(1, width // 2), max(1, height // 2)), Image.Resampling.BICUBIC)
@@ -81,7 +92,8 @@ def measure_threshold(
     device: str | torch.device = "cpu",
     say: Say = lambda text: None,
 ) -> Threshold:
-    """Find the smallest cosine at which at most ``false_alarms`` of all copies match an image other than their original.
+    """Find the smallest cosine at which at most ``false_alarms`` of all copies match an image other
+    than their original.
 
     The result depends only on the public store and public settings.
 
@@ -91,24 +103,33 @@ def measure_threshold(
     Raises:
         DataError: fewer than ten readable images.
     """
-    rows = np.unique(np.linspace(0, public.num_records - 1, min(sample, public.num_records)).astype(np.int64))
+    rows = np.unique(
+        np.linspace(0, public.num_records - 1, min(sample, public.num_records)).astype(np.int64)
+    )
     prepare = preprocess(encoder.image_size, encoder.mean, encoder.std)
     own: list[np.ndarray] = []
     copied: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for at in range(0, len(rows), _BATCH):
-        originals = [pixels for data in public.read_many(rows[at : at + _BATCH]) if (pixels := _pixels(data)) is not None]
+        originals = [
+            pixels
+            for data in public.read_many(rows[at : at + _BATCH])
+            if (pixels := _pixels(data)) is not None
+        ]
         if not originals:
             continue
         copies = [make_copies(pixels) for pixels in originals]
         own.append(_features(encoder, _stacked([prepare(p) for p in originals]), device))
         for name in copies[0]:
             shown = _stacked([prepare(c[name]) for c in copies])
-            copied.setdefault(name, []).append((_features(encoder, shown, device), _features(encoder, shown.flip(-1), device)))
+            copied.setdefault(name, []).append(
+                (_features(encoder, shown, device), _features(encoder, shown.flip(-1), device))
+            )
         say(f"measuring the threshold: {at + len(originals):,} of {len(rows):,} public images")
     raw_ND = np.concatenate(own) if own else np.zeros((0, 1), dtype=np.float32)
     if len(raw_ND) < 10:
         raise DataError(
-            f"overlap: {public.path} has {len(raw_ND)} readable images; expected ten or more for the threshold. Drop --encoder."
+            f"overlap: {public.path} has {len(raw_ND)} readable images; expected ten or more for "
+            "the threshold. Drop --encoder."
         )
     centre_D = raw_ND.mean(axis=0)
     x_ND = _unit(raw_ND, centre_D)
@@ -122,7 +143,12 @@ def measure_threshold(
         cosine_NN[same_NN] = -1.0
         other.append(cosine_NN.max(axis=1))
     cosine = float(np.quantile(np.concatenate(other), 1 - false_alarms, method="higher"))
-    return Threshold(cosine, centre_D, {name: float((values > cosine).mean()) for name, values in true.items()}, len(x_ND))
+    return Threshold(
+        cosine,
+        centre_D,
+        {name: float((values > cosine).mean()) for name, values in true.items()},
+        len(x_ND),
+    )
 
 
 def find_feature_matches(
@@ -136,7 +162,8 @@ def find_feature_matches(
     device: str | torch.device = "cpu",
     say: Say = lambda text: None,
 ) -> Matches:
-    """Find public images whose features, or whose mirror image's features, have a cosine above the threshold with a private image's.
+    """Find public images whose features, or whose mirror image's features, have a cosine above the
+    threshold with a private image's.
 
     Raises:
         ConfigError: faiss is not installed, or the threshold is out of range.
@@ -144,35 +171,55 @@ def find_feature_matches(
     """
     cosine = threshold.cosine
     if not -1 <= cosine < 1:
-        raise ConfigError(f"overlap: threshold={cosine}; expected -1 <= cosine < 1. Omit it to have it measured on the public store.")
+        raise ConfigError(
+            f"overlap: threshold={cosine}; expected -1 <= cosine < 1. Omit it to have it "
+            "measured on the public store."
+        )
     try:
         import faiss
     except ImportError:
-        raise ConfigError("overlap: faiss is not installed; --encoder needs it. In a checkout: pip install '.[overlap]'") from None
+        raise ConfigError(
+            "overlap: faiss is not installed; --encoder needs it. In a checkout: pip install "
+            "'.[overlap]'"
+        ) from None
     faiss.omp_set_num_threads(torch.get_num_threads())
     folder = private.path / "confidential"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = matches_of(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), "features", np.zeros(0))
+    found = matches_of(
+        np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), "features", np.zeros(0)
+    )
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         kept = Path(scratch) / "features.f16"
         private_rows = []
         with kept.open("wb") as file:
-            for x_BD, row_B in _blocks(encoder, private, threshold, False, batch_size, workers, device, say, "private"):
+            for x_BD, row_B in _blocks(
+                encoder, private, threshold, False, batch_size, workers, device, say, "private"
+            ):
                 file.write(x_BD.astype(np.float16).tobytes())
                 private_rows.append(row_B)
         row_N = np.concatenate(private_rows) if private_rows else np.zeros(0, dtype=np.int64)
         if not len(row_N):
-            raise DataError(f"overlap: {private.path} has no readable image; expected one or more. Import the source again.")
+            raise DataError(
+                f"overlap: {private.path} has no readable image; expected one or more. Import "
+                "the source again."
+            )
         base_ND = np.memmap(kept, dtype=np.float16, mode="r").reshape(len(row_N), -1)
-        for x_BD, row_B in _blocks(encoder, public, threshold, True, batch_size, workers, device, say, "public"):
-            best_B, near_B = np.full(len(x_BD), -2.0, dtype=np.float32), np.zeros(len(x_BD), dtype=np.int64)
+        for x_BD, row_B in _blocks(
+            encoder, public, threshold, True, batch_size, workers, device, say, "public"
+        ):
+            best_B, near_B = (
+                np.full(len(x_BD), -2.0, dtype=np.float32),
+                np.zeros(len(x_BD), dtype=np.int64),
+            )
             for at in range(0, len(base_ND), _BLOCK):
                 part_ND = np.ascontiguousarray(base_ND[at : at + _BLOCK], dtype=np.float32)
                 value_B1, index_B1 = faiss.knn(x_BD, part_ND, 1, metric=faiss.METRIC_INNER_PRODUCT)
                 better = value_B1[:, 0] > best_B
                 best_B[better], near_B[better] = value_B1[better, 0], at + index_B1[better, 0]
             hit = best_B > cosine
-            found = found.joined(matches_of(row_B[hit], row_N[near_B[hit]], "features", 1 - best_B[hit]))
+            found = found.joined(
+                matches_of(row_B[hit], row_N[near_B[hit]], "features", 1 - best_B[hit])
+            )
     return found
 
 
@@ -187,13 +234,19 @@ def _blocks(
     say: Say,
     what: str,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield features of length 1, float32 (B, D), and rows of about ``_BLOCK`` readable images at a time, with their mirror images."""
+    """Yield features of length 1, float32 (B, D), and rows of about ``_BLOCK`` readable images at a
+    time, with their mirror images.
+    """
     data = DataConfig(mean=encoder.mean, std=encoder.std)
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     done = 0
-    for x_BCHW, row_B, _ in image_batches(store, None, encoder.image_size, data, batch_size=batch_size, workers=workers):
+    for x_BCHW, row_B, _ in image_batches(
+        store, None, encoder.image_size, data, batch_size=batch_size, workers=workers
+    ):
         for shown in (x_BCHW, x_BCHW.flip(-1)) if mirrored else (x_BCHW,):
-            parts.append((_unit(_features(encoder, shown, device), threshold.centre_D), row_B.numpy()))
+            parts.append(
+                (_unit(_features(encoder, shown, device), threshold.centre_D), row_B.numpy())
+            )
         done += len(row_B)
         say(f"features of {what} images: {done:,} of {store.num_records:,}")
         if sum(len(rows) for _, rows in parts) >= _BLOCK:

@@ -1,6 +1,8 @@
-"""Encoders without training data, which cost no privacy: pixels, HOG, scattering, and whitened patches of textures.
+"""Encoders without training data, which cost no privacy: pixels, HOG, scattering, and whitened
+patches of textures.
 
-They are the baseline for everything trained with privacy (docs/features_free.md): the head can spend all of epsilon.
+They are the baseline for everything trained with privacy (docs/features_free.md): the head can
+spend all of epsilon.
 
 Legend: B images, C channels, H height, W width, D feature dimension.
 """
@@ -34,31 +36,42 @@ FIXED = ("pixels", "hog", "scattering", "patches", "patches+scattering")
 """Names of the encoders without training."""
 
 
-def fixed_encoder(name: str, image_size: int | None = None, device: str | torch.device = "cpu") -> Encoder:
+def fixed_encoder(
+    name: str, image_size: int | None = None, device: str | torch.device = "cpu"
+) -> Encoder:
     """Return an encoder without training.
 
-    ``pixels``: see ``raw_pixels``. ``hog``: ``hog.hog`` with eight cells per side. ``scattering``: two scales and eight directions of the
-    image at up to 32 px, averaged to 4 x 4 positions (3,888 dimensions). ``patches`` and ``patches+scattering``: ``patch_features`` (14,400
-    and 22,176 dimensions), each image at its own resolution.
+    ``pixels``: see ``raw_pixels``. ``hog``: ``hog.hog`` with eight cells per side. ``scattering``:
+    two scales and eight directions of the image at up to 32 px, averaged to 4 x 4 positions (3,888
+    dimensions). ``patches`` and ``patches+scattering``: ``patch_features`` (14,400 and 22,176
+    dimensions), each image at its own resolution.
 
     Args:
         name: one of ``FIXED``.
-        image_size: side of the images, at least 8 px (scattering: 12), 32 by default. For patches the maximum resolution, 128 by default,
-            rounded down to one of ``patch_features.SIZES``.
+        image_size: side of the images, at least 8 px (scattering: 12), 32 by default. For patches
+            the maximum resolution, 128 by default, rounded down to one of ``patch_features.SIZES``.
 
     Raises:
         ConfigError: unknown name, or the images are too small.
     """
     if name not in FIXED:
-        raise ConfigError(f"encoder: {name!r}; expected one of {list(FIXED)}. Use patches+scattering.")
+        raise ConfigError(
+            f"encoder: {name!r}; expected one of {list(FIXED)}. Use patches+scattering."
+        )
     least = 12 if name == "scattering" else _FEWEST_SIDE
     if image_size is not None and not image_size >= least:
-        raise ConfigError(f"encoder: image_size={image_size}; expected {least} px or more for {name}. Enlarge the images.")
+        raise ConfigError(
+            f"encoder: image_size={image_size}; expected {least} px or more for {name}. Enlarge "
+            "the images."
+        )
     if name.startswith("patches"):
         return _patches(name, image_size or DEFAULT_RESOLUTION, device)
     size = image_size or 32
-    # Pixels are normalised as for runs; the others take values in [0, 1] and normalise them themselves.
-    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "pixels" else ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    # Pixels are normalised as for runs; the others take values in [0, 1] and normalise them
+    # themselves.
+    mean, std = (
+        (IMAGENET_MEAN, IMAGENET_STD) if name == "pixels" else ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    )
     makers: dict[str, Callable[[], FeatureFunction]] = {
         "pixels": lambda: raw_pixels,
         "hog": lambda: _hog(size),
@@ -70,7 +83,8 @@ def fixed_encoder(name: str, image_size: int | None = None, device: str | torch.
 def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:
     """Return pixels as features. Images larger than 16 px are averaged down to 16 x 16 areas.
 
-    On CIFAR-10 the linear probe is no worse on these 768 dimensions than on all 3072 (docs/log.md, 2026-11-23) and six times as fast.
+    On CIFAR-10 the linear probe is no worse on these 768 dimensions than on all 3072 (docs/log.md,
+    2026-11-23) and six times as fast.
 
     Returns:
         {"pixels": x_BD}, D = 3 x 16 x 16 or less.
@@ -90,10 +104,19 @@ def _patches(name: str, image_size: int, device: str | torch.device) -> Encoder:
     features = patch_features(scattering="scattering" in name, most_px=sizes[-1], device=device)
     orders_D = feature_orders(scattering="scattering" in name)
     return Encoder(
-        name, sizes[-1], (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), lambda x_BCHW: {"3x3": features(x_BCHW)}, "fixed",
-        weights="trained", own_sizes=sizes, standard_rows=True, licence=_LICENCE, order_D=orders_D,
+        name,
+        sizes[-1],
+        (0.0, 0.0, 0.0),
+        (1.0, 1.0, 1.0),
+        lambda x_BCHW: {"3x3": features(x_BCHW)},
+        "fixed",
+        weights="trained",
+        own_sizes=sizes,
+        standard_rows=True,
+        licence=_LICENCE,
+        order_D=orders_D,
         lineage=(public_weights(name, _LICENCE),),
-    )  # fmt: skip
+    )
 
 
 def _scattering(image_size: int, device: str | torch.device) -> FeatureFunction:
@@ -102,7 +125,14 @@ def _scattering(image_size: int, device: str | torch.device) -> FeatureFunction:
 
     def poolings(x_BCHW: Tensor) -> dict[str, Tensor]:
         parts = _resized(x_BCHW, side).split(_SCATTERING_CHUNK)
-        return {"4x4": torch.cat([F.adaptive_avg_pool2d(transform(part).flatten(1, 2), 4).flatten(1) for part in parts])}
+        return {
+            "4x4": torch.cat(
+                [
+                    F.adaptive_avg_pool2d(transform(part).flatten(1, 2), 4).flatten(1)
+                    for part in parts
+                ]
+            )
+        }
 
     return poolings
 

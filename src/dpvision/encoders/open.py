@@ -1,4 +1,6 @@
-"""Open an encoder by its spec: a run, a third-party model, a file of weights, or features without training."""
+"""Open an encoder by its spec: a run, a third-party model, a file of weights, or features without
+training.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +16,29 @@ from dpvision.errors import ConfigError
 from dpvision.runs.unprotected import runs_with_these_weights
 
 _FORMS = (
-    "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, scattering, patches or patches+scattering"
+    "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, "
+    "scattering, patches or patches+scattering"
 )
 
 
-def open_encoder(spec: str | Path, *, ema: bool = False, device: str | torch.device = "cpu", image_size: int | None = None) -> Encoder:
-    """Open the encoder that ``spec`` names, frozen and in evaluation mode, on ``device``. Also available as ``dpvision.load``.
+def open_encoder(
+    spec: str | Path,
+    *,
+    ema: bool = False,
+    device: str | torch.device = "cpu",
+    image_size: int | None = None,
+) -> Encoder:
+    """Open the encoder that ``spec`` names, frozen and in evaluation mode, on ``device``. Also
+    available as ``dpvision.load``.
 
     Args:
-        spec: a run or checkpoint folder; ``random:RUN``, its architecture with its initial weights; ``timm:NAME`` or
-            ``torchvision:NAME``, with ``@FILE`` for weights of a file; ``vip:FILE``, ``mae:FILE``, ``simclr:FILE``, ``tan:FILE``, released
-            checkpoints; ``pixels``, ``hog``, ``scattering``, ``patches``, ``patches+scattering``.
+        spec: a run or checkpoint folder; ``random:RUN``, its architecture with its initial weights;
+            ``timm:NAME`` or ``torchvision:NAME``, with ``@FILE`` for weights of a file;
+            ``vip:FILE``, ``mae:FILE``, ``simclr:FILE``, ``tan:FILE``, released checkpoints;
+            ``pixels``, ``hog``, ``scattering``, ``patches``, ``patches+scattering``.
         ema: whether to use a run's averaged weights.
-        image_size: image size for encoders that accept any (pixels, hog, scattering, most convnets), or the maximum resolution of
-            patches; ignored by the others.
+        image_size: image size for encoders that accept any (pixels, hog, scattering, most
+            convnets), or the maximum resolution of patches; ignored by the others.
 
     Raises:
         ConfigError: ``spec`` has none of these forms, or ``ema`` and it is not a run.
@@ -35,13 +46,20 @@ def open_encoder(spec: str | Path, *, ema: bool = False, device: str | torch.dev
     """
     spec = str(spec)
     kind, _, rest = spec.partition(":")
-    if ema and (spec in FIXED or kind in ("timm", "torchvision", "vip", "mae", "simclr", "tan", "random")):
-        raise ConfigError(f"encoder: --ema with {spec}; expected a run, the only encoder with averaged weights. Drop --ema.")
+    if ema and (
+        spec in FIXED or kind in ("timm", "torchvision", "vip", "mae", "simclr", "tan", "random")
+    ):
+        raise ConfigError(
+            f"encoder: --ema with {spec}; expected a run, the only encoder with averaged "
+            "weights. Drop --ema."
+        )
     if kind in ("timm", "torchvision"):
         from dpvision.encoders.third_party import third_party_encoder
 
         name, _, file = rest.partition("@")
-        return third_party_encoder(kind, name, Path(file) if file else None, image_size=image_size, device=device)
+        return third_party_encoder(
+            kind, name, Path(file) if file else None, image_size=image_size, device=device
+        )
     if kind in ("vip", "mae", "simclr", "tan"):
         from dpvision.encoders.released import released_encoder
 
@@ -52,16 +70,21 @@ def open_encoder(spec: str | Path, *, ema: bool = False, device: str | torch.dev
         return run_encoder(rest, untrained=True, device=device)
     if spec and Path(spec).exists():  # an empty text would be the working directory
         return run_encoder(spec, ema=ema, device=device)
-    raise ConfigError(f"encoder: {spec!r}; expected {_FORMS}. Use patches+scattering, which needs no file.")
+    raise ConfigError(
+        f"encoder: {spec!r}; expected {_FORMS}. Use patches+scattering, which needs no file."
+    )
 
 
 def trained_on(encoder: Encoder, images: dict[str, Any]) -> Encoder:
-    """Return an encoder that an evaluation will train further, with the lineage entry ``images`` of its training images added."""
+    """Return an encoder that an evaluation will train further, with the lineage entry ``images`` of
+    its training images added.
+    """
     return replace(encoder, lineage=(*encoder.lineage, images))
 
 
 def recognised(encoder: Encoder, *stores: Store) -> Encoder:
-    """Return the encoder with its lineage extended by runs without a guarantee on ``stores`` that wrote the same weights.
+    """Return the encoder with its lineage extended by runs without a guarantee on ``stores`` that
+    wrote the same weights.
 
     Raises:
         PrivacyError: a store's file of digests is damaged.

@@ -1,6 +1,8 @@
-"""The constants of ``patch_features``, computed from procedural textures by ``learn_constants`` and shipped with the package.
+"""The constants of ``patch_features``, computed from procedural textures by ``learn_constants`` and
+shipped with the package.
 
-    python -m dpvision.encoders.patch_constants        recomputes the shipped files (about half an hour on one core)
+    python -m dpvision.encoders.patch_constants        recomputes the shipped files (about half an
+                                                       hour on one core)
 
 Shipping them makes features identical on all machines, and saves the first run the computation.
 
@@ -27,19 +29,25 @@ from dpvision.synthetic.textures import textures
 SIZES = (32, 64, 128, 224)
 """Resolutions of input images, px."""
 SCATTERING_CAP = 64
-"""Larger images are resized to this side before scattering, px: four times the area would take four times as long."""
+"""Larger images are resized to this side before scattering, px: four times the area would take four
+times as long.
+"""
 FOLDER = Path(__file__).parent / "constants"
 HIGHEST_ORDER = 3
 _SCATTERING_CELLS = 8
 _SCATTERING_CHANNELS = 243
 _BATCH = 16
 _SCATTERED_PX = 4 * 32 * 32
-"""Pixels whose wavelet coefficients fit into a core's cache; with four times as many, each takes 1.5 to 2 times as long."""
+"""Pixels whose wavelet coefficients fit into a core's cache; with four times as many, each takes
+1.5 to 2 times as long.
+"""
 
 
 @dataclass(frozen=True)
 class PatchSettings:
-    """Settings that determine the constants of one size; tuned on training images of CIFAR-10 and EuroSAT (docs/features_free.md)."""
+    """Settings that determine the constants of one size; tuned on training images of CIFAR-10 and
+    EuroSAT (docs/features_free.md).
+    """
 
     side_px: int
     stride: int
@@ -73,24 +81,32 @@ class SizeConstants:
 
     def to(self, device: str | torch.device) -> "SizeConstants":
         """Return the constants on another device."""
-        return SizeConstants(self.bank.to(device), self.patches.to(device), self.scattering.to(device))
+        return SizeConstants(
+            self.bank.to(device), self.patches.to(device), self.scattering.to(device)
+        )
 
 
 @torch.inference_mode()
 def learn_constants(settings: PatchSettings) -> SizeConstants:
     """Learn bank and whitening from procedural textures of the settings' size."""
     texture_NCHW = textures(torch.arange(settings.num_textures), settings.side_px)
-    bank = learn_bank(texture_NCHW, settings.num_atoms, settings.patch_px, settings.stride, settings.cells)
+    bank = learn_bank(
+        texture_NCHW, settings.num_atoms, settings.patch_px, settings.stride, settings.cells
+    )
     transform = make_scattering(min(settings.side_px, SCATTERING_CAP), centred=True)
     patches = fit_whitening(_over(bank, texture_NCHW), settings.floor)
-    patches = replace(patches, cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy))
+    patches = replace(
+        patches, cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy)
+    )
     scattered_NCQ = _over(partial(scattering_channels, transform), texture_NCHW)
     scattering = fit_whitening(scattered_NCQ, settings.scattering_floor, mirror_channels(transform))
     return SizeConstants(bank, patches, replace(scattering, cells_QQ=_scattering_frequencies()))
 
 
 def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
-    """Return log S on 8 x 8 cells, averaged with the mirror image: float32 (B, C P, 8 x 4), the left half, which the right half mirrors."""
+    """Return log S on 8 x 8 cells, averaged with the mirror image: float32 (B, C P, 8 x 4), the
+    left half, which the right half mirrors.
+    """
     if x_BCHW.shape[-1] != transform.side_px:
         x_BCHW = F.interpolate(x_BCHW, (transform.side_px,) * 2, mode="bilinear", antialias=True)
     count = max(1, _SCATTERED_PX // transform.side_px**2)
@@ -103,15 +119,18 @@ def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
 
 
 def _scattering_frequencies() -> Tensor:
-    """Return the transform over the left half of the cells: its row cosines are the even frequencies of a symmetric full row."""
+    """Return the transform over the left half of the cells: its row cosines are the even
+    frequencies of a symmetric full row.
+    """
     return cell_frequencies(_SCATTERING_CELLS, _SCATTERING_CELLS // 2, [1.0])
 
 
 def feature_orders(*, scattering: bool, settings: PatchSettings | None = None) -> Tensor:
-    """Return the spatial frequency of each dimension of ``patch_features``, 0 (the mean over cells) to ``HIGHEST_ORDER``: int64 (D,).
+    """Return the spatial frequency of each dimension of ``patch_features``, 0 (the mean over cells)
+    to ``HIGHEST_ORDER``: int64 (D,).
 
-    For patches it is u + v over 3 x 3 cells; for scattering (u + v) / 2 over 8 x 8 cells, rounded up, since its cells are less than half
-    as wide.
+    For patches it is u + v over 3 x 3 cells; for scattering (u + v) / 2 over 8 x 8 cells, rounded
+    up, since its cells are less than half as wide.
     """
     settings = settings or SETTINGS[32]
     cell = torch.arange(settings.cells)
@@ -124,13 +143,20 @@ def feature_orders(*, scattering: bool, settings: PatchSettings | None = None) -
 
 
 def mirror_channels(transform: Scattering) -> Tensor:
-    """Return the channel that each channel becomes in the mirror image (direction pi - angle): int64 (3 P,)."""
+    """Return the channel that each channel becomes in the mirror image (direction pi - angle):
+    int64 (3 P,).
+    """
     scales, count = transform.num_scales, transform.num_directions
     back = [(count - direction) % count for direction in range(count)]
     paths = [0, *(1 + scale * count + direction for scale in range(scales) for direction in back)]
     for first in range(scales - 1):
         deeper, start = scales - 1 - first, len(paths)
-        paths += [start + (one * deeper + scale) * count + two for one in back for scale in range(deeper) for two in back]
+        paths += [
+            start + (one * deeper + scale) * count + two
+            for one in back
+            for scale in range(deeper)
+            for two in back
+        ]
     path_P = torch.tensor(paths)
     return torch.cat([path_P + colour * len(paths) for colour in range(3)])
 
@@ -153,11 +179,23 @@ def load_constants(side_px: int, folder: Path = FOLDER) -> SizeConstants:
     path, settings = folder / f"patches-{side_px}px.safetensors", SETTINGS[side_px]
     try:
         found = load_file(path)
-        bank = PatchBank(found["weight"], found["bias"], settings.patch_px, settings.stride, settings.cells)
-        patches = replace(_whitening(found, "patches"), cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy))
-        return SizeConstants(bank, patches, replace(_whitening(found, "scattering"), cells_QQ=_scattering_frequencies()))
+        bank = PatchBank(
+            found["weight"], found["bias"], settings.patch_px, settings.stride, settings.cells
+        )
+        patches = replace(
+            _whitening(found, "patches"),
+            cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy),
+        )
+        return SizeConstants(
+            bank,
+            patches,
+            replace(_whitening(found, "scattering"), cells_QQ=_scattering_frequencies()),
+        )
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"patches: {path} cannot be read ({error}); expected a file of this package. Reinstall dpvision.") from None
+        raise CheckpointError(
+            f"patches: {path} cannot be read ({error}); expected a file of this package. "
+            "Reinstall dpvision."
+        ) from None
 
 
 def _whitening(found: dict[str, Tensor], name: str) -> Whitening:

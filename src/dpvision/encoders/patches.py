@@ -1,15 +1,20 @@
-"""Whitened patches against a fixed bank of atoms (after Coates, Ng & Lee 2011, "An analysis of single-layer networks in unsupervised
-feature learning"). The atoms are patches of procedural textures, so the bank costs no privacy.
+"""Whitened patches against a fixed bank of atoms (after Coates, Ng & Lee 2011, "An analysis of
+single-layer networks in unsupervised feature learning"). The atoms are patches of procedural
+textures, so the bank costs no privacy.
 
-    p = (patch - its mean) / sqrt(its variance + 10 / 255^2),   q = W (p - m),   W = (covariance of texture patches + I)^(-1/2)   (ZCA)
-    z_k = atom_k . q,   f_k = mean over the positions of a cell of max(0, z_k - 1), and of max(0, -z_k - 1)
+    p = (patch - its mean) / sqrt(its variance + 10 / 255^2),   q = W (p - m),
+    W = (covariance of texture patches + I)^(-1/2)   (ZCA)
+    z_k = atom_k . q,   f_k = mean over the positions of a cell of max(0, z_k - 1), and of max(0,
+                        -z_k - 1)
 
-The means over the cells of a 3 x 3 grid, their square root, and the average with the mirror image's give 2 x 9 dimensions per atom. The
-mirror image needs no second pass over the patches: its responses are those of the mirrored atoms, in the mirrored cells. An atom and its
-mirror image respond with u + v and u - v, from the even and the odd part of a patch, each of half as many pixels: one product gives both.
+The means over the cells of a 3 x 3 grid, their square root, and the average with the mirror image's
+give 2 x 9 dimensions per atom. The mirror image needs no second pass over the patches: its
+responses are those of the mirrored atoms, in the mirrored cells. An atom and its mirror image
+respond with u + v and u - v, from the even and the odd part of a patch, each of half as many
+pixels: one product gives both.
 
-Legend: N or B images, C channels, H height, W width, P pixels of a patch (H: half of them), K atoms, L positions of a patch, G cells per
-side, Q cells, S signs, M mirrored or not.
+Legend: N or B images, C channels, H height, W width, P pixels of a patch (H: half of them), K
+atoms, L positions of a patch, G cells per side, Q cells, S signs, M mirrored or not.
 """
 
 from dataclasses import dataclass
@@ -32,7 +37,9 @@ class PatchBank:
     """Filters of one image size; tensors are float32."""
 
     weight_PK: Tensor
-    """Applied to contrast-normalised patches: W atom_k. P is 3 x ``patch_px`` x ``patch_px``, an even side."""
+    """Applied to contrast-normalised patches: W atom_k. P is 3 x ``patch_px`` x ``patch_px``, an
+    even side.
+    """
     bias_K: Tensor
     """- weight^T m."""
     patch_px: int
@@ -42,43 +49,72 @@ class PatchBank:
 
     def to(self, device: str | torch.device) -> "PatchBank":
         """Return the bank on another device."""
-        return PatchBank(self.weight_PK.to(device), self.bias_K.to(device), self.patch_px, self.stride, self.cells)
+        return PatchBank(
+            self.weight_PK.to(device),
+            self.bias_K.to(device),
+            self.patch_px,
+            self.stride,
+            self.cells,
+        )
 
     def __call__(self, x_BCHW: Tensor) -> Tensor:
         """Return features, float32 (B, 2 K, G^2), with cells row by row.
 
-        On the CPU images are processed one by one, so that the bits of their features do not depend on the batch.
+        On the CPU images are processed one by one, so that the bits of their features do not depend
+        on the batch.
 
         Args:
             x_BCHW: pixels from 0 to 1, square.
         """
         step = 1 if x_BCHW.device.type == "cpu" else 16
         even_HK, odd_HK = _halves(self.weight_PK, self.patch_px, dim=0)
-        return torch.cat([self._features(part, even_HK / 2, odd_HK / 2) for part in x_BCHW.split(step)])
+        return torch.cat(
+            [self._features(part, even_HK / 2, odd_HK / 2) for part in x_BCHW.split(step)]
+        )
 
     def _features(self, x_BCHW: Tensor, even_HK: Tensor, odd_HK: Tensor) -> Tensor:
         patch, stride, grid, atoms = self.patch_px, self.stride, self.cells, len(self.bias_K)
-        # The same number of pixels is left out on both sides, so that the mirror image has the same patches.
+        # The same number of pixels is left out on both sides, so that the mirror image has the same
+        # patches.
         spare = (x_BCHW.shape[-1] - patch) % stride
         assert spare % 2 == 0, "this side and stride leave out an odd number of pixels"
-        x_BCHW = x_BCHW[..., spare // 2 : x_BCHW.shape[-2] - spare // 2, spare // 2 : x_BCHW.shape[-1] - spare // 2]
+        x_BCHW = x_BCHW[
+            ...,
+            spare // 2 : x_BCHW.shape[-2] - spare // 2,
+            spare // 2 : x_BCHW.shape[-1] - spare // 2,
+        ]
         side = (x_BCHW.shape[-1] - patch) // stride + 1
         patch_BPL = F.unfold(x_BCHW, patch, stride=stride)
         patch_BPL = patch_BPL - patch_BPL.mean(dim=1, keepdim=True)
-        patch_BPL = patch_BPL * (patch_BPL.square().mean(dim=1, keepdim=True) + VARIANCE_FLOOR).rsqrt()
-        # Columns c and P - 1 - c of a patch: their sums meet the even part of a filter, their differences the odd part.
-        parts = [half.transpose(1, 2).unflatten(1, (side, side)) for half in _halves(patch_BPL, patch, dim=1)]
+        patch_BPL = (
+            patch_BPL * (patch_BPL.square().mean(dim=1, keepdim=True) + VARIANCE_FLOOR).rsqrt()
+        )
+        # Columns c and P - 1 - c of a patch: their sums meet the even part of a filter, their
+        # differences the odd part.
+        parts = [
+            half.transpose(1, 2).unflatten(1, (side, side))
+            for half in _halves(patch_BPL, patch, dim=1)
+        ]
         edge = [round(i * side / grid) for i in range(grid + 1)]
         out_BQSMK = x_BCHW.new_empty(len(x_BCHW), grid * grid, 2, 2, atoms)
         for row in range(grid):
             for column in range(grid):
-                cell = (slice(None), slice(edge[row], edge[row + 1]), slice(edge[column], edge[column + 1]))
+                cell = (
+                    slice(None),
+                    slice(edge[row], edge[row + 1]),
+                    slice(edge[column], edge[column + 1]),
+                )
                 even_BLH, odd_BLH = (part[cell].flatten(1, 2) for part in parts)
-                u_BLK = torch.addmm(self.bias_K, even_BLH.flatten(0, 1), even_HK).unflatten(0, even_BLH.shape[:2])
+                u_BLK = torch.addmm(self.bias_K, even_BLH.flatten(0, 1), even_HK).unflatten(
+                    0, even_BLH.shape[:2]
+                )
                 v_BLK = odd_BLH @ odd_HK
                 for mirrored, z_BLK in enumerate((u_BLK + v_BLK, u_BLK.sub_(v_BLK))):
-                    # sum of max(0, z - 1) = sum of max(z, 1), minus one per position: half the passes over z
-                    over_BK, under_BK = (out_BQSMK[:, row * grid + column, sign, mirrored] for sign in (0, 1))
+                    # sum of max(0, z - 1) = sum of max(z, 1), minus one per position: half the
+                    # passes over z
+                    over_BK, under_BK = (
+                        out_BQSMK[:, row * grid + column, sign, mirrored] for sign in (0, 1)
+                    )
                     torch.sum(z_BLK.clamp(min=THRESHOLD), dim=1, out=over_BK)
                     torch.sum(z_BLK.clamp_(max=-THRESHOLD), dim=1, out=under_BK)
                 out_BQSMK[:, row * grid + column] /= even_BLH.shape[1]
@@ -88,15 +124,20 @@ class PatchBank:
         return f_BHWSK.flatten(3).flatten(1, 2).transpose(1, 2)
 
 
-def learn_bank(texture_NCHW: Tensor, num_atoms: int, patch_px: int, stride: int, cells: int) -> PatchBank:
-    """Learn a bank from public images: ZCA of 100,000 random patches, with the first ``num_atoms``, whitened, as atoms of length 1.
+def learn_bank(
+    texture_NCHW: Tensor, num_atoms: int, patch_px: int, stride: int, cells: int
+) -> PatchBank:
+    """Learn a bank from public images: ZCA of 100,000 random patches, with the first ``num_atoms``,
+    whitened, as atoms of length 1.
 
     Args:
         texture_NCHW: uint8, on the CPU.
     """
     patch_MP = _contrast_normalised(_draw_patches(texture_NCHW, patch_px)).double()
     mean_P = patch_MP.mean(dim=0)
-    value_P, basis_PP = torch.linalg.eigh((patch_MP - mean_P).T @ (patch_MP - mean_P) / len(patch_MP))
+    value_P, basis_PP = torch.linalg.eigh(
+        (patch_MP - mean_P).T @ (patch_MP - mean_P) / len(patch_MP)
+    )
     whiten_PP = (basis_PP / (value_P.clamp(min=0) + EIGENVALUE_FLOOR).sqrt()) @ basis_PP.T
     atom_KP = (patch_MP[:num_atoms] - mean_P) @ whiten_PP
     atom_KP = atom_KP / torch.linalg.vector_norm(atom_KP, dim=1, keepdim=True)
@@ -105,21 +146,30 @@ def learn_bank(texture_NCHW: Tensor, num_atoms: int, patch_px: int, stride: int,
 
 
 def _halves(value: Tensor, patch_px: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Return sums and differences of mirrored pixels of patches along ``dim``, each with P / 2 entries."""
+    """Return sums and differences of mirrored pixels of patches along ``dim``, each with P / 2
+    entries.
+    """
     left, right = value.unflatten(dim, (-1, patch_px)).split(patch_px // 2, dim=dim + 1)
     right = right.flip(dim + 1)
     return (left + right).flatten(dim, dim + 1), (left - right).flatten(dim, dim + 1)
 
 
 def _draw_patches(image_NCHW: Tensor, patch_px: int) -> Tensor:
-    """Draw random patches of random images, float32 (M, P) in [0, 1], in the order of ``F.unfold`` (channel by channel)."""
+    """Draw random patches of random images, float32 (M, P) in [0, 1], in the order of ``F.unfold``
+    (channel by channel).
+    """
     rng = np.random.Generator(np.random.PCG64(_SEED))
     count, _, height, width = image_NCHW.shape
-    drawn = (rng.integers(0, n, _PATCHES) for n in (count, height - patch_px + 1, width - patch_px + 1))
+    drawn = (
+        rng.integers(0, n, _PATCHES) for n in (count, height - patch_px + 1, width - patch_px + 1)
+    )
     image_M, top_M, left_M = (torch.from_numpy(place) for place in drawn)
     side = torch.arange(patch_px)
     rows, columns = (top_M[:, None] + side)[:, :, None], (left_M[:, None] + side)[:, None, :]
-    return image_NCHW[image_M[:, None, None], :, rows, columns].permute(0, 3, 1, 2).flatten(1).float() / 255
+    return (
+        image_NCHW[image_M[:, None, None], :, rows, columns].permute(0, 3, 1, 2).flatten(1).float()
+        / 255
+    )
 
 
 def _contrast_normalised(patch_MP: Tensor) -> Tensor:

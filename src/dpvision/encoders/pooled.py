@@ -23,15 +23,16 @@ from dpvision.models.vit import ViT
 class PooledNetwork(nn.Module):
     """A network with pooled output.
 
-    Tokens (B, L, D) give "mean" over the patch tokens and, if the patches form a square, "2x2", the means of the quadrants row by row
-    (4 D). A map (B, D, H, W) gives "mean" and, if it has at least 2 x 2 positions, "2x2".
+    Tokens (B, L, D) give "mean" over the patch tokens and, if the patches form a square, "2x2", the
+    means of the quadrants row by row (4 D). A map (B, D, H, W) gives "mean" and, if it has at least
+    2 x 2 positions, "2x2".
 
     Args:
         output: function of the network and x_BCHW that returns tokens or a map.
         prefix: number of tokens before the patches. If None, one if the others then form a square.
         has_class_token: whether to offer the first token as "cls".
-        bridge: linear map to a decoder's width. Offers "bridge": the mean of all tokens including the class token after this map,
-            without positions (as in DP-Cap's few-shot probes).
+        bridge: linear map to a decoder's width. Offers "bridge": the mean of all tokens including
+            the class token after this map, without positions (as in DP-Cap's few-shot probes).
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class PooledNetwork(nn.Module):
         return self._output(self.network, x_BCHW)
 
     def poolings(self, x_BCHW: Tensor) -> dict[str, Tensor]:
-        """Return features, float32 (B, D) or (B, 4 D), by name of pooling, from one forward pass; the first is the default."""
+        """Return features, float32 (B, D) or (B, 4 D), by name of pooling, from one forward pass;
+        the first is the default.
+        """
         found = self.output(x_BCHW).float()
         if found.ndim == 4:
             return _of_map(found)
@@ -62,7 +65,9 @@ class PooledNetwork(nn.Module):
         patch_BLD = found[:, prefix:]
         made = {"mean": patch_BLD.mean(dim=1)}
         if _is_square(patch_BLD.shape[1]):
-            made = _of_map(patch_BLD.transpose(1, 2).unflatten(-1, (math.isqrt(patch_BLD.shape[1]), -1)))
+            made = _of_map(
+                patch_BLD.transpose(1, 2).unflatten(-1, (math.isqrt(patch_BLD.shape[1]), -1))
+            )
         if self._has_class_token:
             made["cls"] = found[:, 0]
         if self.bridge is not None:  # the mean commutes with an affine map
@@ -74,7 +79,9 @@ class PooledNetwork(nn.Module):
         return next(iter(self.poolings(x_BCHW).values()))
 
 
-def pooled_network(network: ViT | ResNet | TimmEncoder, bridge: nn.Linear | None = None) -> PooledNetwork:
+def pooled_network(
+    network: ViT | ResNet | TimmEncoder, bridge: nn.Linear | None = None
+) -> PooledNetwork:
     """Return an encoder network of ``models`` with pooled output."""
     output = TimmEncoder.places if isinstance(network, TimmEncoder) else nn.Module.__call__
     return PooledNetwork(network, output, prefix=int(isinstance(network, ViT)), bridge=bridge)
@@ -82,24 +89,42 @@ def pooled_network(network: ViT | ResNet | TimmEncoder, bridge: nn.Linear | None
 
 def pooled_model(model: Model) -> PooledNetwork:
     """Return the encoder of a whole model with pooled output; a captioner's offers "bridge"."""
-    return pooled_network(model.encoder, model.decoder.bridge if isinstance(model, Captioner) else None)
+    return pooled_network(
+        model.encoder, model.decoder.bridge if isinstance(model, Captioner) else None
+    )
 
 
 def attends(network: nn.Module) -> bool:
-    """Return whether the network mixes positions by self-attention (such as Swin, whose output is a map)."""
-    return any("Attention" in type(m).__name__ and "Pool" not in type(m).__name__ for m in network.modules())
+    """Return whether the network mixes positions by self-attention (such as Swin, whose output is a
+    map).
+    """
+    return any(
+        "Attention" in type(m).__name__ and "Pool" not in type(m).__name__
+        for m in network.modules()
+    )
 
 
 def frozen(network: PooledNetwork, device: str | torch.device, **about: Any) -> Encoder:
-    """Freeze ``network``, move it to ``device``, and return it as an encoder; ``about`` are the other fields of ``Encoder``."""
+    """Freeze ``network``, move it to ``device``, and return it as an encoder; ``about`` are the
+    other fields of ``Encoder``.
+    """
     network = network.eval().requires_grad_(False).to(device)
-    return Encoder(poolings=network.poolings, backbone=lambda: _copy_on_cpu(network).train().requires_grad_(True), **about)
+    return Encoder(
+        poolings=network.poolings,
+        backbone=lambda: _copy_on_cpu(network).train().requires_grad_(True),
+        **about,
+    )
 
 
 def _copy_on_cpu(network: PooledNetwork) -> PooledNetwork:
     """Return a copy on the CPU. On the network's own device nothing is copied."""
-    tensors: dict[int, Any] = {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in network.buffers()}
-    tensors |= {id(parameter): nn.Parameter(parameter.detach().to("cpu", copy=True)) for parameter in network.parameters()}
+    tensors: dict[int, Any] = {
+        id(buffer): buffer.detach().to("cpu", copy=True) for buffer in network.buffers()
+    }
+    tensors |= {
+        id(parameter): nn.Parameter(parameter.detach().to("cpu", copy=True))
+        for parameter in network.parameters()
+    }
     return copy.deepcopy(network, tensors)
 
 

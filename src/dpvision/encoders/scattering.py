@@ -1,14 +1,18 @@
-"""Scattering transform in two dimensions (Bruna & Mallat 2013; Oyallon & Mallat 2015): wavelets, modulus and average, to order 2.
+"""Scattering transform in two dimensions (Bruna & Mallat 2013; Oyallon & Mallat 2015): wavelets,
+modulus and average, to order 2.
 
-    S0 = x * phi,   S1(j, l) = |x * psi_jl| * phi,   S2(j1, l1, j2, l2) = ||x * psi_j1l1| * psi_j2l2| * phi   with j2 > j1,
+    S0 = x * phi,   S1(j, l) = |x * psi_jl| * phi,   S2(j1, l1, j2, l2) = ||x * psi_j1l1| *
+                    psi_j2l2| * phi   with j2 > j1,
 
-each at every 2^J-th pixel. psi_jl are Morlet wavelets of J scales and L directions, phi a Gaussian as wide as the largest of them. At
-every resolution |phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) <= 1 holds for the filters' Fourier transforms as they are used
-(Littlewood-Paley), so that no layer expands distances. Images are padded by mirroring, which repeats a pixel at most four times;
-subsampling an average by 2^J leaves about 4^-J of its energy. With J >= 2 this gives ||S(x) - S(y)|| <= ||x - y||.
+each at every 2^J-th pixel. psi_jl are Morlet wavelets of J scales and L directions, phi a Gaussian
+as wide as the largest of them. At every resolution |phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) <=
+1 holds for the filters' Fourier transforms as they are used (Littlewood-Paley), so that no layer
+expands distances. Images are padded by mirroring, which repeats a pixel at most four times;
+subsampling an average by 2^J leaves about 4^-J of its energy. With J >= 2 this gives ||S(x) -
+S(y)|| <= ||x - y||.
 
-Legend: B images, N their channels, C channels, H height, W width, P paths, J scales, L directions, R resolutions, S side of a padded
-image.
+Legend: B images, N their channels, C channels, H height, W width, P paths, J scales, L directions,
+R resolutions, S side of a padded image.
 """
 
 import math
@@ -33,28 +37,48 @@ class Scattering:
     num_scales: int
     num_directions: int
     low_RS: tuple[Tensor, ...]
-    """Fourier transform of phi along one axis (a Gaussian is the same along both) at each resolution r: float32 (S / 2^r,)."""
+    """Fourier transform of phi along one axis (a Gaussian is the same along both) at each
+    resolution r: float32 (S / 2^r,).
+    """
     centred: bool
-    """Whether averages are at the centre of each square of 2^J pixels, which mirroring preserves; otherwise at its first pixel."""
+    """Whether averages are at the centre of each square of 2^J pixels, which mirroring preserves;
+    otherwise at its first pixel.
+    """
     waves_LSS: dict[tuple[int, int], Tensor]
-    """Fourier transforms, which are real, of the wavelets of scale j used at resolution r, by (j, r): float32 (L, S / 2^r, S / 2^r)."""
+    """Fourier transforms, which are real, of the wavelets of scale j used at resolution r, by (j,
+    r): float32 (L, S / 2^r, S / 2^r).
+    """
 
     @cached_property
     def _pairs(self) -> dict[tuple[int, int], Tensor]:
-        """4^(r - j) psi_j with each value repeated for the real and imaginary part of a spectrum: (L, S / 2^r, 2 S / 2^r)."""
-        return {(j, r): (wave_LSS * 0.25 ** (j - r)).repeat_interleave(2, dim=-1) for (j, r), wave_LSS in self.waves_LSS.items()}
+        """4^(r - j) psi_j with each value repeated for the real and imaginary part of a spectrum:
+        (L, S / 2^r, 2 S / 2^r).
+        """
+        return {
+            (j, r): (wave_LSS * 0.25 ** (j - r)).repeat_interleave(2, dim=-1)
+            for (j, r), wave_LSS in self.waves_LSS.items()
+        }
 
     @cached_property
     def _averages(self) -> list[Tensor]:
-        """Matrices of the convolution with phi along one axis at every 2^J-th pixel, by resolution: (H / 2^J, S / 2^r)."""
+        """Matrices of the convolution with phi along one axis at every 2^J-th pixel, by resolution:
+        (H / 2^J, S / 2^r).
+        """
         step, found = 1 << self.num_scales, []
         for resolution, low_S in enumerate(self.low_RS):
             count, device = len(low_S), low_S.device
-            place_H = self.pad_px + step * torch.arange(self.side_px // step, device=device) + (step - 1) / 2 * self.centred
-            # phi between the pixels of a coarser grid, by its Fourier series, which is real and even.
+            place_H = (
+                self.pad_px
+                + step * torch.arange(self.side_px // step, device=device)
+                + (step - 1) / 2 * self.centred
+            )
+            # phi between the pixels of a coarser grid, by its Fourier series, which is real and
+            # even.
             freq_S = torch.fft.fftfreq(count, 1 / count, device=device)
             offset_HS = place_H[:, None] / 2**resolution - torch.arange(count, device=device)
-            found.append((2 * math.pi / count * offset_HS[..., None] * freq_S).cos() @ low_S / count)
+            found.append(
+                (2 * math.pi / count * offset_HS[..., None] * freq_S).cos() @ low_S / count
+            )
         return found
 
     @property
@@ -64,23 +88,28 @@ class Scattering:
         return 1 + scales * directions + directions**2 * scales * (scales - 1) // 2
 
     def __call__(self, x_BCHW: Tensor, *, log: bool = False) -> Tensor:
-        """Return coefficients, float32 (B, C, P, H / 2^J, W / 2^J): order 0, order 1 by (j, l), order 2 by (j1, l1, j2, l2) with j2 > j1.
+        """Return coefficients, float32 (B, C, P, H / 2^J, W / 2^J): order 0, order 1 by (j, l),
+        order 2 by (j1, l1, j2, l2) with j2 > j1.
 
         Args:
             x_BCHW: float32 on the filters' device, ``side_px`` high and wide.
-            log: whether to return log(S + 1e-3) for orders 1 and 2, for pixels in [0, 1]. The bound on distances then does not hold.
+            log: whether to return log(S + 1e-3) for orders 1 and 2, for pixels in [0, 1]. The bound
+                on distances then does not hold.
         """
         x_NHW = F.pad(x_BCHW, (self.pad_px,) * 4, mode="reflect").flatten(0, 1)
         freq_NSS = torch.fft.fft2(x_NHW)
         first, second = [], []
         for j1 in range(self.num_scales):
-            # |x * psi| is band-limited to every 2^j-th pixel, so the path continues on the coarser grid.
+            # |x * psi| is band-limited to every 2^j-th pixel, so the path continues on the
+            # coarser grid.
             u_NLSS = _modulus(_fold_product(freq_NSS[:, None], self._pairs[j1, 0], 1 << j1))
             first.append(self._average(u_NLSS, j1))
             if j1 + 1 < self.num_scales:
                 freq_NLSS = torch.fft.fft2(u_NLSS)[:, :, None]
                 deeper = [
-                    self._average(_modulus(_fold_product(freq_NLSS, self._pairs[j2, j1], 1 << (j2 - j1))), j2)
+                    self._average(
+                        _modulus(_fold_product(freq_NLSS, self._pairs[j2, j1], 1 << (j2 - j1))), j2
+                    )
                     for j2 in range(j1 + 1, self.num_scales)
                 ]
                 second.append(torch.stack(deeper, dim=2).flatten(1, 3))  # l1, then j2, then l2
@@ -95,19 +124,28 @@ class Scattering:
         return 2 << self.num_scales
 
     def _average(self, u: Tensor, resolution: int) -> Tensor:
-        """Return the convolution with phi at every 2^J-th pixel of the image: (..., H / 2^J, W / 2^J)."""
+        """Return the convolution with phi at every 2^J-th pixel of the image: (..., H / 2^J, W /
+        2^J).
+        """
         matrix_HS = self._averages[resolution]
         return matrix_HS @ u @ matrix_HS.T
 
 
 def make_scattering(
-    side_px: int, num_scales: int = 2, num_directions: int = 8, device: str | torch.device = "cpu", *, centred: bool = False
+    side_px: int,
+    num_scales: int = 2,
+    num_directions: int = 8,
+    device: str | torch.device = "cpu",
+    *,
+    centred: bool = False,
 ) -> Scattering:
     """Make filters for square images of ``side_px`` pixels.
 
     Args:
-        side_px: a multiple of 2^num_scales, more than 2^(num_scales + 1) (mirroring needs that many pixels).
-        num_scales: J, at least 1. Coefficients are nearly invariant to shifts well below 2^J pixels.
+        side_px: a multiple of 2^num_scales, more than 2^(num_scales + 1) (mirroring needs that many
+            pixels).
+        num_scales: J, at least 1. Coefficients are nearly invariant to shifts well below 2^J
+            pixels.
 
     Raises:
         ConfigError: the side does not fit the scales.
@@ -115,8 +153,8 @@ def make_scattering(
     if not (num_scales >= 1 and side_px % (1 << num_scales) == 0 and side_px > 2 << num_scales):
         step = 1 << max(num_scales, 1)
         raise ConfigError(
-            f"scattering: side_px={side_px} with {num_scales} scales; expected a multiple of {step} above {2 * step}. "
-            "Use fewer scales, or another image size."
+            f"scattering: side_px={side_px} with {num_scales} scales; expected a multiple of "
+            f"{step} above {2 * step}. Use fewer scales, or another image size."
         )
     padded = side_px + (4 << num_scales)
     low = [_gaussian(padded >> r, r, _WIDTH * 2 ** (num_scales - 1)) for r in range(num_scales)]
@@ -126,7 +164,8 @@ def make_scattering(
         for r in range(num_scales)
         for j in range(r + 1 if r else 0, num_scales)
     }
-    # The largest common factor of all wavelets that keeps the sum at most one at every resolution and frequency.
+    # The largest common factor of all wavelets that keeps the sum at most one at every resolution
+    # and frequency.
     room = 1.0
     for r in {r for _, r in waves}:
         energy_SS = _energy(waves, r)
@@ -138,66 +177,94 @@ def make_scattering(
         num_directions,
         tuple(low_S.float().to(device) for low_S in low),
         centred,
-        {key: (math.sqrt(room) * wave_LSS).to(device, torch.float32) for key, wave_LSS in waves.items()},
+        {
+            key: (math.sqrt(room) * wave_LSS).to(device, torch.float32)
+            for key, wave_LSS in waves.items()
+        },
     )
 
 
 def littlewood_paley(bank: Scattering, resolution: int) -> Tensor:
-    """Return |phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) over the filters used at a resolution: (S / 2^r, S / 2^r), at most 1."""
+    """Return |phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) over the filters used at a resolution: (S
+    / 2^r, S / 2^r), at most 1.
+    """
     low_S = bank.low_RS[resolution]
     return low_S.outer(low_S).square() + _energy(bank.waves_LSS, resolution)
 
 
 def _energy(waves_LSS: dict[tuple[int, int], Tensor], resolution: int) -> Tensor:
-    """Return 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) of real transforms (a real image has equal energy at w and -w); 0 without wavelets."""
-    one_way = sum(wave_LSS.square().sum(dim=0) for (_, r), wave_LSS in waves_LSS.items() if r == resolution)
+    """Return 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) of real transforms (a real image has equal energy
+    at w and -w); 0 without wavelets.
+    """
+    one_way = sum(
+        wave_LSS.square().sum(dim=0) for (_, r), wave_LSS in waves_LSS.items() if r == resolution
+    )
     if not isinstance(one_way, Tensor):
         return torch.zeros(())
     return (one_way + one_way.flip(0, 1).roll((1, 1), (0, 1))) / 2
 
 
 def _frequencies(side: int, resolution: int) -> tuple[Tensor, Tensor]:
-    """Return frequencies, radians per full-resolution pixel, of a grid of every 2^r-th pixel with aliases: float64 (3, 3, side, side)."""
+    """Return frequencies, radians per full-resolution pixel, of a grid of every 2^r-th pixel with
+    aliases: float64 (3, 3, side, side).
+    """
     base = 2 * math.pi * torch.fft.fftfreq(side, dtype=torch.float64) / 2**resolution
     # The filters used at a resolution are below 1e-7 beyond the next repetition of its band.
     alias = 2 * math.pi / 2**resolution * torch.arange(-1, 2, dtype=torch.float64)
     line = alias[:, None] + base
-    return line[:, None, :, None].expand(3, 3, side, side), line[None, :, None, :].expand(3, 3, side, side)
+    return line[:, None, :, None].expand(3, 3, side, side), line[None, :, None, :].expand(
+        3, 3, side, side
+    )
 
 
 def _gaussian(side: int, resolution: int, width_px: float) -> Tensor:
-    """Return the Fourier transform of a Gaussian of standard deviation ``width_px`` along one axis, 1 at frequency 0: (side,)."""
+    """Return the Fourier transform of a Gaussian of standard deviation ``width_px`` along one axis,
+    1 at frequency 0: (side,).
+    """
     row = _frequencies(side, resolution)[0][:, 0, :, 0]
     envelope_S = (-((row * width_px) ** 2) / 2).exp().sum(dim=0)
     return envelope_S / envelope_S[0]
 
 
 def _morlet(side: int, resolution: int, scale: int, angle: float, num_directions: int) -> Tensor:
-    """Return the Fourier transform of a Morlet wavelet: a Gaussian at frequency xi minus one at 0 that makes its mean zero."""
+    """Return the Fourier transform of a Morlet wavelet: a Gaussian at frequency xi minus one at 0
+    that makes its mean zero.
+    """
     row, column = _frequencies(side, resolution)
-    along, across = math.cos(angle) * column + math.sin(angle) * row, -math.sin(angle) * column + math.cos(angle) * row
+    along, across = (
+        math.cos(angle) * column + math.sin(angle) * row,
+        -math.sin(angle) * column + math.cos(angle) * row,
+    )
     width_px, slant = _WIDTH * 2**scale, 4 / num_directions
     centre = _CENTRE / 2**scale
 
     def envelope(shift: float) -> Tensor:
-        return (-(((along - shift) * width_px) ** 2 + (across * width_px / slant) ** 2) / 2).exp().sum(dim=(0, 1))
+        return (
+            (-(((along - shift) * width_px) ** 2 + (across * width_px / slant) ** 2) / 2)
+            .exp()
+            .sum(dim=(0, 1))
+        )
 
     wave, plain = envelope(centre), envelope(0.0)
     return wave - wave[0, 0] / plain[0, 0] * plain
 
 
 def _fold_product(freq: Tensor, pairs_LST: Tensor, factor: int) -> Tensor:
-    """Return the Fourier transform of a convolution at every ``factor``-th pixel: the sum of the aliasing parts of the product.
+    """Return the Fourier transform of a convolution at every ``factor``-th pixel: the sum of the
+    aliasing parts of the product.
 
-    Computed part by part, because the whole product would be ``factor`` squared times as large as the result (measured: twelve times
-    as slow). A real wavelet times a complex spectrum is two real products, a third of the time of a complex one.
+    Computed part by part, because the whole product would be ``factor`` squared times as large as
+    the result (measured: twelve times as slow). A real wavelet times a complex spectrum is two real
+    products, a third of the time of a complex one.
     """
     real = torch.view_as_real(freq).flatten(-2)
     side = freq.shape[-1] // factor
     total: Tensor | None = None
     for top in range(0, factor * side, side):
         for left in range(0, 2 * factor * side, 2 * side):
-            piece, wave = (value[..., top : top + side, left : left + 2 * side] for value in (real, pairs_LST))
+            piece, wave = (
+                value[..., top : top + side, left : left + 2 * side] for value in (real, pairs_LST)
+            )
             total = piece * wave if total is None else total.addcmul_(piece, wave)
     assert total is not None
     return torch.view_as_complex(total.unflatten(-1, (side, 2)))

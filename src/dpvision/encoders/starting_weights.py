@@ -1,4 +1,6 @@
-"""Initial weights of a run as a checkpoint: from another run, or from a timm model in a file or in timm's caches."""
+"""Initial weights of a run as a checkpoint: from another run, or from a timm model in a file or in
+timm's caches.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +10,14 @@ import timm
 import torch
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
-from dpvision.config import ClassifierConfig, EncoderConfig, RunConfig, TimmConfig, from_dict, to_dict
+from dpvision.config import (
+    ClassifierConfig,
+    EncoderConfig,
+    RunConfig,
+    TimmConfig,
+    from_dict,
+    to_dict,
+)
 from dpvision.encoders.third_party import check_fit, without_wrapper
 from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
@@ -24,13 +33,15 @@ def open_parent(init_from: str) -> Checkpoint:
     """Open the checkpoint that ``RunConfig.init_from`` names, for ``train.start``.
 
     Args:
-        init_from: a run or checkpoint folder; ``timm:NAME``, with weights from timm's caches; or ``timm:NAME@FILE``. A tag in NAME
-            determines the normalisation of images; without one it is timm's default for the name.
+        init_from: a run or checkpoint folder; ``timm:NAME``, with weights from timm's caches; or
+            ``timm:NAME@FILE``. A tag in NAME determines the normalisation of images; without one it
+            is timm's default for the name.
 
     Returns:
-        A run's checkpoint unchanged. For timm's weights a checkpoint in memory: the encoder under a classifier's names, without its
-        classifier, and a manifest with the encoder's config, the normalisation, and the lineage. The lineage is the file's own, or one
-        entry: declared by name for weights from timm's caches, undeclared for weights from a file.
+        A run's checkpoint unchanged. For timm's weights a checkpoint in memory: the encoder under a
+        classifier's names, without its classifier, and a manifest with the encoder's config, the
+        normalisation, and the lineage. The lineage is the file's own, or one entry: declared by
+        name for weights from timm's caches, undeclared for weights from a file.
 
     Raises:
         ConfigError: timm has no model of that name.
@@ -43,12 +54,15 @@ def open_parent(init_from: str) -> Checkpoint:
     encoder, mean, std = timm_encoder(name)
     if file is None:
         raise CheckpointError(
-            f"run: init_from={init_from!r}: no weights in {' or '.join(places)}; expected them there. Nothing is downloaded: get them "
-            f"with timm on a machine with a network, or give timm:{name}@FILE."
+            f"run: init_from={init_from!r}: no weights in {' or '.join(places)}; expected them "
+            "there. Nothing is downloaded: get them with timm on a machine with a network, or "
+            f"give timm:{name}@FILE."
         )
     body = encoder.model.state_dict()
     shown = f"{_TIMM}{name}" + (f"@{file.name}" if given else "")
-    weights = open_weights(file, undeclared_weights(shown) if given else named_weights(shown, timm_licence(name)))
+    weights = open_weights(
+        file, undeclared_weights(shown) if given else named_weights(shown, timm_licence(name))
+    )
     tensors = without_wrapper(weights.tensors, body, str(file))
     check_fit(tensors, body, str(file), ignored=_CLASSIFIERS)
     model = {"kind": "classifier", "encoder": to_dict(encoder.cfg)}
@@ -56,11 +70,14 @@ def open_parent(init_from: str) -> Checkpoint:
         "config": {"model": model, "data": {"mean": list(mean), "std": list(std)}},
         "lineage": list(weights.lineage),
     }
-    return Checkpoint(file, manifest, {f"encoder.model.{n}": tensors[n].float() for n in body}, None, None)
+    return Checkpoint(
+        file, manifest, {f"encoder.model.{n}": tensors[n].float() for n in body}, None, None
+    )
 
 
 def timm_encoder(name: str) -> tuple[TimmEncoder, tuple[float, ...], tuple[float, ...]]:
-    """Return a timm model on the meta device, at its default image size, with the mean and standard deviation of its images.
+    """Return a timm model on the meta device, at its default image size, with the mean and standard
+    deviation of its images.
 
     Args:
         name: may have a tag.
@@ -70,12 +87,22 @@ def timm_encoder(name: str) -> tuple[TimmEncoder, tuple[float, ...], tuple[float
     """
     base = name.partition(".")[0]
     if not is_timm_name(base):
-        raise ConfigError(f"run: init_from='timm:{name}'; expected one of timm's models. `dpvision doctor {base}` lists similar names.")
+        raise ConfigError(
+            f"run: init_from='timm:{name}'; expected one of timm's models. `dpvision doctor "
+            f"{base}` lists similar names."
+        )
     try:
         known = timm.get_pretrained_cfg(name, allow_unregistered=True)
     except RuntimeError as error:
-        raise ConfigError(f"run: init_from='timm:{name}' ({error}); expected a tag that timm has. Drop the part after the dot.") from None
-    size, mean, std = (224, (0.5,) * 3, (0.5,) * 3) if known is None else (known.input_size[-1], known.mean, known.std)
+        raise ConfigError(
+            f"run: init_from='timm:{name}' ({error}); expected a tag that timm has. Drop the "
+            "part after the dot."
+        ) from None
+    size, mean, std = (
+        (224, (0.5,) * 3, (0.5,) * 3)
+        if known is None
+        else (known.input_size[-1], known.mean, known.std)
+    )
     with torch.device("meta"):
         return TimmEncoder(TimmConfig(name=base, image_size=size)), mean, std
 
@@ -95,14 +122,24 @@ def adapted(config: RunConfig, init_from: str) -> RunConfig:
     """
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(
-            f"run: model.kind={config.model.kind!r}; expected 'classifier', which trains an encoder. Use a classifier's recipe."
+            f"run: model.kind={config.model.kind!r}; expected 'classifier', which trains an "
+            "encoder. Use a classifier's recipe."
         )
     theirs: dict[str, Any] = open_parent(init_from).manifest["config"]
-    encoder: EncoderConfig = from_dict(ClassifierConfig, {"encoder": theirs["model"]["encoder"]}, init_from).encoder
+    encoder: EncoderConfig = from_dict(
+        ClassifierConfig, {"encoder": theirs["model"]["encoder"]}, init_from
+    ).encoder
     pooling = config.model.pooling
     if isinstance(encoder, TimmConfig):
         encoder = replace(encoder, image_size=config.model.encoder.image_size)
     elif pooling == "own":
         pooling = "mean"
-    data = replace(config.data, mean=tuple(theirs["data"]["mean"]), std=tuple(theirs["data"]["std"]))
-    return replace(config, model=replace(config.model, encoder=encoder, pooling=pooling), data=data, init_from=init_from)
+    data = replace(
+        config.data, mean=tuple(theirs["data"]["mean"]), std=tuple(theirs["data"]["std"])
+    )
+    return replace(
+        config,
+        model=replace(config.model, encoder=encoder, pooling=pooling),
+        data=data,
+        init_from=init_from,
+    )

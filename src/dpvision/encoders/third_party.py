@@ -1,4 +1,5 @@
-"""Third-party encoders of timm and torchvision: architecture, pooled features, and weights from a file or timm's caches.
+"""Third-party encoders of timm and torchvision: architecture, pooled features, and weights from a
+file or timm's caches.
 
 Nothing is downloaded.
 
@@ -35,32 +36,48 @@ _SEED = 0  # for weights that are not loaded from a file
 
 
 def third_party_encoder(
-    kind: str, name: str, file: Path | None = None, image_size: int | None = None, device: str | torch.device = "cpu"
+    kind: str,
+    name: str,
+    file: Path | None = None,
+    image_size: int | None = None,
+    device: str | torch.device = "cpu",
 ) -> Encoder:
-    """Return the encoder of a timm model or a torchvision classification model, frozen, in evaluation mode, on ``device``.
+    """Return the encoder of a timm model or a torchvision classification model, frozen, in
+    evaluation mode, on ``device``.
 
-    Mean, standard deviation and image size are those of the library's preprocessing; torchvision's ViTs take the size of the file's
-    positions, or the size that they are built for. Without a file, the weights come from timm's
-    caches, or else from the library's initialisation under a fixed seed; ``weights`` and ``name`` of the result say which.
+    Mean, standard deviation and image size are those of the library's preprocessing; torchvision's
+    ViTs take the size of the file's positions, or the size that they are built for. Without a file,
+    the weights come from timm's caches, or else from the library's initialisation under a fixed
+    seed; ``weights`` and ``name`` of the result say which.
 
     Args:
         kind: "timm" or "torchvision".
-        name: the library's name of the model. A tag for timm (``vit_base_patch16_224.mae``) only determines the preprocessing.
-        file: weights: safetensors, or a pickle (opened as ``unpickle`` describes). Its classifier may have any number of classes.
+        name: the library's name of the model. A tag for timm (``vit_base_patch16_224.mae``) only
+            determines the preprocessing.
+        file: weights: safetensors, or a pickle (opened as ``unpickle`` describes). Its classifier
+            may have any number of classes.
         image_size: side of the images in pixels, for models that accept any.
 
     Raises:
-        ConfigError: no such model, or it gives neither tokens nor a map, or does not accept this size.
+        ConfigError: no such model, or it gives neither tokens nor a map, or does not accept this
+            size.
         CheckpointError: the file cannot be read or does not fit.
     """
     check_name(kind, name)
     cached = file is None and kind == "timm"
     found = find_timm_weights(name)[0] if cached else file
-    shown = f"{kind}:{name}" + (", random weights" if found is None else "" if cached else f"@{found.name}")
+    shown = f"{kind}:{name}" + (
+        ", random weights" if found is None else "" if cached else f"@{found.name}"
+    )
     weights, licence = None, timm_licence(name) if cached and found is not None else None
     if found is not None:
-        weights = open_weights(found, named_weights(shown, licence) if cached else undeclared_weights(shown))
-    return replace(encoder_from(kind, name, shown, weights, str(found), image_size=image_size, device=device), licence=licence)
+        weights = open_weights(
+            found, named_weights(shown, licence) if cached else undeclared_weights(shown)
+        )
+    return replace(
+        encoder_from(kind, name, shown, weights, str(found), image_size=image_size, device=device),
+        licence=licence,
+    )
 
 
 def encoder_from(
@@ -83,7 +100,10 @@ def encoder_from(
         rename: converts the file's names (and values) to the library's form.
         options: further arguments of the library's constructor.
     """
-    make, tensors = {"timm": _timm, "torchvision": _torchvision}[kind], None if weights is None else weights.tensors
+    make, tensors = (
+        {"timm": _timm, "torchvision": _torchvision}[kind],
+        None if weights is None else weights.tensors,
+    )
     if kind == "torchvision" and tensors is not None:
         options = {**_vit_size(name, tensors), **options}
     pooled, size, mean, std, mixes_places = make(
@@ -95,29 +115,50 @@ def encoder_from(
             found = pooled.output(torch.zeros(1, 3, size, size))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ConfigError(
-            f"encoder: {kind}:{name}: image_size={size} ({error}); expected a size that the model accepts. Choose a larger one."
+            f"encoder: {kind}:{name}: image_size={size} ({error}); expected a size that the "
+            "model accepts. Choose a larger one."
         ) from None
     if not isinstance(found, Tensor) or found.ndim not in (3, 4):
         raise ConfigError(
-            f"encoder: {kind}:{name} gives neither tokens nor a feature map; expected an image encoder. Choose another model."
+            f"encoder: {kind}:{name} gives neither tokens nor a feature map; expected an image "
+            "encoder. Choose another model."
         )
     family: Family = "transformer" if found.ndim == 3 or mixes_places else "convnet"
     blocks = _blocks(pooled.network) if kind == "timm" else None
     return frozen(
-        pooled, device, name=shown, image_size=size, mean=mean, std=std, family=family, blocks=blocks,
-        lineage=() if weights is None else weights.lineage, weights="random" if weights is None else "trained",
-    )  # fmt: skip
+        pooled,
+        device,
+        name=shown,
+        image_size=size,
+        mean=mean,
+        std=std,
+        family=family,
+        blocks=blocks,
+        lineage=() if weights is None else weights.lineage,
+        weights="random" if weights is None else "trained",
+    )
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raise ConfigError, with the closest names, unless the library has a classification model ``name``."""
-    known = timm.list_models() if kind == "timm" else torchvision.models.list_models(module=torchvision.models)
+    """Raise ConfigError, with the closest names, unless the library has a classification model
+    ``name``.
+    """
+    known = (
+        timm.list_models()
+        if kind == "timm"
+        else torchvision.models.list_models(module=torchvision.models)
+    )
     base = name.partition(".")[0] if kind == "timm" else name
     if base not in known:
         close = difflib.get_close_matches(base, known, n=4, cutoff=0.5)
-        hint = f"one of its {len(known)} models, e.g. {', '.join(close)}" if close else f"one of its {len(known)} models"
+        hint = (
+            f"one of its {len(known)} models, e.g. {', '.join(close)}"
+            if close
+            else f"one of its {len(known)} models"
+        )
         raise ConfigError(
-            f"encoder: {kind}:{name}; expected {hint}. Use one of them. Nothing is downloaded: give weights as {kind}:NAME@FILE."
+            f"encoder: {kind}:{name}; expected {hint}. Use one of them. Nothing is downloaded: "
+            f"give weights as {kind}:NAME@FILE."
         )
 
 
@@ -133,7 +174,10 @@ def _timm(name: str, image_size: int | None, options: Mapping[str, Any], fit: _F
             torch.manual_seed(_SEED)
             model = timm.create_model(name, pretrained=False, **options)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"encoder: timm:{name} ({error}); expected a model with a known tag. Drop the part after the dot.") from None
+        raise ConfigError(
+            f"encoder: timm:{name} ({error}); expected a model with a known tag. Drop the part "
+            "after the dot."
+        ) from None
     config = resolve_model_data_config(model)
     classifier = model.pretrained_cfg.get("classifier") or "head"
     fit(model, classifier if isinstance(classifier, str) else classifier[0].partition(".")[0])
@@ -147,22 +191,44 @@ def _timm(name: str, image_size: int | None, options: Mapping[str, Any], fit: _F
         found = model.forward_features(x_BCHW)
         return found.permute(0, 3, 1, 2) if channels_last and found.ndim == 4 else found
 
-    pooled = PooledNetwork(model, features, prefix=prefix, has_class_token=getattr(model, "cls_token", None) is not None)
+    pooled = PooledNetwork(
+        model,
+        features,
+        prefix=prefix,
+        has_class_token=getattr(model, "cls_token", None) is not None,
+    )
     return pooled, size, config["mean"], config["std"], attends(model)
 
 
-def _torchvision(name: str, image_size: int | None, options: Mapping[str, Any], fit: _FitWeights) -> _Made:
+def _torchvision(
+    name: str, image_size: int | None, options: Mapping[str, Any], fit: _FitWeights
+) -> _Made:
     check_name("torchvision", name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        # They warn without init_weights. torchvision sets transform_input whenever it loads its published weights.
-        more = {"init_weights": True, "transform_input": True} if name in ("googlenet", "inception_v3") else {}
+        # They warn without init_weights. torchvision sets transform_input whenever it loads its
+        # published weights.
+        more = (
+            {"init_weights": True, "transform_input": True}
+            if name in ("googlenet", "inception_v3")
+            else {}
+        )
         model = torchvision.models.get_model(name, weights=None, **more, **options).eval()
     # the newest weights entry, a table in the library's code; only its preprocessing is used
     newest = torchvision.models.get_model_weights(name)["DEFAULT"].transforms()
     is_vit = isinstance(model, torchvision.models.VisionTransformer)
-    size = model.image_size if is_vit else newest.crop_size[0]  # newest may be for another size than the model's, as vit_h_14's
-    classifier = "heads" if is_vit else "head" if hasattr(model, "head") else "fc" if hasattr(model, "fc") else "classifier"
+    size = (
+        model.image_size if is_vit else newest.crop_size[0]
+    )  # newest may be for another size than the model's, as vit_h_14's
+    classifier = (
+        "heads"
+        if is_vit
+        else "head"
+        if hasattr(model, "head")
+        else "fc"
+        if hasattr(model, "fc")
+        else "classifier"
+    )
     fit(model, classifier)
     node = "encoder.ln" if is_vit else _last_map(model, size, classifier)
     extractor = create_feature_extractor(model, {node: "features"})
@@ -171,11 +237,19 @@ def _torchvision(name: str, image_size: int | None, options: Mapping[str, Any], 
         return model(x_BCHW)["features"]
 
     pooled = PooledNetwork(extractor, features, prefix=1 if is_vit else 0, has_class_token=is_vit)
-    return pooled, size if is_vit else image_size or size, tuple(newest.mean), tuple(newest.std), attends(model)
+    return (
+        pooled,
+        size if is_vit else image_size or size,
+        tuple(newest.mean),
+        tuple(newest.std),
+        attends(model),
+    )
 
 
 def _vit_size(name: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return ``image_size`` for torchvision's ViT of this name from the positions in a file; empty if it has none or is no ViT."""
+    """Return ``image_size`` for torchvision's ViT of this name from the positions in a file; empty
+    if it has none or is no ViT.
+    """
     vit = re.fullmatch(r"vit_[a-z]_(\d+)", name)
     shapes = [t.shape for n, t in tensors.items() if f".{n}".endswith(".encoder.pos_embedding")]
     if vit is None or not shapes or len(shapes[0]) != 3:
@@ -185,66 +259,134 @@ def _vit_size(name: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @torch.inference_mode()
 def _last_map(model: nn.Module, size: int, classifier: str) -> str:
-    """Return the node whose output is pooled: the last (B, D, H, W) with more than one position, at the model's default size."""
+    """Return the node whose output is pooled: the last (B, D, H, W) with more than one position, at
+    the model's default size.
+    """
     # AlexNet's and VGG's avgpool only resizes the map for the classifier
-    names = [n for n in get_graph_node_names(model)[1] if n != "avgpool" and not n.startswith(classifier)]
+    names = [
+        n for n in get_graph_node_names(model)[1] if n != "avgpool" and not n.startswith(classifier)
+    ]
     outputs = create_feature_extractor(model, names)(torch.zeros(1, 3, size, size))
-    maps = [n for n in names if isinstance(outputs[n], Tensor) and outputs[n].ndim == 4 and min(outputs[n].shape[2:]) > 1]
+    maps = [
+        n
+        for n in names
+        if isinstance(outputs[n], Tensor) and outputs[n].ndim == 4 and min(outputs[n].shape[2:]) > 1
+    ]
     if not maps:
-        raise ConfigError("encoder: a torchvision model without a feature map; expected a convnet or a transformer. Choose another.")
+        raise ConfigError(
+            "encoder: a torchvision model without a feature map; expected a convnet or a "
+            "transformer. Choose another."
+        )
     return maps[-1]
 
 
 def _blocks(model: nn.Module) -> Callable[[Tensor], list[Tensor]] | None:
-    """Return a function that gives the tokens after each block, class token first, for timm's ViTs with a class token; else None."""
+    """Return a function that gives the tokens after each block, class token first, for timm's ViTs
+    with a class token; else None.
+    """
     if not isinstance(model, timm.models.VisionTransformer) or model.cls_token is None:
         return None
 
     def blocks(x_BCHW: Tensor) -> list[Tensor]:
-        found: Any = model.forward_intermediates(x_BCHW, return_prefix_tokens=True, output_fmt="NLC", intermediates_only=True)
-        # distillation tokens and registers are left out: the contract is one class token, then patches
+        found: Any = model.forward_intermediates(
+            x_BCHW, return_prefix_tokens=True, output_fmt="NLC", intermediates_only=True
+        )
+        # distillation tokens and registers are left out: the contract is one class token, then
+        # patches
         return [torch.cat([prefix_BLD[:, :1], patch_BLD], dim=1) for patch_BLD, prefix_BLD in found]
 
     return blocks
 
 
-def _fit(model: nn.Module, tensors: dict[str, Tensor] | None, classifier: str, where: str, rename: Rename | None) -> None:
-    """Load tensors into a model. Prefixes of wrapper modules are removed; the classifier may be missing or different."""
+def _fit(
+    model: nn.Module,
+    tensors: dict[str, Tensor] | None,
+    classifier: str,
+    where: str,
+    rename: Rename | None,
+) -> None:
+    """Load tensors into a model. Prefixes of wrapper modules are removed; the classifier may be
+    missing or different.
+    """
     if tensors is None:
         return
     wanted = model.state_dict()
-    body = {n: t for n, t in wanted.items() if not n.startswith(f"{classifier}.") and not n.endswith("num_batches_tracked")}
+    body = {
+        n: t
+        for n, t in wanted.items()
+        if not n.startswith(f"{classifier}.") and not n.endswith("num_batches_tracked")
+    }
     given = without_wrapper(tensors, body, where)
     given = given if rename is None else rename(model, given)
-    check_fit(given, body, where, ignored=(f"{classifier}.", "fc.", "head.", "heads.", "classifier.", "AuxLogits.", "aux1.", "aux2."))
-    model.load_state_dict({n: given[n] for n in wanted if n in body or (n in given and given[n].shape == wanted[n].shape)}, strict=False)
+    check_fit(
+        given,
+        body,
+        where,
+        ignored=(
+            f"{classifier}.",
+            "fc.",
+            "head.",
+            "heads.",
+            "classifier.",
+            "AuxLogits.",
+            "aux1.",
+            "aux2.",
+        ),
+    )
+    model.load_state_dict(
+        {
+            n: given[n]
+            for n in wanted
+            if n in body or (n in given and given[n].shape == wanted[n].shape)
+        },
+        strict=False,
+    )
 
 
-def without_wrapper(tensors: dict[str, Tensor], wanted: Collection[str], where: str) -> dict[str, Tensor]:
-    """Return the tensors of the model in a file without the prefix of wrapper modules (``model.``, ``module.encoder.`` and the like).
+def without_wrapper(
+    tensors: dict[str, Tensor], wanted: Collection[str], where: str
+) -> dict[str, Tensor]:
+    """Return the tensors of the model in a file without the prefix of wrapper modules (``model.``,
+    ``module.encoder.`` and the like).
 
     Args:
-        wanted: one or more names of the model. The prefix before the first name that matches most of the others is removed.
+        wanted: one or more names of the model. The prefix before the first name that matches most
+            of the others is removed.
 
     Raises:
         CheckpointError: no tensor has the first name, or several prefixes match equally well.
     """
     anchor = next(iter(wanted))
-    found = [name.removesuffix(anchor) for name in tensors if name == anchor or name.endswith(f".{anchor}")]
+    found = [
+        name.removesuffix(anchor)
+        for name in tensors
+        if name == anchor or name.endswith(f".{anchor}")
+    ]
     if not found:
         some = ", ".join(list(tensors)[:4])
         raise CheckpointError(
-            f"weights: {where} has no tensor {anchor!r} (it has {some} ...); expected one. Give the name of the file's model."
+            f"weights: {where} has no tensor {anchor!r} (it has {some} ...); expected one. Give "
+            "the name of the file's model."
         )
     covers = {prefix: sum(prefix + name in tensors for name in wanted) for prefix in found}
     best = sorted(prefix for prefix in found if covers[prefix] == max(covers.values()))
     if len(best) > 1:
-        raise CheckpointError(f"weights: {where} has {len(best)} models, under {best}; expected one. Save only one of them to a file.")
-    return {name.removeprefix(best[0]): tensor for name, tensor in tensors.items() if name.startswith(best[0])}
+        raise CheckpointError(
+            f"weights: {where} has {len(best)} models, under {best}; expected one. Save only one "
+            "of them to a file."
+        )
+    return {
+        name.removeprefix(best[0]): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(best[0])
+    }
 
 
-def check_fit(given: dict[str, Tensor], wanted: dict[str, Tensor], where: str, ignored: tuple[str, ...]) -> None:
-    """Check that every wanted tensor is given with its shape, and no others except names that start with one of ``ignored``.
+def check_fit(
+    given: dict[str, Tensor], wanted: dict[str, Tensor], where: str, ignored: tuple[str, ...]
+) -> None:
+    """Check that every wanted tensor is given with its shape, and no others except names that start
+    with one of ``ignored``.
 
     Raises:
         CheckpointError: a tensor does not fit (names the first).
@@ -253,9 +395,16 @@ def check_fit(given: dict[str, Tensor], wanted: dict[str, Tensor], where: str, i
         got = tuple(given[name].shape) if name in given else "nothing"
         if got != tuple(tensor.shape):
             rule = f"expected shape {tuple(tensor.shape)}"
-            raise CheckpointError(f"weights: {where}: {name}={got}; {rule}. Give the name of the file's model.")
-    for name in given:
-        if name not in wanted and not name.startswith(ignored) and not name.endswith("num_batches_tracked"):
             raise CheckpointError(
-                f"weights: {where}: {name} is not a tensor of this model; expected no others. Give the name of the file's model."
+                f"weights: {where}: {name}={got}; {rule}. Give the name of the file's model."
+            )
+    for name in given:
+        if (
+            name not in wanted
+            and not name.startswith(ignored)
+            and not name.endswith("num_batches_tracked")
+        ):
+            raise CheckpointError(
+                f"weights: {where}: {name} is not a tensor of this model; expected no others. "
+                "Give the name of the file's model."
             )

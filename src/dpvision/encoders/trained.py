@@ -20,7 +20,11 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def run_encoder(
-    run_or_checkpoint: str | Path, *, ema: bool = False, untrained: bool = False, device: str | torch.device = "cpu"
+    run_or_checkpoint: str | Path,
+    *,
+    ema: bool = False,
+    untrained: bool = False,
+    device: str | torch.device = "cpu",
 ) -> Encoder:
     """Load the encoder of a run, or its architecture with its initial weights.
 
@@ -33,8 +37,9 @@ def run_encoder(
     if about.get("kind") == "head":
         below = about.get("encoder", {}).get("spec")
         raise ConfigError(
-            f"encoder: {run_or_checkpoint} is a head on frozen features; expected an encoder. Use its encoder {below!r}; `dpvision "
-            "evaluate RUN --test STORE` scores the head itself, and dpvision.load_classifier opens it."
+            f"encoder: {run_or_checkpoint} is a head on frozen features; expected an encoder. "
+            f"Use its encoder {below!r}; `dpvision evaluate RUN --test STORE` scores the head "
+            "itself, and dpvision.load_classifier opens it."
         )
     model, config = load_model(checkpoint, ema=ema and not untrained)
     if untrained:
@@ -58,7 +63,8 @@ def run_encoder(
 
 
 def load_model(checkpoint: Checkpoint, *, ema: bool = False) -> tuple[Model, RunConfig]:
-    """Return the whole network of a checkpoint, including decoder or head, and the config of its run.
+    """Return the whole network of a checkpoint, including decoder or head, and the config of its
+    run.
 
     Args:
         ema: whether to use the averaged weights instead of the last ones.
@@ -74,9 +80,15 @@ def filled(network: Network, checkpoint: Checkpoint, *, ema: bool = False) -> Ne
     """Load a checkpoint's weights into ``network`` and return it. Raises like ``load_model``."""
     weights = checkpoint.ema if ema else checkpoint.model
     if weights is None:
-        raise CheckpointError(f"checkpoint: {checkpoint.path} has no averaged weights; expected ema.safetensors. Drop --ema.")
+        raise CheckpointError(
+            f"checkpoint: {checkpoint.path} has no averaged weights; expected ema.safetensors. "
+            "Drop --ema."
+        )
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
-        raise CheckpointError(f"checkpoint: {checkpoint.path} does not fit its config ({error}). Use the version that wrote it.") from None
+        raise CheckpointError(
+            f"checkpoint: {checkpoint.path} does not fit its config ({error}). Use the version "
+            "that wrote it."
+        ) from None
     return network

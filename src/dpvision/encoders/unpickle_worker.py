@@ -1,8 +1,10 @@
-"""Script that ``unpickle.py`` runs in a separate process: reads a pickle of tensors on standard input and writes safetensors.
+"""Script that ``unpickle.py`` runs in a separate process: reads a pickle of tensors on standard
+input and writes safetensors.
 
-It is started with ``python -I -S``, without environment, in an empty folder, and drops network access if Linux allows it. It first scans
-the pickle's opcodes without executing them and refuses every name that tensors do not need. Then it limits its memory, CPU time and
-output size, and calls ``torch.load(weights_only=True)``. It imports nothing of dpvision.
+It is started with ``python -I -S``, without environment, in an empty folder, and drops network
+access if Linux allows it. It first scans the pickle's opcodes without executing them and refuses
+every name that tensors do not need. Then it limits its memory, CPU time and output size, and calls
+``torch.load(weights_only=True)``. It imports nothing of dpvision.
 """
 
 import contextlib
@@ -22,7 +24,8 @@ _WRAPPERS_DEEP = 8
 _REFUSED = 3
 _LEGACY_PICKLES = 5  # magic number, protocol, system, object, keys of storages; then bytes
 _ALLOWED = re.compile(
-    r"collections OrderedDict|argparse Namespace|torch Size|torch device|torch\.nn\.parameter Parameter"
+    r"collections OrderedDict|argparse Namespace|torch Size|torch device"
+    r"|torch\.nn\.parameter Parameter"
     r"|torch\._utils _rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)"
     r"|torch (\w+Storage)|torch\.storage (TypedStorage|UntypedStorage|_LegacyStorage)"
     r"|torch (bool|b?float\d+|float8_\w+|double|half|u?int\d+|long|short|complex\d+)"
@@ -79,14 +82,18 @@ def main(settings: dict[str, Any]) -> None:
         raise Refused("no tensors under names")
     if sum(t.numel() * t.element_size() for t in tensors.values()) > 2 * size:
         raise Refused("its tensors are larger than the file")
-    blob = save({name: t.detach().contiguous().clone() for name, t in tensors.items()}, metadata=settings["note"])
+    blob = save(
+        {name: t.detach().contiguous().clone() for name, t in tensors.items()},
+        metadata=settings["note"],
+    )
     with open(settings["out"], "wb", closefd=False) as out:
         out.write(blob)
 
 
 def _leave_the_network() -> None:
-    # A user namespace too, so that it works without root; the process must still be single-threaded. On other systems, or if it is
-    # forbidden, continue without it: the loader opens no connections, and this is only defence in depth.
+    # A user namespace too, so that it works without root; the process must still be
+    # single-threaded. On other systems, or if it is forbidden, continue without it: the loader
+    # opens no connections, and this is only defence in depth.
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NET)
 
@@ -105,12 +112,15 @@ def _limit(size: int, seconds: int) -> None:
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             here = int(file.read().split()[0]) * resource.getpagesize()
-        # the file's tensors, a contiguous copy, the bytes to be written and the reader's own buffers
+        # the file's tensors, a contiguous copy, the bytes to be written and the reader's own
+        # buffers
         no_more_than(resource.RLIMIT_AS, here + 5 * size + _MARGIN_BYTES)
 
 
 def _check_names(file: Any, size: int) -> None:
-    """Check that every pickle names only what tensors need, and that an archive is not compressed (torch.save only stores)."""
+    """Check that every pickle names only what tensors need, and that an archive is not compressed
+    (torch.save only stores).
+    """
     magic = file.read(4)
     file.seek(0)
     if magic != b"PK\x03\x04":  # torch's own test: a pickle with an archive behind it is a pickle
@@ -140,7 +150,9 @@ def _check_pickle(file: Any) -> None:
         if code.name in _INDIRECT:
             raise Refused(f"its pickle uses {code.name}, which torch.save does not")
         if code.name == "GLOBAL" and not _ALLOWED.fullmatch(str(argument)):
-            raise Refused(f"its pickle names {str(argument).replace(' ', '.')}, which no tensor needs")
+            raise Refused(
+                f"its pickle names {str(argument).replace(' ', '.')}, which no tensor needs"
+            )
 
 
 def _collect(value: Any, name: str, found: dict[str, Any], depth: int, torch: Any) -> None:
@@ -165,5 +177,8 @@ if __name__ == "__main__":
         print(str(error)[:2000])
         sys.exit(_REFUSED)
     except (MemoryError, OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        print(f"it is damaged, or needs more memory or space than its size explains ({type(error).__name__}: {error})"[:2000])
+        print(
+            "it is damaged, or needs more memory or space than its size explains "
+            f"({type(error).__name__}: {error})"[:2000]
+        )
         sys.exit(_REFUSED)

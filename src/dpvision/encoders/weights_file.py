@@ -4,8 +4,8 @@ The lineage comes from the first of these that exists:
 
 1. The file's metadata, which dpvision writes into every file of weights (``weights``).
 2. The run folder that contains the file, whatever the file's name.
-3. The caller (a library's public name), or "undeclared": a run that starts from it then needs a declaration
-   (``runs.lineage.inherit``).
+3. The caller (a library's public name), or "undeclared": a run that starts from it then needs a
+   declaration (``runs.lineage.inherit``).
 """
 
 import json
@@ -31,14 +31,15 @@ class WeightsFile:
 
 
 def open_weights(path: str | Path, otherwise: dict[str, Any]) -> WeightsFile:
-    """Return tensors and lineage of a file. Safetensors are read directly, other formats by ``load_pickle_safely``.
+    """Return tensors and lineage of a file. Safetensors are read directly, other formats by
+    ``load_pickle_safely``.
 
     Args:
         otherwise: the lineage entry for a file that carries none and is not in a run folder.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or refused; its lineage does not match its tensors, or its run's lineage cannot be
-            read.
+        CheckpointError: the file is missing, damaged, or refused; its lineage does not match its
+            tensors, or its run's lineage cannot be read.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
@@ -53,7 +54,8 @@ def open_weights(path: str | Path, otherwise: dict[str, Any]) -> WeightsFile:
 
 
 def lineage_of_run_around(path: Path) -> list[dict[str, Any]] | None:
-    """Return the lineage of the run or checkpoint whose folder contains a file, after resolving links, or None if there is none.
+    """Return the lineage of the run or checkpoint whose folder contains a file, after resolving
+    links, or None if there is none.
 
     Raises:
         CheckpointError: the lineage cannot be read.
@@ -70,7 +72,9 @@ def lineage_of_run_around(path: Path) -> list[dict[str, Any]] | None:
 
 
 def _values(path: Path, field: str) -> dict[str, Any] | None:
-    """Return a JSON object written by dpvision, identified by ``field``, or None if there is no such file or field."""
+    """Return a JSON object written by dpvision, identified by ``field``, or None if there is no
+    such file or field.
+    """
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -79,14 +83,23 @@ def _values(path: Path, field: str) -> dict[str, Any] | None:
 
 
 def _entry_of_run(path: Path) -> dict[str, Any]:
-    """Return the lineage entry of a run without a readable checkpoint: its store, without a guarantee."""
+    """Return the lineage entry of a run without a readable checkpoint: its store, without a
+    guarantee.
+    """
     try:
         about = parse_json(path.read_bytes())
         return {
-            "store_id": str(about["store_id"]), "visibility": str(about["store_visibility"]), "licence": None,
-            "run_id": str(about["run_id"]), "guarantee": None,
-        }  # fmt: skip
+            "store_id": str(about["store_id"]),
+            "visibility": str(about["store_visibility"]),
+            "licence": None,
+            "run_id": str(about["run_id"]),
+            "guarantee": None,
+        }
     except KeyError as error:
-        raise CheckpointError(f"weights: {path} lacks {error}; expected what the run wrote. Restore it.") from None
+        raise CheckpointError(
+            f"weights: {path} lacks {error}; expected what the run wrote. Restore it."
+        ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"weights: {path}: {error}; expected what the run wrote. Restore it.") from None
+        raise CheckpointError(
+            f"weights: {path}: {error}; expected what the run wrote. Restore it."
+        ) from None

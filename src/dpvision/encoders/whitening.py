@@ -1,9 +1,11 @@
-"""Whitening of features, fitted once on procedural textures and applied to every image as a fixed linear map.
+"""Whitening of features, fitted once on procedural textures and applied to every image as a fixed
+linear map.
 
     y = G R (f - mean) / std,   R (C + w I) R^T = I   (Cholesky)
 
-``mean`` is the textures' mean of each dimension, ``std`` their standard deviation of each channel over all cells, C the covariance of the
-channels over textures and cells. One matrix R serves all cells; G works on the cells of each channel (``cell_frequencies``).
+``mean`` is the textures' mean of each dimension, ``std`` their standard deviation of each channel
+over all cells, C the covariance of the channels over textures and cells. One matrix R serves all
+cells; G works on the cells of each channel (``cell_frequencies``).
 
 Legend: N textures, B images, C channels, Q cells.
 """
@@ -35,7 +37,9 @@ class Whitening:
         return Whitening(self.mean_CQ.to(device), self.matrix_CC.to(device), cells_QQ)
 
     def __call__(self, f_BCQ: Tensor) -> Tensor:
-        """Return rows of length 1, float32 (B, C x Q), cell by cell; a row of zeros is unchanged."""
+        """Return rows of length 1, float32 (B, C x Q), cell by cell; a row of zeros is
+        unchanged.
+        """
         y_BQC = self._whitened((f_BCQ - self.mean_CQ).transpose(1, 2))
         if self.cells_QQ is not None:
             y_BQC = self.cells_QQ @ y_BQC
@@ -43,10 +47,14 @@ class Whitening:
         return y_BD / torch.linalg.vector_norm(y_BD, dim=1, keepdim=True).clamp(min=1e-12)
 
     def _whitened(self, x_BQC: Tensor) -> Tensor:
-        """Return x matrix^T, computed in bands that skip most zeros above the diagonal, in 0.6 of the full product's time."""
+        """Return x matrix^T, computed in bands that skip most zeros above the diagonal, in 0.6 of
+        the full product's time.
+        """
         x_MC, count = x_BQC.flatten(0, 1), len(self.matrix_CC)
         edge = [round(i * count / _BANDS) for i in range(_BANDS + 1)]
-        bands = [x_MC[:, :stop] @ self.matrix_CC[start:stop, :stop].T for start, stop in pairwise(edge)]
+        bands = [
+            x_MC[:, :stop] @ self.matrix_CC[start:stop, :stop].T for start, stop in pairwise(edge)
+        ]
         return torch.cat(bands, dim=1).unflatten(0, x_BQC.shape[:2])
 
 
@@ -55,9 +63,11 @@ def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -
 
     Args:
         f_NCQ: float32, features of textures.
-        floor: w > 0, relative to channels of variance 1: weak directions are amplified by at most 1 / sqrt(w).
-        mirror_C: the channel that each one becomes in the mirror image, int64. If given, the constants are for the textures and their
-            mirror images, whose remaining cells are not in f_NCQ.
+        floor: w > 0, relative to channels of variance 1: weak directions are amplified by at most 1
+            / sqrt(w).
+        mirror_C: the channel that each one becomes in the mirror image, int64. If given, the
+            constants are for the textures and their mirror images, whose remaining cells are not in
+            f_NCQ.
     """
     mean_CQ = f_NCQ.double().mean(dim=0)
     total_CC = f_NCQ.new_zeros(f_NCQ.shape[1], f_NCQ.shape[1], dtype=torch.float64)
@@ -71,15 +81,18 @@ def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -
     cov_CC = cov_CC / std_C[:, None] / std_C
     cov_CC.diagonal().add_(floor)
     root_CC = torch.linalg.cholesky(cov_CC)
-    matrix_CC = torch.linalg.solve_triangular(root_CC, torch.eye(len(root_CC), dtype=torch.float64), upper=False)
+    matrix_CC = torch.linalg.solve_triangular(
+        root_CC, torch.eye(len(root_CC), dtype=torch.float64), upper=False
+    )
     return Whitening(mean_CQ.float(), (matrix_CC / std_C).float().contiguous())
 
 
 def cell_frequencies(rows: int, columns: int, energy: Sequence[float]) -> Tensor:
-    """Return G, the cosine transform over a grid of cells with frequencies (u, v) scaled by the root of ``energy[u + v]``: float32 (Q, Q).
+    """Return G, the cosine transform over a grid of cells with frequencies (u, v) scaled by the
+    root of ``energy[u + v]``: float32 (Q, Q).
 
-    A private head's noise is the same in every direction, so the head learns faster in directions of larger scale: the average over
-    cells comes first.
+    A private head's noise is the same in every direction, so the head learns faster in directions
+    of larger scale: the average over cells comes first.
 
     Args:
         energy: for u + v = 0, 1, ...; the last one applies to all higher ones.

@@ -1,1 +1,3 @@
-"""Scores of encoders and captioners: probes on features (``probes``), tests of captions (``captions``), and the score itself."""
+"""Scores of encoders and captioners: probes on features (``probes``), tests of captions
+(``captions``), and the score itself.
+"""

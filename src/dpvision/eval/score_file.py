@@ -13,7 +13,9 @@ NOTHING_FITTED = "nothing"
 """``train_data`` of a score without a fitted probe: a run's own head, or a captioner."""
 
 
-def write_scores(run_dir: str | Path, scores: list[Score], *, train_data: str, test_data: str) -> list[Path]:
+def write_scores(
+    run_dir: str | Path, scores: list[Score], *, train_data: str, test_data: str
+) -> list[Path]:
     """Merge scores into the run's scores.json, private ones into confidential/scores.json.
 
     An entry is replaced by a new one of the same (name, protocol, train_data, test_data).
@@ -31,17 +33,24 @@ def write_scores(run_dir: str | Path, scores: list[Score], *, train_data: str, t
     root = Path(run_dir)
     base = run_base(root)
     if base is None:
-        raise CheckpointError(f"scores: {root} is not a run; expected a run folder. Check the path.")
+        raise CheckpointError(
+            f"scores: {root} is not a run; expected a run folder. Check the path."
+        )
     written = []
     for visibility, folder in (("public", base), ("private", root / "confidential")):
-        new = [s.to_dict() | {"train_data": train_data, "test_data": test_data} for s in scores if s.visibility == visibility]
+        new = [
+            s.to_dict() | {"train_data": train_data, "test_data": test_data}
+            for s in scores
+            if s.visibility == visibility
+        ]
         if new:
             written.append(merge_entries(folder / "scores.json", new))
     return written
 
 
 def merge_entries(path: Path, entries: list[dict[str, Any]]) -> Path:
-    """Add entries (fields of Score, train_data, test_data) to a file of scores, replacing those with the same key.
+    """Add entries (fields of Score, train_data, test_data) to a file of scores, replacing those
+    with the same key.
 
     Raises:
         CheckpointError: the file cannot be read or written.
@@ -52,7 +61,8 @@ def merge_entries(path: Path, entries: list[dict[str, Any]]) -> Path:
 
 
 def read_scores(path: Path) -> list[dict]:
-    """Read the entries of a scores.json (fields of Score, train_data, test_data); [] if there is no file.
+    """Read the entries of a scores.json (fields of Score, train_data, test_data); [] if there is no
+    file.
 
     Raises:
         CheckpointError: the file was not written by ``write_scores``.

@@ -17,8 +17,11 @@ def trained_store(data: DataConfig) -> Store | None:
     return open_store(data.store) if data.store is not None and is_store(data.store) else None
 
 
-def trained_classes(data: DataConfig, manifest: Mapping[str, Any] | None, what: str) -> list[str] | None:
-    """Return the class names of a classifier's run in the order of its scores; None if its classes are numbers without names.
+def trained_classes(
+    data: DataConfig, manifest: Mapping[str, Any] | None, what: str
+) -> list[str] | None:
+    """Return the class names of a classifier's run in the order of its scores; None if its classes
+    are numbers without names.
 
     Args:
         data: the run's data config.
@@ -26,22 +29,24 @@ def trained_classes(data: DataConfig, manifest: Mapping[str, Any] | None, what: 
         what: name of the evaluation, for the error.
 
     Raises:
-        DataError: the checkpoint is of a version that did not write the names, and the training store is gone.
+        DataError: the checkpoint is of a version that did not write the names, and the training
+            store is gone.
     """
     if manifest is not None and "class_names" in manifest:
         return manifest["class_names"]
     trained = trained_store(data)
     if trained is None:
         raise DataError(
-            f"{what}: the training store {data.store} is not there, and the checkpoint lacks its class names; expected one of them, "
-            "because labels are matched by name. Put the store back."
+            f"{what}: the training store {data.store} is not there, and the checkpoint lacks its "
+            "class names; expected one of them, because labels are matched by name. Put the "
+            "store back."
         )
     return trained.label_names
 
 
 def check_unseen(data: DataConfig, store: Store, what: str) -> None:
-    """Refuse test images that are in the training store, if it is still there, or whose 16-bit samples were read otherwise. Parts of one
-    store are allowed.
+    """Refuse test images that are in the training store, if it is still there, or whose 16-bit
+    samples were read otherwise. Parts of one store are allowed.
 
     Args:
         data: the run's data config.
@@ -49,9 +54,19 @@ def check_unseen(data: DataConfig, store: Store, what: str) -> None:
     """
     trained = trained_store(data)
     if trained is not None:
-        check_declared(trained.window, trained.undeclared_range, store, what, "the images that the run was trained on")
-    if trained is not None and trained.store_id == store.store_id and len(np.intersect1d(trained.index["id"], store.index["id"])):
+        check_declared(
+            trained.window,
+            trained.undeclared_range,
+            store,
+            what,
+            "the images that the run was trained on",
+        )
+    if (
+        trained is not None
+        and trained.store_id == store.store_id
+        and len(np.intersect1d(trained.index["id"], store.index["id"]))
+    ):
         raise DataError(
-            f"{what}: {store.path} shares records with the store that the run was trained on; expected other images. "
-            "Hold some out before training: dpvision data split."
+            f"{what}: {store.path} shares records with the store that the run was trained on; "
+            "expected other images. Hold some out before training: dpvision data split."
         )

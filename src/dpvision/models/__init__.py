@@ -4,7 +4,14 @@ from typing import overload
 
 import torch
 
-from dpvision.config import CaptionerConfig, ClassifierConfig, CrossMAEConfig, HeadConfig, MAEConfig, ModelConfig
+from dpvision.config import (
+    CaptionerConfig,
+    ClassifierConfig,
+    CrossMAEConfig,
+    HeadConfig,
+    MAEConfig,
+    ModelConfig,
+)
 from dpvision.errors import ConfigError
 from dpvision.models.captioner import Captioner
 from dpvision.models.classifier import Classifier, init_classifier
@@ -28,14 +35,17 @@ def make_model(cfg: CaptionerConfig, seed: int) -> Captioner: ...
 @overload
 def make_model(cfg: ModelConfig, seed: int) -> Model: ...
 def make_model(cfg: ModelConfig, seed: int) -> Model:
-    """Make the network of a config with the paper's initialisation, a function of ``seed`` alone; float32, on the CPU.
+    """Make the network of a config with the paper's initialisation, a function of ``seed`` alone;
+    float32, on the CPU.
 
     The global random state is neither used nor changed.
 
     Raises:
-        ConfigError: the config's sizes do not fit together, or it is of a head on frozen features (``linear_head.LinearHead``).
+        ConfigError: the config's sizes do not fit together, or it is of a head on frozen features
+            (``linear_head.LinearHead``).
     """
-    # torch's layers draw from the global state when constructed; except for timm's models, these weights are replaced.
+    # torch's layers draw from the global state when constructed; except for timm's models, these
+    # weights are replaced.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build(cfg)
@@ -48,7 +58,9 @@ def make_model(cfg: ModelConfig, seed: int) -> Model:
 
 
 def make_model_on_meta(cfg: ModelConfig) -> Model:
-    """Make the network on the meta device, without memory for its weights, for counting and planning."""
+    """Make the network on the meta device, without memory for its weights, for counting and
+    planning.
+    """
     with torch.device("meta"):
         model = _build(cfg)
         if isinstance(model, Classifier):
@@ -57,7 +69,9 @@ def make_model_on_meta(cfg: ModelConfig) -> Model:
 
 
 def count_parameters(cfg: ModelConfig) -> int:
-    """Return the number of trainable parameters of a config's network; for a head, 0 while its encoder is unknown."""
+    """Return the number of trainable parameters of a config's network; for a head, 0 while its
+    encoder is unknown.
+    """
     if isinstance(cfg, HeadConfig):
         return cfg.num_parameters
     return sum(p.numel() for p in make_model_on_meta(cfg).parameters() if p.requires_grad)
@@ -75,6 +89,7 @@ def _build(cfg: ModelConfig) -> Model:
             return Captioner(cfg)
         case HeadConfig():
             raise ConfigError(
-                "model: kind='head' is a head on frozen features; expected a network. Train heads with `dpvision adapt`, score them with "
-                "`dpvision evaluate RUN --test STORE`, and open them with dpvision.load_classifier."
+                "model: kind='head' is a head on frozen features; expected a network. Train "
+                "heads with `dpvision adapt`, score them with `dpvision evaluate RUN --test "
+                "STORE`, and open them with dpvision.load_classifier."
             )

@@ -16,17 +16,25 @@ from dpvision.models.vit import ViT
 
 
 class Classifier(nn.Module):
-    """Encoder, pooling and linear head. ``init_classifier`` draws the weights and freezes untrained parts."""
+    """Encoder, pooling and linear head. ``init_classifier`` draws the weights and freezes untrained
+    parts.
+    """
 
     def __init__(self, cfg: ClassifierConfig) -> None:
         super().__init__()
         self.cfg = cfg
         self.encoder = _make_encoder(cfg.encoder)
-        width = self.encoder.width(cfg.pooling) if isinstance(self.encoder, TimmEncoder) else self.encoder.cfg.width
+        width = (
+            self.encoder.width(cfg.pooling)
+            if isinstance(self.encoder, TimmEncoder)
+            else self.encoder.cfg.width
+        )
         self.head = nn.Linear(width, cfg.num_classes)
 
     def features(self, x_BCHW: Tensor) -> Tensor:
-        """Return the head's input, (B, D): the mean of patch tokens or of the last map, the class token, or timm's own pooling."""
+        """Return the head's input, (B, D): the mean of patch tokens or of the last map, the class
+        token, or timm's own pooling.
+        """
         if isinstance(self.encoder, TimmEncoder):
             return self.encoder.pooled(x_BCHW, self.cfg.pooling)
         if isinstance(self.encoder, ResNet):
@@ -40,7 +48,9 @@ class Classifier(nn.Module):
 
 
 def init_classifier(model: Classifier, generator: torch.Generator) -> None:
-    """Initialise the encoder (timm's already is) and the head from ``generator``, then call ``tune``."""
+    """Initialise the encoder (timm's already is) and the head from ``generator``, then call
+    ``tune``.
+    """
     if isinstance(model.encoder, ResNet):
         init_resnet(model.encoder, generator)
     elif isinstance(model.encoder, ViT):
@@ -51,7 +61,9 @@ def init_classifier(model: Classifier, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def init_head(model: Classifier, generator: torch.Generator) -> None:
-    """Initialise the head's weight by ``head_init`` times ``head_scale``, and its bias with ``head_bias``."""
+    """Initialise the head's weight by ``head_init`` times ``head_scale``, and its bias with
+    ``head_bias``.
+    """
     cfg, weight = model.cfg, model.head.weight
     nn.init.constant_(model.head.bias, cfg.head_bias)
     if cfg.head_init == "zero":
@@ -63,14 +75,18 @@ def init_head(model: Classifier, generator: torch.Generator) -> None:
     weight.mul_(cfg.head_scale)
 
 
-def losses(model: Classifier, x_BVCHW: Tensor, label_B: Tensor | None, label_BV: Tensor | None = None) -> Tensor:
+def losses(
+    model: Classifier, x_BVCHW: Tensor, label_B: Tensor | None, label_BV: Tensor | None = None
+) -> Tensor:
     """Return the cross-entropy of each record by ``loss``, averaged over its views.
 
-    A label outside 0 ... K - 1, or a target that is neither 0 nor 1, gives a loss of NaN and a gradient of exactly zero. Nothing is
-    raised, because whether a step raises must not depend on a private label. Stores are checked before the first step.
+    A label outside 0 ... K - 1, or a target that is neither 0 nor 1, gives a loss of NaN and a
+    gradient of exactly zero. Nothing is raised, because whether a step raises must not depend on a
+    private label. Stores are checked before the first step.
 
     Args:
-        label_B: int64 (B,); for the sigmoid loss also integers (B, K), 1 for each class of a record and 0 elsewhere.
+        label_B: int64 (B,); for the sigmoid loss also integers (B, K), 1 for each class of a record
+            and 0 elsewhere.
         label_BV: in place of ``label_B``, one label (or K) for each view.
 
     Returns:
@@ -83,13 +99,23 @@ def losses(model: Classifier, x_BVCHW: Tensor, label_B: Tensor | None, label_BV:
         assert label_B is not None
         label_BV = label_B[:, None].expand(-1, views, *label_B.shape[1:])
     several = label_BV.ndim == 3
-    known_BV = ((label_BV == 0) | (label_BV == 1)).all(2) if several else (label_BV >= 0) & (label_BV < model.cfg.num_classes)
+    known_BV = (
+        ((label_BV == 0) | (label_BV == 1)).all(2)
+        if several
+        else (label_BV >= 0) & (label_BV < model.cfg.num_classes)
+    )
     target = torch.where(known_BV[..., None] if several else known_BV, label_BV, 0).flatten(0, 1)
     if model.cfg.loss == "softmax":
         loss = F.cross_entropy(logits, target, reduction="none")
     else:
-        target = target if several else target[:, None] == torch.arange(model.cfg.num_classes, device=target.device)
-        loss = F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="none").sum(1)
+        target = (
+            target
+            if several
+            else target[:, None] == torch.arange(model.cfg.num_classes, device=target.device)
+        )
+        loss = F.binary_cross_entropy_with_logits(
+            logits, target.to(logits.dtype), reduction="none"
+        ).sum(1)
     return torch.where(known_BV.all(1), loss.unflatten(0, (-1, views)).mean(1), torch.nan)
 
 

@@ -1,9 +1,12 @@
-"""The captioner's network as a masked autoencoder: the warm start of DP-Cap (Sander et al., ICML 2024, appendix A.1).
+"""The captioner's network as a masked autoencoder: the warm start of DP-Cap (Sander et al., ICML
+2024, appendix A.1).
 
-The encoder sees the visible patches; the decoder's queries represent the hidden ones, attend to each other in full and to the encoder's
-tokens by cross-attention, and a linear head predicts the targets. Only hidden patches are predicted, as the loss needs no others.
+The encoder sees the visible patches; the decoder's queries represent the hidden ones, attend to
+each other in full and to the encoder's tokens by cross-attention, and a linear head predicts the
+targets. Only hidden patches are predicted, as the loss needs no others.
 
-Legend: B records, L patches, S kept patches, M = L - S masked patches, D decoder width, E values per patch, T values per target.
+Legend: B records, L patches, S kept patches, M = L - S masked patches, D decoder width, E values
+per patch, T values per target.
 """
 
 import torch
@@ -18,10 +21,11 @@ from dpvision.models.vit import CHANNELS, ViT
 
 
 class CrossMAE(nn.Module):
-    """Encoder of the visible patches, DP-Cap's decoder, and a head that predicts the targets of the hidden ones.
+    """Encoder of the visible patches, DP-Cap's decoder, and a head that predicts the targets of the
+    hidden ones.
 
-    The mask token is not trained (DP-Cap). ``encoder`` and ``decoder`` have the same names as in ``captioner.Captioner``, which starts
-    from them unchanged (appendix A.1).
+    The mask token is not trained (DP-Cap). ``encoder`` and ``decoder`` have the same names as in
+    ``captioner.Captioner``, which starts from them unchanged (appendix A.1).
 
     Raises:
         ConfigError: the mask leaves no visible patch.
@@ -31,7 +35,9 @@ class CrossMAE(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.encoder = ViT(cfg.encoder)
-        self.decoder = CrossDecoder(cfg.decoder, cfg.encoder.width, cfg.encoder.image_size // cfg.encoder.patch_size)
+        self.decoder = CrossDecoder(
+            cfg.decoder, cfg.encoder.width, cfg.encoder.image_size // cfg.encoder.patch_size
+        )
         self.patch_head = PatchHead(cfg.encoder, cfg.decoder.width, cfg.mask_ratio, cfg.target)
 
     @property
@@ -50,7 +56,9 @@ class CrossMAE(nn.Module):
 
 
 class PatchHead(nn.Module):
-    """Mask token and linear map with which a decoder predicts hidden patches. Also used by a captioner with a second loss (Cap + MAE)."""
+    """Mask token and linear map with which a decoder predicts hidden patches. Also used by a
+    captioner with a second loss (Cap + MAE).
+    """
 
     def __init__(self, encoder: ViTConfig, width: int, mask_ratio: float, target: str) -> None:
         super().__init__()
@@ -59,14 +67,18 @@ class PatchHead(nn.Module):
         self.num_visible = int(num_patches * (1 - mask_ratio))
         if self.num_visible < 1:
             raise ConfigError(
-                f"model: mask_ratio={mask_ratio} of {num_patches} patches; expected at least one visible patch. "
-                "Use a smaller mask_ratio or patch_size."
+                f"model: mask_ratio={mask_ratio} of {num_patches} patches; expected at least one "
+                "visible patch. Use a smaller mask_ratio or patch_size."
             )
         self.mask_token = nn.Parameter(torch.zeros(width), requires_grad=False)
         self.linear = nn.Linear(width, target_size(target, encoder.patch_size, CHANNELS))
 
-    def forward(self, encoder: ViT, decoder: CrossDecoder, patch_BLE: Tensor, order_BL: Tensor) -> Tensor:
-        """Return the predictions as ``CrossMAE.forward`` does, with the given encoder and decoder."""
+    def forward(
+        self, encoder: ViT, decoder: CrossDecoder, patch_BLE: Tensor, order_BL: Tensor
+    ) -> Tensor:
+        """Return the predictions as ``CrossMAE.forward`` does, with the given encoder and
+        decoder.
+        """
         S = self.num_visible
         seen_BS, masked_BM = order_BL[:, :S], order_BL[:, S:]
         seen_BSE = patch_BLE.take_along_dim(seen_BS[..., None], dim=1)
@@ -74,23 +86,31 @@ class PatchHead(nn.Module):
         memory = decoder.remember(token, decoder.position_LD[seen_BS])
         return self.linear(decoder(self.mask_token + decoder.position_LD[masked_BM], memory))
 
-    def losses(self, encoder: ViT, decoder: CrossDecoder, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-        """Return the mean squared error of each image over the targets of its masked patches, as ``losses`` below."""
+    def losses(
+        self, encoder: ViT, decoder: CrossDecoder, x_BCHW: Tensor, order_BL: Tensor
+    ) -> Tensor:
+        """Return the mean squared error of each image over the targets of its masked patches, as
+        ``losses`` below.
+        """
         patch_BLE = patchify(x_BCHW, self.patch_size)
         order_BL = order_BL.argsort(dim=1)
         prediction_BMT = self(encoder, decoder, patch_BLE, order_BL)
         target_BLT = make_targets(x_BCHW, self.patch_size, self.target)
         target_BMT = target_BLT.take_along_dim(order_BL[:, self.num_visible :, None], dim=1)
-        error_BMT = prediction_BMT.to(torch.promote_types(target_BMT.dtype, torch.float32)) - target_BMT
+        error_BMT = (
+            prediction_BMT.to(torch.promote_types(target_BMT.dtype, torch.float32)) - target_BMT
+        )
         return error_BMT.square().mean(dim=(1, 2))
 
 
 def losses(model: CrossMAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-    """Return the reconstruction loss of each image: mean squared error over the targets of its masked patches.
+    """Return the reconstruction loss of each image: mean squared error over the targets of its
+    masked patches.
 
     Args:
         x_BCHW: normalised images.
-        order_BL: int64 random keys, one per record and patch; the patches with the smallest keys are visible.
+        order_BL: int64 random keys, one per record and patch; the patches with the smallest keys
+            are visible.
 
     Returns:
         loss_B, float32 also under autocast (float64 for float64 images).

@@ -4,10 +4,11 @@
     said = generate(model, memory_BSD, GenerateSettings(method="beam"))
     text = tokenizer.decode(said[0][0].ids)
 
-An image's captions depend only on the weights, the settings, that image and, for sampling, its random numbers. The other images of its
-batch change at most the last bits of a sum.
+An image's captions depend only on the weights, the settings, that image and, for sampling, its
+random numbers. The other images of its batch change at most the last bits of a sum.
 
-Legend: B images, N captions per image, A unfinished captions, L tokens, V vocabulary, S encoder tokens, D decoder width.
+Legend: B images, N captions per image, A unfinished captions, L tokens, V vocabulary, S encoder
+tokens, D decoder width.
 """
 
 import math
@@ -40,14 +41,17 @@ class GenerateSettings:
     beams: int = 4
     """Width of the beam search."""
     length_penalty: float = 1.0
-    """Beam search ranks by log probability / length^length_penalty, EOS included: 1 gives minus the training loss, 0 the probability,
-    which prefers short captions."""
+    """Beam search ranks by log probability / length^length_penalty, EOS included: 1 gives minus the
+    training loss, 0 the probability, which prefers short captions.
+    """
     temperature: float = 1.0
     """Divides the logits for sampling."""
     top_k: int | None = None
     """Sample among this many most likely tokens; if None, all."""
     top_p: float = 1.0
-    """Then sample from the smallest set of most likely tokens with this total probability (Holtzman et al. 2020)."""
+    """Then sample from the smallest set of most likely tokens with this total probability (Holtzman
+    et al. 2020).
+    """
     min_words: int = 1
     """Minimum number of tokens, without the prompt."""
     max_words: int | None = None
@@ -57,38 +61,79 @@ class GenerateSettings:
 
     def __post_init__(self) -> None:
         for name, fits, rule, remedy in (
-            ("method", self.method in ("greedy", "beam", "sample"), "'greedy', 'beam' or 'sample'", "Use greedy for speed."),
+            (
+                "method",
+                self.method in ("greedy", "beam", "sample"),
+                "'greedy', 'beam' or 'sample'",
+                "Use greedy for speed.",
+            ),
             ("beams", self.beams >= 1, "at least 1", "Use 4."),
             ("num", self.num >= 1, "at least 1", "Use 1."),
-            ("num", self.method != "greedy" or self.num == 1, "1 with the greedy method", "Use --method beam or --method sample."),
-            ("num", self.method != "beam" or self.num <= self.beams, f"at most beams={self.beams}", "Use more beams."),
+            (
+                "num",
+                self.method != "greedy" or self.num == 1,
+                "1 with the greedy method",
+                "Use --method beam or --method sample.",
+            ),
+            (
+                "num",
+                self.method != "beam" or self.num <= self.beams,
+                f"at most beams={self.beams}",
+                "Use more beams.",
+            ),
             ("length_penalty", 0 <= self.length_penalty < math.inf, "0 or more", "Use 1."),
-            ("temperature", 0 < self.temperature < math.inf, "a positive number", "Use 1, or the greedy method for the limit of 0."),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1", "Omit it for all words."),
+            (
+                "temperature",
+                0 < self.temperature < math.inf,
+                "a positive number",
+                "Use 1, or the greedy method for the limit of 0.",
+            ),
+            (
+                "top_k",
+                self.top_k is None or self.top_k >= 1,
+                "at least 1",
+                "Omit it for all words.",
+            ),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1", "Use 1 for all words."),
             ("min_words", self.min_words >= 0, "0 or more", "Use 1."),
-            ("max_words", self.max_words is None or self.max_words >= max(1, self.min_words), "at least 1 and min_words", "Omit it."),
+            (
+                "max_words",
+                self.max_words is None or self.max_words >= max(1, self.min_words),
+                "at least 1 and min_words",
+                "Omit it.",
+            ),
         ):
             if not fits:
-                raise ConfigError(f"caption: {name}={getattr(self, name)!r}; expected {rule}. {remedy}")
+                raise ConfigError(
+                    f"caption: {name}={getattr(self, name)!r}; expected {rule}. {remedy}"
+                )
 
     def longest(self, num_tokens: int, vocab_size: int) -> int:
-        """Return the maximum number of tokens that a model of length ``num_tokens`` can add to the prompt, without EOS.
+        """Return the maximum number of tokens that a model of length ``num_tokens`` can add to the
+        prompt, without EOS.
 
         Raises:
-            ConfigError: the prompt is too long or has unknown tokens; ``min_words`` or ``max_words`` exceeds the model's length.
+            ConfigError: the prompt is too long or has unknown tokens; ``min_words`` or
+                ``max_words`` exceeds the model's length.
         """
         room = num_tokens - 2 - len(self.prompt)
         if room < 1:
-            raise ConfigError(f"caption: prompt of {len(self.prompt)} tokens; expected at most {num_tokens - 3}. Shorten it.")
+            raise ConfigError(
+                f"caption: prompt of {len(self.prompt)} tokens; expected at most "
+                f"{num_tokens - 3}. Shorten it."
+            )
         strange = [token for token in self.prompt if not EOS_ID < token < vocab_size]
         if strange:
             raise ConfigError(
-                f"caption: prompt has tokens {strange[:5]}; expected {EOS_ID + 1} to {vocab_size - 1}. Encode it with the run's tokenizer."
+                f"caption: prompt has tokens {strange[:5]}; expected {EOS_ID + 1} to "
+                f"{vocab_size - 1}. Encode it with the run's tokenizer."
             )
         for name in ("min_words", "max_words"):
             if (getattr(self, name) or 0) > room:
-                raise ConfigError(f"caption: {name}={getattr(self, name)}; expected at most {room}, the model's maximum. Lower it.")
+                raise ConfigError(
+                    f"caption: {name}={getattr(self, name)}; expected at most {room}, the "
+                    "model's maximum. Lower it."
+                )
         return room if self.max_words is None else self.max_words
 
 
@@ -98,21 +143,28 @@ class Said(NamedTuple):
     ids: tuple[int, ...]
     """Tokens of the prompt and the generated text, without BOS and EOS."""
     log_probability: float
-    """Mean log probability (nats) of the generated tokens, EOS included: minus the training loss if there is no prompt."""
+    """Mean log probability (nats) of the generated tokens, EOS included: minus the training loss if
+    there is no prompt.
+    """
 
 
 @torch.inference_mode()
 def generate(
-    model: Captioner, memory_BSD: Tensor, settings: GenerateSettings | None = None, uniform_BNL: Tensor | None = None
+    model: Captioner,
+    memory_BSD: Tensor,
+    settings: GenerateSettings | None = None,
+    uniform_BNL: Tensor | None = None,
 ) -> list[list[Said]]:
     """Generate captions. PAD and BOS never occur; a caption of maximum length is ended there.
 
     Args:
         memory_BSD: from ``Captioner.encode``.
-        uniform_BNL: random numbers in [0, 1) for sampling, for each image and caption at least ``settings.longest(...) + 1``.
+        uniform_BNL: random numbers in [0, 1) for sampling, for each image and caption at least
+            ``settings.longest(...) + 1``.
 
     Returns:
-        For each image its ``num`` captions, best first if they are ranked; fewer if a tiny vocabulary does not have as many.
+        For each image its ``num`` captions, best first if they are ranked; fewer if a tiny
+        vocabulary does not have as many.
 
     Raises:
         ConfigError: as ``GenerateSettings.longest``.
@@ -122,26 +174,48 @@ def generate(
     max_words = how.longest(model.cfg.num_tokens, model.cfg.vocab_size)
     logit_BV, cache = _after_prompt(model, memory_BSD, how.prompt)
     if not logit_BV.isfinite().all():
-        raise CheckpointError("caption: logits are not finite; expected finite ones. The run diverged: lower --optim.learning-rate.")
+        raise CheckpointError(
+            "caption: logits are not finite; expected finite ones. The run diverged: lower "
+            "--optim.learning-rate."
+        )
     if how.method == "beam":
         said_BNL, total_BN = beam_search(
-            model, logit_BV, cache, num=how.num, beams=how.beams, length_penalty=how.length_penalty,
-            min_words=how.min_words, max_words=max_words, never=NEVER_SAID,
-        )  # fmt: skip
+            model,
+            logit_BV,
+            cache,
+            num=how.num,
+            beams=how.beams,
+            length_penalty=how.length_penalty,
+            min_words=how.min_words,
+            max_words=max_words,
+            never=NEVER_SAID,
+        )
     else:
         row = torch.arange(len(memory_BSD), device=memory_BSD.device).repeat_interleave(how.num)
         if how.num > 1:
             logit_BV, cache = logit_BV[row], cache.select(row)
         pick: _Pick = _likeliest
         if how.method == "sample":
-            assert uniform_BNL is not None and uniform_BNL.shape[:2] == (len(memory_BSD), how.num) and uniform_BNL.shape[2] > max_words
+            assert (
+                uniform_BNL is not None
+                and uniform_BNL.shape[:2] == (len(memory_BSD), how.num)
+                and uniform_BNL.shape[2] > max_words
+            )
             pick = _sampler(uniform_BNL.flatten(0, 1).to(memory_BSD.device), how)
         said_AL, total_A = _word_by_word(model, logit_BV, cache, pick, how.min_words, max_words)
-        said_BNL, total_BN = said_AL.unflatten(0, (-1, how.num)), total_A.unflatten(0, (-1, how.num))
-    return [_captions(said, total, how.prompt) for said, total in zip(said_BNL.tolist(), total_BN.tolist(), strict=True)]
+        said_BNL, total_BN = (
+            said_AL.unflatten(0, (-1, how.num)),
+            total_A.unflatten(0, (-1, how.num)),
+        )
+    return [
+        _captions(said, total, how.prompt)
+        for said, total in zip(said_BNL.tolist(), total_BN.tolist(), strict=True)
+    ]
 
 
-def _after_prompt(model: Captioner, memory_BSD: Tensor, prompt: tuple[int, ...]) -> tuple[Tensor, Cache]:
+def _after_prompt(
+    model: Captioner, memory_BSD: Tensor, prompt: tuple[int, ...]
+) -> tuple[Tensor, Cache]:
     def told(token: int, cache: Cache) -> tuple[Tensor, Cache]:
         return model.step(torch.full((len(memory_BSD),), token, device=memory_BSD.device), cache)
 
@@ -151,13 +225,19 @@ def _after_prompt(model: Captioner, memory_BSD: Tensor, prompt: tuple[int, ...])
     return logit_BV, cache
 
 
-def _word_by_word(model: Captioner, logit_AV: Tensor, cache: Cache, pick: _Pick, min_words: int, max_words: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens of all captions, padded after EOS, and their total log probabilities. Finished captions leave the batch."""
+def _word_by_word(
+    model: Captioner, logit_AV: Tensor, cache: Cache, pick: _Pick, min_words: int, max_words: int
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens of all captions, padded after EOS, and their total log probabilities.
+    Finished captions leave the batch.
+    """
     said_BL = torch.full((len(logit_AV), max_words + 1), PAD_ID, device=logit_AV.device)
     total_B = torch.zeros(len(logit_AV), dtype=torch.float64, device=logit_AV.device)
     row_A = torch.arange(len(logit_AV), device=logit_AV.device)
     for place in range(max_words + 1):
-        log_probability_AV = logit_AV.to(torch.promote_types(logit_AV.dtype, torch.float32)).log_softmax(1)
+        log_probability_AV = logit_AV.to(
+            torch.promote_types(logit_AV.dtype, torch.float32)
+        ).log_softmax(1)
         token_A = pick(_allowed(log_probability_AV, place, min_words, max_words), row_A, place)
         said_BL[row_A, place] = token_A
         total_B[row_A] += log_probability_AV.gather(1, token_A[:, None])[:, 0]
@@ -171,7 +251,9 @@ def _word_by_word(model: Captioner, logit_AV: Tensor, cache: Cache, pick: _Pick,
 
 
 def _allowed(log_probability_AV: Tensor, place: int, min_words: int, max_words: int) -> Tensor:
-    """Return the log probabilities with -inf for tokens not allowed at position ``place``: at the last one only EOS is allowed."""
+    """Return the log probabilities with -inf for tokens not allowed at position ``place``: at the
+    last one only EOS is allowed.
+    """
     if place == max_words:
         allowed_AV = torch.full_like(log_probability_AV, -torch.inf)
         allowed_AV[:, EOS_ID] = log_probability_AV[:, EOS_ID]
@@ -187,18 +269,25 @@ def _likeliest(log_probability_AV: Tensor, row_A: Tensor, place: int) -> Tensor:
 
 def _sampler(uniform_AL: Tensor, how: GenerateSettings) -> _Pick:
     def pick(log_probability_AV: Tensor, row_A: Tensor, place: int) -> Tensor:
-        return draw_words(log_probability_AV, uniform_AL[row_A, place], how.temperature, how.top_k, how.top_p)
+        return draw_words(
+            log_probability_AV, uniform_AL[row_A, place], how.temperature, how.top_k, how.top_p
+        )
 
     return pick
 
 
 def draw_words(
-    log_probability_AV: Tensor, uniform_A: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+    log_probability_AV: Tensor,
+    uniform_A: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
 ) -> Tensor:
-    """Draw one token per row from softmax(log_probability / temperature), truncated to its ``top_k`` and then ``top_p`` most likely tokens.
+    """Draw one token per row from softmax(log_probability / temperature), truncated to its
+    ``top_k`` and then ``top_p`` most likely tokens.
 
-    Inverts the distribution function over tokens in the order of their ids: in an order by probability, rounding could swap nearly equal
-    ones and change the token.
+    Inverts the distribution function over tokens in the order of their ids: in an order by
+    probability, rounding could swap nearly equal ones and change the token.
 
     Args:
         log_probability_AV: logits up to a constant, -inf for forbidden tokens.
@@ -214,15 +303,21 @@ def draw_words(
         sorted_AV /= sorted_AV.sum(dim=1, keepdim=True)
         before_AV = sorted_AV.cumsum(1) - sorted_AV
         before_AV[:, 0] = 0  # always keep the most likely token, whatever the rounding
-        probability_AV = torch.zeros_like(sorted_AV).scatter(1, token_AV, sorted_AV * (before_AV < top_p))
+        probability_AV = torch.zeros_like(sorted_AV).scatter(
+            1, token_AV, sorted_AV * (before_AV < top_p)
+        )
     upto_AV = probability_AV.cumsum(1)
-    found_A = torch.searchsorted(upto_AV, (uniform_A.double() * upto_AV[:, -1])[:, None], right=True)[:, 0]
+    found_A = torch.searchsorted(
+        upto_AV, (uniform_A.double() * upto_AV[:, -1])[:, None], right=True
+    )[:, 0]
     # A product rounded up to the total selects the last allowed token.
     last_A = (probability_AV > 0).long().cumsum(1).argmax(1)
     return torch.minimum(found_A, last_A)
 
 
-def _captions(said_NL: list[list[int]], total_N: list[float], prompt: tuple[int, ...]) -> list[Said]:
+def _captions(
+    said_NL: list[list[int]], total_N: list[float], prompt: tuple[int, ...]
+) -> list[Said]:
     made = []
     for said, total in zip(said_NL, total_N, strict=True):
         if total > -math.inf:

@@ -1,9 +1,11 @@
-"""The vocabulary head: linear map and cross-entropy fused and computed in chunks, so that no B x L x V tensor is stored.
+"""The vocabulary head: linear map and cross-entropy fused and computed in chunks, so that no B x L
+x V tensor is stored.
 
     loss_il = logsumexp(W h_il + b) - (W h_il + b)[target_il]
 
-The gradient for the hidden states is computed in the forward pass, from a chunk's logits; the gradient for the weight recomputes them.
-That takes four products instead of three, and the memory of a chunk instead of the batch's.
+The gradient for the hidden states is computed in the forward pass, from a chunk's logits; the
+gradient for the weight recomputes them. That takes four products instead of three, and the memory
+of a chunk instead of the batch's.
 
 Legend: B records, N records of a chunk, L tokens, D width, V vocabulary.
 """
@@ -24,29 +26,43 @@ IGNORED = -100
 _CHUNK_NUMBERS = {"cpu": 2**22, "cuda": 2**28}
 
 
-def linear_cross_entropy(hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor) -> Tensor:
-    """Return the cross-entropy of every token's next-token distribution: ``F.cross_entropy(F.linear(h, W, b))`` without storing logits.
+def linear_cross_entropy(
+    hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor
+) -> Tensor:
+    """Return the cross-entropy of every token's next-token distribution:
+    ``F.cross_entropy(F.linear(h, W, b))`` without storing logits.
 
     Args:
         hidden_BLD: final hidden states.
         weight_VD, bias_V: the head, possibly a tied embedding.
-        target_BL: int64 token ids, or -100 for tokens without a loss (loss and gradient exactly zero).
+        target_BL: int64 token ids, or -100 for tokens without a loss (loss and gradient exactly
+            zero).
 
     Returns:
-        loss_BL, float32 (float64 for float64 states); logits are computed in autocast's precision, their log-sum-exp in float32.
+        loss_BL, float32 (float64 for float64 states); logits are computed in autocast's precision,
+        their log-sum-exp in float32.
     """
     operands = (hidden_BLD, weight_VD, bias_V, target_BL)
     if has_torch_function(operands):
         return handle_torch_function(linear_cross_entropy, operands, *operands)
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # under vmap, with one record, there is nothing to chunk
+    if (
+        torch._C._functorch.peek_interpreter_stack() is not None
+    ):  # under vmap, with one record, there is nothing to chunk
         logit_BVL = F.linear(hidden_BLD, weight_VD, bias_V).mT
         dtype = torch.promote_types(logit_BVL.dtype, torch.float32)
-        return F.cross_entropy(logit_BVL.to(dtype), target_BL, reduction="none", ignore_index=IGNORED)
+        return F.cross_entropy(
+            logit_BVL.to(dtype), target_BL, reduction="none", ignore_index=IGNORED
+        )
     return _Head.apply(hidden_BLD, weight_VD, bias_V, target_BL)
 
 
 def head_forward(
-    hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor, *, with_gram: bool
+    hidden_BLD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_BL: Tensor,
+    *,
+    with_gram: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute loss and gradients in one pass over chunks of records, for autograd functions.
 
@@ -61,7 +77,9 @@ def head_forward(
     gram_BLL = loss_BL.new_empty(num, length, length) if with_gram else None
     for rows in _chunks(hidden_BLD, weight_VD):
         log_probability_NLV = _logits(hidden_BLD[rows], weight_VD, bias_V).log_softmax(2)
-        at_target_NL = log_probability_NLV.gather(2, target_BL[rows].clamp(min=0)[..., None])[..., 0]
+        at_target_NL = log_probability_NLV.gather(2, target_BL[rows].clamp(min=0)[..., None])[
+            ..., 0
+        ]
         loss_BL[rows] = -at_target_NL.where(target_BL[rows] != IGNORED, 0.0)
         delta_NLV = _minus_target(log_probability_NLV.exp_(), target_BL[rows]).to(hidden_BLD.dtype)
         grad_BLD[rows] = delta_NLV @ weight_VD
@@ -70,14 +88,22 @@ def head_forward(
     return loss_BL, grad_BLD, gram_BLL
 
 
-def logit_gradients(hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_NL: Tensor) -> Tensor:
-    """Recompute d loss / d logits of some records: softmax - one-hot, (N, L, V) in the states' precision."""
-    return _minus_target(_logits(hidden_NLD, weight_VD, bias_V).softmax(2), target_NL).to(hidden_NLD.dtype)
+def logit_gradients(
+    hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_NL: Tensor
+) -> Tensor:
+    """Recompute d loss / d logits of some records: softmax - one-hot, (N, L, V) in the states'
+    precision.
+    """
+    return _minus_target(_logits(hidden_NLD, weight_VD, bias_V).softmax(2), target_NL).to(
+        hidden_NLD.dtype
+    )
 
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor
+    ) -> Tensor:
         dtype = lowered_dtype(hidden_BLD)
         hidden, weight = hidden_BLD.to(dtype), weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
@@ -99,7 +125,12 @@ class _Head(torch.autograd.Function):
                 bias_grad += g_BL[rows].flatten() @ delta_NLV.flatten(0, 1).to(g_BL.dtype)
         hidden_dtype, weight_dtype = ctx.dtypes
         bias_grad = None if bias_grad is None else bias_grad.to(weight_dtype)
-        return (grad_BLD * g_BL[..., None]).to(hidden_dtype), weight_grad.to(weight_dtype), bias_grad, None
+        return (
+            (grad_BLD * g_BL[..., None]).to(hidden_dtype),
+            weight_grad.to(weight_dtype),
+            bias_grad,
+            None,
+        )
 
 
 def _chunks(hidden_BLD: Tensor, weight_VD: Tensor) -> Iterator[slice]:
@@ -112,7 +143,9 @@ def _chunks(hidden_BLD: Tensor, weight_VD: Tensor) -> Iterator[slice]:
 def _logits(hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
     """Return the logits in float32 or wider, as a new tensor."""
     known = torch.amp.is_autocast_available(hidden_NLD.device.type)  # not for the meta device
-    with torch.autocast(hidden_NLD.device.type, enabled=False) if known else contextlib.nullcontext():
+    with (
+        torch.autocast(hidden_NLD.device.type, enabled=False) if known else contextlib.nullcontext()
+    ):
         logit_NLV = F.linear(hidden_NLD, weight_VD, bias_V)
     return logit_NLV.to(torch.promote_types(logit_NLV.dtype, torch.float32))
 
@@ -120,10 +153,14 @@ def _logits(hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Ten
 def _minus_target(probability_NLV: Tensor, target_NL: Tensor) -> Tensor:
     """Compute softmax - one-hot in place; zero for tokens without a loss."""
     index_NL1 = target_NL.clamp(min=0)[..., None]
-    probability_NLV.scatter_add_(2, index_NL1, torch.full_like(index_NL1, -1, dtype=probability_NLV.dtype))
+    probability_NLV.scatter_add_(
+        2, index_NL1, torch.full_like(index_NL1, -1, dtype=probability_NLV.dtype)
+    )
     ignored_NL = target_NL == IGNORED
     if target_NL.device.type == "cpu" and not ignored_NL.any():
-        return probability_NLV  # saves a pass on a CPU; elsewhere the host would wait for the answer
+        return (
+            probability_NLV  # saves a pass on a CPU; elsewhere the host would wait for the answer
+        )
     return probability_NLV.masked_fill_(ignored_NL[..., None], 0.0)
 
 

@@ -1,7 +1,8 @@
-"""Parts of a plain transformer: fixed sin-cos positions, attention, MLP, pre-LayerNorm block, initialisation.
+"""Parts of a plain transformer: fixed sin-cos positions, attention, MLP, pre-LayerNorm block,
+initialisation.
 
-Every part works under ``torch.func.vmap(grad)`` with one record, draws no random number in its forward pass, and keeps no
-statistics of the data.
+Every part works under ``torch.func.vmap(grad)`` with one record, draws no random number in its
+forward pass, and keeps no statistics of the data.
 
 Legend: B records, L tokens, D width, H heads, K head width, C channels, P patch side.
 """
@@ -16,7 +17,8 @@ NORM_EPS = 1e-6
 def sincos_positions(grid: int, width: int) -> Tensor:
     """Return the fixed two-dimensional sin-cos position table of a square grid (MoCo v3, MAE).
 
-    A quarter of the width each for sin and cos of the column, then of the row, at frequencies 10000^(-4 i / width).
+    A quarter of the width each for sin and cos of the column, then of the row, at frequencies
+    10000^(-4 i / width).
 
     Args:
         grid: tokens along one side.
@@ -34,7 +36,8 @@ def sincos_positions(grid: int, width: int) -> Tensor:
 
 
 def sincos_sequence(length: int, width: int) -> Tensor:
-    """Return the fixed sin-cos position table of a sequence (Vaswani et al. 2017), at frequencies 10000^(-2 i / width), sines first.
+    """Return the fixed sin-cos position table of a sequence (Vaswani et al. 2017), at frequencies
+    10000^(-2 i / width), sines first.
 
     Args:
         length: tokens.
@@ -49,7 +52,8 @@ def sincos_sequence(length: int, width: int) -> Tensor:
 
 
 def patchify(x_BCHW: Tensor, patch_size: int) -> Tensor:
-    """Split images into patches in raster order, each flattened as (C, row, column): the layout of a convolution's weight.
+    """Split images into patches in raster order, each flattened as (C, row, column): the layout of
+    a convolution's weight.
 
     Returns:
         (B, L, C * patch_size^2).
@@ -65,14 +69,17 @@ def unpatchify(patch_BLE: Tensor, patch_size: int) -> Tensor:
         (B, C, H, W) with H = W.
     """
     grid = round(patch_BLE.shape[1] ** 0.5)
-    blocks = patch_BLE.unflatten(2, (-1, patch_size, patch_size)).unflatten(1, (grid, grid))  # B h w C P P
+    blocks = patch_BLE.unflatten(2, (-1, patch_size, patch_size)).unflatten(
+        1, (grid, grid)
+    )  # B h w C P P
     return blocks.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
 class Attention(nn.Module):
     """Multi-head self-attention.
 
-    Not fused, because torch's fused kernels have no batching rule: under ``vmap`` they run record by record.
+    Not fused, because torch's fused kernels have no batching rule: under ``vmap`` they run record
+    by record.
     """
 
     def __init__(self, width: int, num_heads: int, qkv_bias: bool = True) -> None:
@@ -83,7 +90,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Return the tokens after attention, (B, L, D)."""
-        q_BHLK, k_BHLK, v_BHLK = self.qkv(x_BLD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q_BHLK, k_BHLK, v_BHLK = (
+            self.qkv(x_BLD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        )
         scale = q_BHLK.shape[-1] ** -0.5
         weight_BHLL = (q_BHLK * scale @ k_BHLK.transpose(-2, -1)).softmax(dim=-1)
         mixed_BHLK = weight_BHLL @ v_BHLK
@@ -110,7 +119,8 @@ class Block(nn.Module):
 def init_weights(module: nn.Module, generator: torch.Generator) -> None:
     """Initialise as MAE does, drawing from ``generator`` in the modules' order.
 
-    Linear weights Xavier-uniform, biases 0, LayerNorms 1 and 0; embeddings N(0, 1); bare parameters (class and mask tokens) N(0, 0.02).
+    Linear weights Xavier-uniform, biases 0, LayerNorms 1 and 0; embeddings N(0, 1); bare parameters
+    (class and mask tokens) N(0, 0.02).
     """
     for part in module.modules():
         if isinstance(part, nn.Linear):

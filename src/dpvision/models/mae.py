@@ -1,9 +1,10 @@
-"""Masked autoencoder (He et al. 2022) in ViP's form: pixel targets not normalised per patch, loss on masked patches only.
+"""Masked autoencoder (He et al. 2022) in ViP's form: pixel targets not normalised per patch, loss
+on masked patches only.
 
 ``MAEConfig.target`` selects other targets.
 
-Legend: B records, L patches, S kept patches, M = L - S masked patches, D encoder width, E values per patch, T values per target,
-C channels, H, W.
+Legend: B records, L patches, S kept patches, M = L - S masked patches, D encoder width, E values
+per patch, T values per target, C channels, H, W.
 """
 
 import torch
@@ -17,7 +18,8 @@ from dpvision.models.vit import CHANNELS, ViT
 
 
 class MAE(nn.Module):
-    """Encoder of the visible patches, a small decoder that predicts the pixels (or other targets) of the masked ones.
+    """Encoder of the visible patches, a small decoder that predicts the pixels (or other targets)
+    of the masked ones.
 
     Raises:
         ConfigError: the mask leaves no visible patch.
@@ -31,13 +33,16 @@ class MAE(nn.Module):
         self.encoder = ViT(cfg.encoder)
         if self.num_visible < 1:
             raise ConfigError(
-                f"model: mask_ratio={cfg.mask_ratio} of {self.num_patches} patches; expected at least one visible patch. "
-                "Use a smaller mask_ratio or patch_size."
+                f"model: mask_ratio={cfg.mask_ratio} of {self.num_patches} patches; expected at "
+                "least one visible patch. Use a smaller mask_ratio or patch_size."
             )
         width = cfg.decoder_width
         self.decoder_embed = nn.Linear(cfg.encoder.width, width)
         self.mask_token = nn.Parameter(torch.zeros(width))
-        self.decoder_blocks = nn.ModuleList(Block(width, cfg.decoder_num_heads, cfg.encoder.mlp_ratio) for _ in range(cfg.decoder_depth))
+        self.decoder_blocks = nn.ModuleList(
+            Block(width, cfg.decoder_num_heads, cfg.encoder.mlp_ratio)
+            for _ in range(cfg.decoder_depth)
+        )
         self.decoder_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.head = nn.Linear(width, target_size(cfg.target, cfg.encoder.patch_size, CHANNELS))
         grid = cfg.encoder.image_size // cfg.encoder.patch_size
@@ -50,14 +55,17 @@ class MAE(nn.Module):
 
     @property
     def num_visible(self) -> int:
-        """Number of patches that the encoder sees: num_patches x (1 - mask_ratio), rounded down as in MAE's code."""
+        """Number of patches that the encoder sees: num_patches x (1 - mask_ratio), rounded down as
+        in MAE's code.
+        """
         return int(self.num_patches * (1 - self.cfg.mask_ratio))
 
     def forward(self, patch_BLE: Tensor, order_BL: Tensor) -> Tensor:
         """Return the predicted targets of the masked patches.
 
-        The decoder's tokens are ordered class, visible, masked, each with its patch's position. Blocks are equivariant to
-        permutations of tokens, so the original order need not be restored.
+        The decoder's tokens are ordered class, visible, masked, each with its patch's position.
+        Blocks are equivariant to permutations of tokens, so the original order need not be
+        restored.
 
         Args:
             patch_BLE: all patches of the images.
@@ -69,8 +77,13 @@ class MAE(nn.Module):
         S = self.num_visible
         seen_BS, masked_BM = order_BL[:, :S], order_BL[:, S:]
         seen_BSE = patch_BLE.take_along_dim(seen_BS[..., None], dim=1)
-        latent_BTD = self.decoder_embed(self.encoder.encode(self.encoder.embed(seen_BSE, self.encoder.position_LD[seen_BS])))
-        cls_B1D, latent_BSD = latent_BTD[:, :1], latent_BTD[:, 1:] + self.decoder_position_LD[seen_BS]
+        latent_BTD = self.decoder_embed(
+            self.encoder.encode(self.encoder.embed(seen_BSE, self.encoder.position_LD[seen_BS]))
+        )
+        cls_B1D, latent_BSD = (
+            latent_BTD[:, :1],
+            latent_BTD[:, 1:] + self.decoder_position_LD[seen_BS],
+        )
         guess_BMD = self.mask_token + self.decoder_position_LD[masked_BM]
         token_BLD = torch.cat([cls_B1D, latent_BSD, guess_BMD], dim=1)
         for block in self.decoder_blocks:
@@ -79,11 +92,13 @@ class MAE(nn.Module):
 
 
 def losses(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-    """Return the reconstruction loss of each image: mean squared error over the targets of its masked patches.
+    """Return the reconstruction loss of each image: mean squared error over the targets of its
+    masked patches.
 
     Args:
         x_BCHW: normalised images.
-        order_BL: int64 random keys, one per record and patch; the patches with the smallest keys are visible.
+        order_BL: int64 random keys, one per record and patch; the patches with the smallest keys
+            are visible.
 
     Returns:
         loss_B, float32 also under autocast (float64 for float64 images).
@@ -105,18 +120,26 @@ def reconstruct(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> tuple[Tensor, T
         x_BCHW, order_BL: as for ``losses``.
 
     Returns:
-        (prediction_BCHW, normalised like the images, visible patches unchanged; mask_BL bool, True where masked).
+        (prediction_BCHW, normalised like the images, visible patches unchanged; mask_BL bool, True
+        where masked).
 
     Raises:
         ConfigError: the model predicts gradients instead of pixels.
     """
     if model.cfg.target == "gradients":
-        raise ConfigError("reconstruct: target='gradients'; expected a model that predicts pixels. Use a run with --model.target pixels.")
+        raise ConfigError(
+            "reconstruct: target='gradients'; expected a model that predicts pixels. Use a run "
+            "with --model.target pixels."
+        )
     patch_BLE = patchify(x_BCHW, model.cfg.encoder.patch_size)
     order_BL = order_BL.argsort(dim=1)
     masked_BM = order_BL[:, model.num_visible :]
     hidden_BME = patch_BLE.take_along_dim(masked_BM[..., None], dim=1)
-    prediction_BME = to_pixels(model(patch_BLE, order_BL).to(patch_BLE.dtype), hidden_BME, model.cfg.target)
-    filled_BLE = patch_BLE.scatter(1, masked_BM[..., None].expand_as(prediction_BME), prediction_BME)
+    prediction_BME = to_pixels(
+        model(patch_BLE, order_BL).to(patch_BLE.dtype), hidden_BME, model.cfg.target
+    )
+    filled_BLE = patch_BLE.scatter(
+        1, masked_BM[..., None].expand_as(prediction_BME), prediction_BME
+    )
     mask_BL = torch.zeros_like(order_BL, dtype=torch.bool).scatter(1, masked_BM, True)
     return unpatchify(filled_BLE, model.cfg.encoder.patch_size), mask_BL

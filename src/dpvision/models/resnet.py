@@ -1,14 +1,19 @@
-"""Pre-activation residual networks for private training: GroupNorm or no norm, standardised weights, no batch statistics.
+"""Pre-activation residual networks for private training: GroupNorm or no norm, standardised
+weights, no batch statistics.
 
-    h = act(norm(x)),    y = shortcut + alpha x convs(h),    shortcut = x, or a 1 x 1 convolution of h where the shape changes
+    h = act(norm(x)),    y = shortcut + alpha x convs(h),    shortcut = x, or a 1 x 1 convolution of
+                         h where the shape changes
 
-With ``norm="group"`` alpha is 1, norm is GroupNorm and weights are standardised (Qiao et al. 2019): the WRN-D-K of De et al. 2022
-for 32 px, BiT's ResNets for 224 px. With ``norm="none"`` alpha is 0.2, norm is a fixed factor, and scaled standardised convolutions
-with gains hold the variance (Brock et al. 2021): the NF-ResNet-50 that De et al. 2022 and TAN (Sander et al. 2022) train on ImageNet.
-Both differ only in the norm before an activation and the kind of convolution. The convolutions are timm's, for which one-pass clipping
-has rules. timm's own networks have no 32 px form and cannot be initialised from a given generator.
+With ``norm="group"`` alpha is 1, norm is GroupNorm and weights are standardised (Qiao et al. 2019):
+the WRN-D-K of De et al. 2022 for 32 px, BiT's ResNets for 224 px. With ``norm="none"`` alpha is
+0.2, norm is a fixed factor, and scaled standardised convolutions with gains hold the variance
+(Brock et al. 2021): the NF-ResNet-50 that De et al. 2022 and TAN (Sander et al. 2022) train on
+ImageNet. Both differ only in the norm before an activation and the kind of convolution. The
+convolutions are timm's, for which one-pass clipping has rules. timm's own networks have no 32 px
+form and cannot be initialised from a given generator.
 
-Legend: B records, C channels, H height, W width, D channels of the last stage, G side of the last map.
+Legend: B records, C channels, H height, W width, D channels of the last stage, G side of the last
+map.
 """
 
 import math
@@ -23,7 +28,9 @@ from dpvision.models.vit import CHANNELS
 _ALPHA = 0.2
 """Weight of a residual branch without norms (Brock et al. 2021, section 3)."""
 _RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
-"""Gain for which the ReLU of a standard normal number has variance 1 (Brock et al. 2021, section 4); timm uses an estimate, 1.71396."""
+"""Gain for which the ReLU of a standard normal number has variance 1 (Brock et al. 2021, section
+4); timm uses an estimate, 1.71396.
+"""
 _STD_EPS = 1e-5
 _BOTTLENECK = 4
 
@@ -35,15 +42,28 @@ class ResNet(nn.Module):
         super().__init__()
         self.cfg = cfg
         large = cfg.stem == "7x7"
-        self.stem = _conv(cfg, CHANNELS, cfg.stem_width, 7 if large else 3, stride=2 if large else 1, after_relu=False)
+        self.stem = _conv(
+            cfg,
+            CHANNELS,
+            cfg.stem_width,
+            7 if large else 3,
+            stride=2 if large else 1,
+            after_relu=False,
+        )
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
         stages = []
         channels = cfg.stem_width
-        variance = 1.0  # of a block's input, without norms: each block adds alpha squared, a stage's first shortcut resets it
+        # of a block's input, without norms: each block adds alpha squared, a stage's first shortcut
+        # resets it
+        variance = 1.0
         for stage, (depth, width) in enumerate(zip(cfg.depths, cfg.widths, strict=True)):
             blocks = []
             for i in range(depth):
-                blocks.append(ResidualBlock(cfg, channels, width, stride=2 if stage and i == 0 else 1, variance=variance))
+                blocks.append(
+                    ResidualBlock(
+                        cfg, channels, width, stride=2 if stage and i == 0 else 1, variance=variance
+                    )
+                )
                 variance = (1.0 if i == 0 else variance) + _ALPHA**2
                 channels = width
             stages.append(nn.Sequential(*blocks))
@@ -59,7 +79,9 @@ class ResNet(nn.Module):
 class ResidualBlock(nn.Module):
     """One pre-activation block: basic or bottleneck."""
 
-    def __init__(self, cfg: ResNetConfig, channels: int, width: int, *, stride: int, variance: float) -> None:
+    def __init__(
+        self, cfg: ResNetConfig, channels: int, width: int, *, stride: int, variance: float
+    ) -> None:
         super().__init__()
         group = cfg.norm == "group"
         self.alpha = 1.0 if group else _ALPHA
@@ -67,7 +89,9 @@ class ResidualBlock(nn.Module):
         self.act = nn.ReLU()
         inner = width // _BOTTLENECK if cfg.block == "bottleneck" else width
         # (kernel, stride) of the convolutions; the first 3 x 3 has the stride
-        kernels = [(1, 1), (3, stride), (1, 1)] if cfg.block == "bottleneck" else [(3, stride), (3, 1)]
+        kernels = (
+            [(1, 1), (3, stride), (1, 1)] if cfg.block == "bottleneck" else [(3, stride), (3, 1)]
+        )
         layers: list[nn.Module] = []
         for i, (kernel, step) in enumerate(kernels):
             out = width if i == len(kernels) - 1 else inner
@@ -77,9 +101,12 @@ class ResidualBlock(nn.Module):
         self.convs = nn.Sequential(*layers)
         self.shortcut: nn.Module | None = None
         if stride > 1 or channels != width:
-            # without norms the map is averaged before the 1 x 1 convolution, as in Brock et al.; with norms the convolution has a stride
+            # without norms the map is averaged before the 1 x 1 convolution, as in Brock et al.;
+            # with norms the convolution has a stride
             shrink = nn.AvgPool2d(2) if stride > 1 and not group else nn.Identity()
-            self.shortcut = nn.Sequential(shrink, _conv(cfg, channels, width, 1, stride=stride if group else 1))
+            self.shortcut = nn.Sequential(
+                shrink, _conv(cfg, channels, width, 1, stride=stride if group else 1)
+            )
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the block's map, with its side divided by the stride."""
@@ -89,7 +116,9 @@ class ResidualBlock(nn.Module):
 
 
 class FixedScale(nn.Module):
-    """Multiplication by 1 / sqrt(expected variance), which replaces a norm in a norm-free network."""
+    """Multiplication by 1 / sqrt(expected variance), which replaces a norm in a norm-free
+    network.
+    """
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -102,13 +131,16 @@ class FixedScale(nn.Module):
 def init_resnet(network: ResNet, generator: torch.Generator) -> None:
     """Draw weights from ``generator`` in the modules' order; biases are 0, norms 1 and 0, gains 1.
 
-    Convolutions are normal with variance 2 / fan-in (He et al. 2015), or 1 / fan-in for standardised weights, whose scale does not
-    change the function. Gains at the end of a branch also start at 1, as in De et al.; timm's NF-ResNets start them at 0.
+    Convolutions are normal with variance 2 / fan-in (He et al. 2015), or 1 / fan-in for
+    standardised weights, whose scale does not change the function. Gains at the end of a branch
+    also start at 1, as in De et al.; timm's NF-ResNets start them at 0.
     """
     for part in network.modules():
         if isinstance(part, nn.Conv2d):
             scale = 1.0 if network.cfg.weight_standardisation else 2.0
-            nn.init.normal_(part.weight, std=math.sqrt(scale / part.weight[0].numel()), generator=generator)
+            nn.init.normal_(
+                part.weight, std=math.sqrt(scale / part.weight[0].numel()), generator=generator
+            )
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
             if isinstance(part, ScaledStdConv2d):
@@ -118,16 +150,28 @@ def init_resnet(network: ResNet, generator: torch.Generator) -> None:
             nn.init.zeros_(part.bias)
 
 
-def _conv(cfg: ResNetConfig, inputs: int, outputs: int, kernel: int, *, stride: int, after_relu: bool = True) -> nn.Conv2d:
-    """Make a convolution padded to keep the side (divided by the stride), with a bias only if no norm follows.
+def _conv(
+    cfg: ResNetConfig,
+    inputs: int,
+    outputs: int,
+    kernel: int,
+    *,
+    stride: int,
+    after_relu: bool = True,
+) -> nn.Conv2d:
+    """Make a convolution padded to keep the side (divided by the stride), with a bias only if no
+    norm follows.
 
     Args:
-        after_relu: False for the stem, whose input is the image; timm uses the gain of a ReLU there too.
+        after_relu: False for the stem, whose input is the image; timm uses the gain of a ReLU there
+            too.
     """
     padding = kernel // 2
     if cfg.norm == "none":
         gamma = _RELU_GAIN if after_relu else 1.0
-        return ScaledStdConv2d(inputs, outputs, kernel, stride=stride, padding=padding, gamma=gamma, eps=_STD_EPS)
+        return ScaledStdConv2d(
+            inputs, outputs, kernel, stride=stride, padding=padding, gamma=gamma, eps=_STD_EPS
+        )
     if cfg.weight_standardisation:
         return StdConv2d(inputs, outputs, kernel, stride=stride, padding=padding, eps=_STD_EPS)
     return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding, bias=False)

@@ -24,7 +24,9 @@ _POSITIONS = "model.pos_embed"
 
 
 class TimmEncoder(nn.Module):
-    """A timm model without its classifier, with timm's initialisation, drawn from torch's global generator."""
+    """A timm model without its classifier, with timm's initialisation, drawn from torch's global
+    generator.
+    """
 
     def __init__(self, cfg: TimmConfig) -> None:
         super().__init__()
@@ -33,21 +35,26 @@ class TimmEncoder(nn.Module):
         normed = [name for name, part in self.model.named_modules() if isinstance(part, _BatchNorm)]
         if normed:
             raise ConfigError(
-                f"model.encoder: name={cfg.name!r} normalises with statistics of the batch (BatchNorm: {normed[0]} and {len(normed) - 1} "
-                "more); expected no batch statistics. Choose one with GroupNorm or LayerNorm (resnetv2_50x1_bit, convnext_tiny), or a "
-                "head on its frozen features: dpvision adapt transfer.auto."
+                f"model.encoder: name={cfg.name!r} normalises with statistics of the batch "
+                f"(BatchNorm: {normed[0]} and {len(normed) - 1} more); expected no batch "
+                "statistics. Choose one with GroupNorm or LayerNorm (resnetv2_50x1_bit, "
+                "convnext_tiny), or a head on its frozen features: dpvision adapt transfer.auto."
             )
         self._channels_last = getattr(self.model, "output_fmt", None) == "NHWC"
 
     def places(self, x_BCHW: Tensor) -> Tensor:
-        """Return a vector per patch, or per position of the last map, in raster order, (B, L, D), without class token and registers."""
+        """Return a vector per patch, or per position of the last map, in raster order, (B, L, D),
+        without class token and registers.
+        """
         found = self.model.forward_features(x_BCHW)
         if found.ndim == 3:
             return found[:, getattr(self.model, "num_prefix_tokens", 0) :]
         return found.flatten(1, 2) if self._channels_last else found.flatten(2).transpose(1, 2)
 
     def pooled(self, x_BCHW: Tensor, pooling: str) -> Tensor:
-        """Return a head's input, (B, D): the "mean" over positions, the class token ("cls"), or the input of timm's classifier ("own")."""
+        """Return a head's input, (B, D): the "mean" over positions, the class token ("cls"), or the
+        input of timm's classifier ("own").
+        """
         if pooling == "own":
             return self.model(x_BCHW)
         if pooling == "cls":
@@ -61,20 +68,33 @@ class TimmEncoder(nn.Module):
             ConfigError: the model has no class token to pool.
         """
         if pooling == "cls" and getattr(self.model, "cls_token", None) is None:
-            raise ConfigError(f"model: pooling='cls'; expected 'mean' or 'own': {self.cfg.name} has no class token. Use own.")
+            raise ConfigError(
+                f"model: pooling='cls'; expected 'mean' or 'own': {self.cfg.name} has no class "
+                "token. Use own."
+            )
         return self.model.head_hidden_size if pooling == "own" else self.model.num_features
 
     def fitted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``weights`` (named as in ``state_dict``) with trained positions interpolated by timm to this encoder's image size.
+        """Return ``weights`` (named as in ``state_dict``) with trained positions interpolated by
+        timm to this encoder's image size.
 
         Only a vision transformer's position table is interpolated.
         """
         model: Any = self.model
         given = weights.get(_POSITIONS)
-        if given is None or not isinstance(model, VisionTransformer) or model.pos_embed is None or given.shape == model.pos_embed.shape:
+        if (
+            given is None
+            or not isinstance(model, VisionTransformer)
+            or model.pos_embed is None
+            or given.shape == model.pos_embed.shape
+        ):
             return weights
         prefix = 0 if model.no_embed_class else model.num_prefix_tokens
-        return weights | {_POSITIONS: resample_abs_pos_embed(given, list(model.patch_embed.grid_size), num_prefix_tokens=prefix)}
+        return weights | {
+            _POSITIONS: resample_abs_pos_embed(
+                given, list(model.patch_embed.grid_size), num_prefix_tokens=prefix
+            )
+        }
 
 
 def is_timm_name(name: str) -> bool:
@@ -92,22 +112,37 @@ def make_timm(cfg: TimmConfig) -> Any:
         known = timm.get_pretrained_cfg(cfg.name) if timm.is_model(cfg.name) else None
         if known is None:
             return _bit(cfg)
-        more: dict[str, Any] = cfg.arguments | ({"img_size": cfg.image_size} if known.fixed_input_size else {})
+        more: dict[str, Any] = cfg.arguments | (
+            {"img_size": cfg.image_size} if known.fixed_input_size else {}
+        )
         model: Any = timm.create_model(cfg.name, pretrained=False, **more)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         got = f"name={cfg.name!r}, image_size={cfg.image_size}, options={list(cfg.options)}"
-        raise ConfigError(f"model.encoder: {got} ({error}); expected arguments that timm.create_model accepts. Change them.") from None
+        raise ConfigError(
+            f"model.encoder: {got} ({error}); expected arguments that timm.create_model accepts. "
+            "Change them."
+        ) from None
     model.reset_classifier(0)
     return model
 
 
 def _bit(cfg: TimmConfig) -> ResNetV2:
-    """Make a Big Transfer ResNet of any width (Kolesnikov et al. 2020); timm registers only some."""
+    """Make a Big Transfer ResNet of any width (Kolesnikov et al. 2020); timm registers only
+    some.
+    """
     match = _BIT.fullmatch(cfg.name)
     if match is None:
         raise ConfigError(
-            f"model.encoder: name={cfg.name!r}; expected one of timm's models. `dpvision doctor {cfg.name}` lists similar names."
+            f"model.encoder: name={cfg.name!r}; expected one of timm's models. `dpvision doctor "
+            f"{cfg.name}` lists similar names."
         )
     depth, width = match.groups()
     conv = partial(StdConv2d, eps=_BIT_EPS)
-    return ResNetV2(list(_BIT_DEPTHS[depth]), num_classes=0, width_factor=int(width), stem_type="fixed", conv_layer=conv, **cfg.arguments)
+    return ResNetV2(
+        list(_BIT_DEPTHS[depth]),
+        num_classes=0,
+        width_factor=int(width),
+        stem_type="fixed",
+        conv_layer=conv,
+        **cfg.arguments,
+    )

@@ -1,12 +1,14 @@
-"""Select the trainable parameters of a classifier: all, its last blocks, the head alone, or small additions to frozen weights.
+"""Select the trainable parameters of a classifier: all, its last blocks, the head alone, or small
+additions to frozen weights.
 
-LoRA (Hu et al. 2022):  y = W x + s B A x, A of shape (r, D) and B of shape (P, r), B zero at the start
-FiLM (Perez et al. 2018):  y = norm(x) (1 + scale) + shift, both zero at the start, before the activation where a norm has one
-BitFit (Ben Zaken et al. 2022):  biases
+LoRA (Hu et al. 2022):  y = W x + s B A x, A of shape (r, D) and B of shape (P, r), B zero at the
+start FiLM (Perez et al. 2018):  y = norm(x) (1 + scale) + shift, both zero at the start, before the
+activation where a norm has one BitFit (Ben Zaken et al. 2022):  biases
 
-An addition wraps the module that it adapts, which it keeps under the name ``frozen``, so that a parent's weights still fit
-(``plain_names``). The head is always trained. Additions are linear maps and products with bare parameters, for which one-pass clipping
-has rules; adapters from libraries would need additional rules.
+An addition wraps the module that it adapts, which it keeps under the name ``frozen``, so that a
+parent's weights still fit (``plain_names``). The head is always trained. Additions are linear maps
+and products with bare parameters, for which one-pass clipping has rules; adapters from libraries
+would need additional rules.
 
 Legend: D inputs, P outputs, r rank.
 """
@@ -34,11 +36,17 @@ _FROZEN = ".frozen."
 class LoRA(nn.Module):
     """A frozen linear map plus a trained low-rank one."""
 
-    def __init__(self, frozen: nn.Linear, rank: int, scale: float, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, frozen: nn.Linear, rank: int, scale: float, generator: torch.Generator | None
+    ) -> None:
         super().__init__()
         self.frozen, self.scale = frozen, scale
         bound, device = 1 / math.sqrt(frozen.in_features), frozen.weight.device
-        self.down = nn.Parameter(torch.empty(rank, frozen.in_features, device=device).uniform_(-bound, bound, generator=generator))
+        self.down = nn.Parameter(
+            torch.empty(rank, frozen.in_features, device=device).uniform_(
+                -bound, bound, generator=generator
+            )
+        )
         self.up = nn.Parameter(torch.zeros(frozen.out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +59,9 @@ class FiLM(nn.Module):
     def __init__(self, frozen: Any) -> None:
         super().__init__()
         self._channels_first = isinstance(frozen, nn.GroupNorm) or "2d" in type(frozen).__name__
-        width = frozen.num_channels if isinstance(frozen, nn.GroupNorm) else frozen.normalized_shape[-1]
+        width = (
+            frozen.num_channels if isinstance(frozen, nn.GroupNorm) else frozen.normalized_shape[-1]
+        )
         device = next(frozen.parameters()).device
         self.frozen = frozen
         self.scale, self.shift = (nn.Parameter(torch.zeros(width, device=device)) for _ in range(2))
@@ -65,14 +75,17 @@ class FiLM(nn.Module):
         return self.act(y + (y * self.scale.view(shape) + self.shift.view(shape)))
 
 
-def tune(encoder: Encoder, head: nn.Linear, cfg: ClassifierConfig, generator: torch.Generator | None) -> None:
+def tune(
+    encoder: Encoder, head: nn.Linear, cfg: ClassifierConfig, generator: torch.Generator | None
+) -> None:
     """Freeze the parameters that ``cfg.tuned`` excludes, in place, and insert its additions.
 
     Args:
         generator: draws LoRA's matrices A; None on the meta device.
 
     Raises:
-        ConfigError: the encoder has no such part, fewer blocks, or linear maps smaller than the rank.
+        ConfigError: the encoder has no such part, fewer blocks, or linear maps smaller than the
+            rank.
     """
     head.bias.requires_grad_(cfg.train_head_bias)
     if cfg.tuned == "whole":
@@ -83,34 +96,65 @@ def tune(encoder: Encoder, head: nn.Linear, cfg: ClassifierConfig, generator: to
             for parameter in _last(encoder, cfg.last_blocks):
                 parameter.requires_grad_(True)
         case "biases":
-            biases = [p for name, p in encoder.named_parameters() if name.rpartition(".")[2].endswith("bias")]
+            biases = [
+                p
+                for name, p in encoder.named_parameters()
+                if name.rpartition(".")[2].endswith("bias")
+            ]
             _require(biases, encoder, cfg, "biases", "Use lora or last_blocks.")
             for parameter in biases:
                 parameter.requires_grad_(True)
         case "lora":
             maps = list(_linear_maps(encoder, cfg.lora_on))
-            _require(maps, encoder, cfg, f"linear maps in its blocks (lora_on={cfg.lora_on!r})", "Use film or biases.")
+            _require(
+                maps,
+                encoder,
+                cfg,
+                f"linear maps in its blocks (lora_on={cfg.lora_on!r})",
+                "Use film or biases.",
+            )
             for owner, name, linear in maps:
                 most = min(linear.in_features, linear.out_features)
                 if not cfg.lora_rank <= most:
-                    raise ConfigError(f"model: lora_rank={cfg.lora_rank}; expected at most {most}, the width of a linear map. Lower it.")
+                    raise ConfigError(
+                        f"model: lora_rank={cfg.lora_rank}; expected at most {most}, the width "
+                        "of a linear map. Lower it."
+                    )
                 setattr(owner, name, LoRA(linear, cfg.lora_rank, cfg.lora_scale, generator))
         case "film":
-            norms = [(owner, name, part) for owner, name, part in _children(encoder) if isinstance(part, _NORMS)]
-            norms = [(owner, name, part) for owner, name, part in norms if any(True for _ in part.parameters())]
-            _require(norms, encoder, cfg, "norms with a scale of their own", "Use biases or last_blocks.")
+            norms = [
+                (owner, name, part)
+                for owner, name, part in _children(encoder)
+                if isinstance(part, _NORMS)
+            ]
+            norms = [
+                (owner, name, part)
+                for owner, name, part in norms
+                if any(True for _ in part.parameters())
+            ]
+            _require(
+                norms, encoder, cfg, "norms with a scale of their own", "Use biases or last_blocks."
+            )
             for owner, name, norm in norms:
                 setattr(owner, name, FiLM(norm))
 
 
 def plain_names(module: nn.Module) -> dict[str, str]:
-    """Return a map from tensor names before ``tune`` to names in ``module``; additions are left out."""
-    added = {f"{owner}.{name}" for owner, part in module.named_modules() if isinstance(part, LoRA | FiLM) for name in part._parameters}
+    """Return a map from tensor names before ``tune`` to names in ``module``; additions are left
+    out.
+    """
+    added = {
+        f"{owner}.{name}"
+        for owner, part in module.named_modules()
+        if isinstance(part, LoRA | FiLM)
+        for name in part._parameters
+    }
     return {name.replace(_FROZEN, "."): name for name in module.state_dict() if name not in added}
 
 
 def merged(weights: dict[str, Tensor], lora_scale: float) -> dict[str, Tensor]:
-    """Merge additions into a tuned network's weights, which then define the same function under the names before ``tune``.
+    """Merge additions into a tuned network's weights, which then define the same function under the
+    names before ``tune``.
 
     LoRA: W + s B A. FiLM: norm weight x (1 + scale), norm bias x (1 + scale) + shift.
 
@@ -124,18 +168,31 @@ def merged(weights: dict[str, Tensor], lora_scale: float) -> dict[str, Tensor]:
         if f"{place}{_FROZEN}weight" not in weights:
             continue
         if kind == "up":
-            made[f"{place}.weight"] = made[f"{place}.weight"] + lora_scale * (made.pop(name) @ made.pop(f"{place}.down"))
+            made[f"{place}.weight"] = made[f"{place}.weight"] + lora_scale * (
+                made.pop(name) @ made.pop(f"{place}.down")
+            )
         elif kind == "scale":
             scale, shift = made.pop(name), made.pop(f"{place}.shift")
             made[f"{place}.weight"] = made[f"{place}.weight"] * (1 + scale)
-            made[f"{place}.bias"] = made.get(f"{place}.bias", torch.zeros_like(shift)) * (1 + scale) + shift
+            made[f"{place}.bias"] = (
+                made.get(f"{place}.bias", torch.zeros_like(shift)) * (1 + scale) + shift
+            )
     return made
 
 
 def blocks_of(encoder: Encoder) -> list[nn.Module]:
-    """Return the encoder's blocks in order: a transformer's blocks, or the residual blocks of all stages."""
+    """Return the encoder's blocks in order: a transformer's blocks, or the residual blocks of all
+    stages.
+    """
     model: Any = encoder.model if isinstance(encoder, TimmEncoder) else encoder
-    stages: Any = next((found for name in ("blocks", "stages", "layers") if (found := getattr(model, name, None)) is not None), [])
+    stages: Any = next(
+        (
+            found
+            for name in ("blocks", "stages", "layers")
+            if (found := getattr(model, name, None)) is not None
+        ),
+        [],
+    )
     blocks: list[nn.Module] = []
     for stage in stages:
         inner = getattr(stage, "blocks", stage if isinstance(stage, nn.Sequential) else None)
@@ -144,10 +201,15 @@ def blocks_of(encoder: Encoder) -> list[nn.Module]:
 
 
 def _last(encoder: Encoder, num: int) -> list[nn.Parameter]:
-    """Return the parameters of the last ``num`` blocks and of everything registered after the first of them, as in the forward pass."""
+    """Return the parameters of the last ``num`` blocks and of everything registered after the first
+    of them, as in the forward pass.
+    """
     blocks = blocks_of(encoder)
     if not num <= len(blocks):
-        raise ConfigError(f"model: last_blocks={num}; expected at most {len(blocks)}, the blocks of the encoder. Use tuned=whole for all.")
+        raise ConfigError(
+            f"model: last_blocks={num}; expected at most {len(blocks)}, the blocks of the "
+            "encoder. Use tuned=whole for all."
+        )
     first = next(blocks[-num].parameters())
     parameters = list(encoder.parameters())
     start = next(i for i, parameter in enumerate(parameters) if parameter is first)
@@ -165,9 +227,16 @@ def _linear_maps(encoder: Encoder, where: str) -> Iterator[tuple[nn.Module, str,
 
 def _children(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """Return (owner, name in owner, module) for every submodule of ``module``."""
-    return [(owner, name, part) for owner in module.modules() for name, part in owner.named_children()]
+    return [
+        (owner, name, part) for owner in module.modules() for name, part in owner.named_children()
+    ]
 
 
-def _require(found: list[Any], encoder: Encoder, cfg: ClassifierConfig, what: str, remedy: str) -> None:
+def _require(
+    found: list[Any], encoder: Encoder, cfg: ClassifierConfig, what: str, remedy: str
+) -> None:
     if not found:
-        raise ConfigError(f"model: tuned={cfg.tuned!r}; expected an encoder with {what}: {type(encoder).__name__} has none. {remedy}")
+        raise ConfigError(
+            f"model: tuned={cfg.tuned!r}; expected an encoder with {what}: "
+            f"{type(encoder).__name__} has none. {remedy}"
+        )

@@ -1,4 +1,5 @@
-"""A plain vision transformer encoder: pre-LayerNorm, class token, fixed sin-cos positions (Dosovitskiy et al. 2021; MAE).
+"""A plain vision transformer encoder: pre-LayerNorm, class token, fixed sin-cos positions
+(Dosovitskiy et al. 2021; MAE).
 
 Legend: B records, L tokens, D width, C channels, H height, W width, E values per patch.
 """
@@ -13,10 +14,11 @@ CHANNELS = 3
 
 
 class ViT(nn.Module):
-    """Vision transformer encoder from a config. ``make_model`` initialises its weights as in the paper.
+    """Vision transformer encoder from a config. ``make_model`` initialises its weights as in the
+    paper.
 
-    The patch embedding is a linear map of unfolded patches. It equals a convolution with stride = kernel, and lets the masked
-    autoencoder embed only the patches that it keeps.
+    The patch embedding is a linear map of unfolded patches. It equals a convolution with stride =
+    kernel, and lets the masked autoencoder embed only the patches that it keeps.
     """
 
     position_LD: Tensor
@@ -26,9 +28,15 @@ class ViT(nn.Module):
         self.cfg = cfg
         self.patch_embed = nn.Linear(CHANNELS * cfg.patch_size**2, cfg.width)
         self.cls_token = nn.Parameter(torch.zeros(cfg.width), requires_grad=cfg.train_cls)
-        self.blocks = nn.ModuleList(Block(cfg.width, cfg.num_heads, cfg.mlp_ratio, cfg.qkv_bias) for _ in range(cfg.depth))
+        self.blocks = nn.ModuleList(
+            Block(cfg.width, cfg.num_heads, cfg.mlp_ratio, cfg.qkv_bias) for _ in range(cfg.depth)
+        )
         self.norm = nn.LayerNorm(cfg.width, eps=NORM_EPS)
-        self.register_buffer("position_LD", sincos_positions(cfg.image_size // cfg.patch_size, cfg.width), persistent=False)
+        self.register_buffer(
+            "position_LD",
+            sincos_positions(cfg.image_size // cfg.patch_size, cfg.width),
+            persistent=False,
+        )
 
     @property
     def num_patches(self) -> int:
@@ -59,7 +67,9 @@ class ViT(nn.Module):
         return self.encode(self.embed(patchify(x_BCHW, self.cfg.patch_size), self.position_LD))
 
     def forward_blocks(self, x_BCHW: Tensor) -> list[Tensor]:
-        """Return the output of every block, before the final norm: ``depth`` tensors of shape (B, 1 + L, D), for probes."""
+        """Return the output of every block, before the final norm: ``depth`` tensors of shape (B, 1
+        + L, D), for probes.
+        """
         token_BLD = self.embed(patchify(x_BCHW, self.cfg.patch_size), self.position_LD)
         outputs = []
         for block in self.blocks:

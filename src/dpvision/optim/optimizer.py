@@ -13,23 +13,35 @@ from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 
 
 class Optimizer:
-    """torch.optim's AdamW or SGD, or timm's LAMB, over the trained parameters, with its state as a flat dict of named tensors.
+    """torch.optim's AdamW or SGD, or timm's LAMB, over the trained parameters, with its state as a
+    flat dict of named tensors.
 
-    Weight decay is decoupled and acts on every trained parameter (ViP, appendix A.2), or on matrices only (``decayed``). In LAMB it is
-    part of the update whose norm is adapted (You et al. 2020, algorithm 2).
+    Weight decay is decoupled and acts on every trained parameter (ViP, appendix A.2), or on
+    matrices only (``decayed``). In LAMB it is part of the update whose norm is adapted (You et al.
+    2020, algorithm 2).
     """
 
     def __init__(self, config: OptimConfig, model: nn.Module) -> None:
         self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         values = list(self._params.values())
         # Decay is applied here for AdamW and SGD: torch's SGD couples it with the gradient.
-        self._decay = {p: config.weight_decay if config.decayed == "all" or p.ndim >= 2 else 0.0 for p in values}
+        self._decay = {
+            p: config.weight_decay if config.decayed == "all" or p.ndim >= 2 else 0.0
+            for p in values
+        }
         alpha, self._global_clip = config.pretrained_multiplier, config.global_clip
-        self._factor = {p: 1.0 if alpha == 1 or name.startswith("head.") else alpha for name, p in self._params.items()}
+        self._factor = {
+            p: 1.0 if alpha == 1 or name.startswith("head.") else alpha
+            for name, p in self._params.items()
+        }
         if alpha != 1 and not any(name.startswith("head.") for name, _ in model.named_parameters()):
-            raise ConfigError(f"optim: pretrained_multiplier={alpha}; expected 1 for a model without a separate head. Leave it out.")
+            raise ConfigError(
+                f"optim: pretrained_multiplier={alpha}; expected 1 for a model without a "
+                "separate head. Leave it out."
+            )
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in values if self._factor[p] == factor]} for factor in dict.fromkeys(self._factor.values())
+            {"params": [p for p in values if self._factor[p] == factor]}
+            for factor in dict.fromkeys(self._factor.values())
         ]
         # Fused kernels round differently; on a CPU the plain loop stays, bit for bit what it was.
         self._fused = config.name != "lamb" and all(p.device.type != "cpu" for p in values)
@@ -37,16 +49,31 @@ class Optimizer:
         """LAMB's parameter groups, one per parameter, which have their own step counts."""
         if config.name == "adamw":
             self._torch: torch.optim.Optimizer = torch.optim.AdamW(
-                groups, lr=config.rate, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=self._fused or None
+                groups,
+                lr=config.rate,
+                betas=config.betas,
+                eps=config.eps,
+                weight_decay=0.0,
+                fused=self._fused or None,
             )
         elif config.name == "lamb":
-            # By default timm skips the adaptation of parameters without decay, and clips the whole gradient, which is clipped already.
+            # By default timm skips the adaptation of parameters without decay, and clips the whole
+            # gradient, which is clipped already.
             own = [{"params": [p], "weight_decay": self._decay[p]} for p in values]
-            self._torch = Lamb(own, lr=config.rate, betas=config.betas, eps=config.eps, always_adapt=True, max_grad_norm=None)
+            self._torch = Lamb(
+                own,
+                lr=config.rate,
+                betas=config.betas,
+                eps=config.eps,
+                always_adapt=True,
+                max_grad_norm=None,
+            )
             self._decay = dict.fromkeys(values, 0.0)
             self._counting = dict(zip(self._params, self._torch.param_groups, strict=True))
         else:
-            self._torch = torch.optim.SGD(groups, lr=config.rate, momentum=config.momentum, fused=self._fused or None)
+            self._torch = torch.optim.SGD(
+                groups, lr=config.rate, momentum=config.momentum, fused=self._fused or None
+            )
 
     @torch.no_grad()
     def step(self, gradient: DPGradient, learning_rate: float) -> None:
@@ -61,7 +88,8 @@ class Optimizer:
         """
         if not isinstance(gradient, DPGradient):
             raise PrivacyError(
-                f"optimizer: {type(gradient).__name__}; expected a DPGradient, the only releasable gradient. Use noise.privatize."
+                f"optimizer: {type(gradient).__name__}; expected a DPGradient, the only "
+                "releasable gradient. Use noise.privatize."
             )
         require_seal(gradient, "optimizer", "Give the optimizer what privatize returns.")
         for group in self._torch.param_groups:
@@ -71,7 +99,11 @@ class Optimizer:
             grads = list(torch._foreach_mul(grads, _shortening(gradient, self._global_clip)))
         for parameter, grad in zip(self._params.values(), grads, strict=True):
             parameter.grad = grad.to(parameter.device, parameter.dtype)
-        decayed = {p: 1 - learning_rate * self._factor[p] * decay for p, decay in self._decay.items() if decay}
+        decayed = {
+            p: 1 - learning_rate * self._factor[p] * decay
+            for p, decay in self._decay.items()
+            if decay
+        }
         if decayed:
             torch._foreach_mul_(list[Tensor](decayed), list(decayed.values()))
         self._torch.step()
@@ -86,7 +118,11 @@ class Optimizer:
             for slot, value in state.get(parameter, {}).items()
             if value is not None
         }
-        counts = {f"{name}/step": torch.as_tensor(group["step"]) for name, group in self._counting.items() if "step" in group}
+        counts = {
+            f"{name}/step": torch.as_tensor(group["step"])
+            for name, group in self._counting.items()
+            if "step" in group
+        }
         return found | counts
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -102,19 +138,28 @@ class Optimizer:
         if state and set(state) != set(self._params):
             wrong = sorted(set(state) ^ set(self._params))[0]
             raise CheckpointError(
-                f"optimizer: {wrong}; expected state for exactly the trained parameters. Resume with the config of the run."
+                f"optimizer: {wrong}; expected state for exactly the trained parameters. Resume "
+                "with the config of the run."
             )
         for name, slots in state.items():
             parameter = self._params[name]
-            # Adam keeps its step count on the CPU unless it is fused, everything else on the parameter's device.
+            # Adam keeps its step count on the CPU unless it is fused, everything else on the
+            # parameter's device.
             self._torch.state[parameter] = {
-                s: v.clone() if s == "step" and not self._fused else v.to(parameter.device, copy=True) for s, v in slots.items()
+                s: v.clone()
+                if s == "step" and not self._fused
+                else v.to(parameter.device, copy=True)
+                for s, v in slots.items()
             }
             if name in self._counting:
                 self._counting[name]["step"] = self._torch.state[parameter].pop("step")
 
 
 def _shortening(gradient: DPGradient, global_clip: float) -> Tensor:
-    """Return min(1, global_clip / norm of the whole gradient), on the gradient's device: the host does not wait for it."""
-    norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient.grads.values()]).norm()
+    """Return min(1, global_clip / norm of the whole gradient), on the gradient's device: the host
+    does not wait for it.
+    """
+    norm = torch.stack(
+        [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient.grads.values()]
+    ).norm()
     return torch.where(norm > 0, global_clip / norm, 1.0).clamp(max=1.0)

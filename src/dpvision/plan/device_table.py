@@ -1,11 +1,15 @@
-"""Devices of the cost model. Only the processor's row is measured; the others are data-sheet values (docs/plan.md)."""
+"""Devices of the cost model. Only the processor's row is measured; the others are data-sheet values
+(docs/plan.md).
+"""
 
 from dataclasses import dataclass
 
 from dpvision.errors import ConfigError
 
 UTILISATION = 0.2
-"""Share of a GPU's peak that training reaches, an assumption: DP-Cap's 128 V100 reached 16% with Base and 19% with Large."""
+"""Share of a GPU's peak that training reaches, an assumption: DP-Cap's 128 V100 reached 16% with
+Base and 19% with Large.
+"""
 GPUS_OF_A_NODE = 8
 
 
@@ -22,23 +26,52 @@ class Device:
     link: float
     """To other devices of its node, bytes a second."""
     network: float
-    """To other nodes, bytes a second and device: an assumption, one 200 Gb/s adapter each (V100: a quarter of 100 Gb/s)."""
+    """To other nodes, bytes a second and device: an assumption, one 200 Gb/s adapter each (V100: a
+    quarter of 100 Gb/s).
+    """
     record_s: float = 0.0
-    """Seconds a record for all that is not the network: reading, decoding, augmenting. 0: done by processors meanwhile."""
+    """Seconds a record for all that is not the network: reading, decoding, augmenting. 0: done by
+    processors meanwhile.
+    """
     noise_s: float = 0.0
     """Seconds a parameter to draw and add the noise; 0: bound by memory."""
     half: bool = True
     measured: bool = False
 
 
-def _gpu(name: str, tflops: float, memory_gb: float, bandwidth_gb: float, link_gb: float, network_gb: float = 25) -> Device:
-    return Device(name, tflops * 1e12 * UTILISATION, memory_gb * 1e9, bandwidth_gb * 1e9, link_gb * 1e9, network_gb * 1e9)
+def _gpu(
+    name: str,
+    tflops: float,
+    memory_gb: float,
+    bandwidth_gb: float,
+    link_gb: float,
+    network_gb: float = 25,
+) -> Device:
+    return Device(
+        name,
+        tflops * 1e12 * UTILISATION,
+        memory_gb * 1e9,
+        bandwidth_gb * 1e9,
+        link_gb * 1e9,
+        network_gb * 1e9,
+    )
 
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("cpu", 7.3e10, None, 1e10, 1e9, 1e9, record_s=0.9e-3, noise_s=0.91 / 99e6, half=False, measured=True),
+        Device(
+            "cpu",
+            7.3e10,
+            None,
+            1e10,
+            1e9,
+            1e9,
+            record_s=0.9e-3,
+            noise_s=0.91 / 99e6,
+            half=False,
+            measured=True,
+        ),
         _gpu("v100", 125, 32, 900, 150, 3),
         _gpu("t4", 65, 16, 320, 16),
         _gpu("a10", 125, 24, 600, 32),
@@ -50,8 +83,10 @@ DEVICES = {
         _gpu("rtx4090", 165, 24, 1008, 32),
     )
 }
-"""Half-precision matrix products (dense), memory, its bandwidth and one direction of NVLink or PCIe, as the makers state them. "cpu" is one
-core of the EPYC (Zen 3) of benchmarks/results, in float32."""
+"""Half-precision matrix products (dense), memory, its bandwidth and one direction of NVLink or
+PCIe, as the makers state them. "cpu" is one core of the EPYC (Zen 3) of benchmarks/results, in
+float32.
+"""
 
 
 def find_device(name: str | None) -> Device:
@@ -60,7 +95,16 @@ def find_device(name: str | None) -> Device:
     Raises:
         ConfigError: there is no such row.
     """
-    plain = (name or "a100").lower().replace(" ", "").replace("nvidia", "").replace("-", "").removesuffix("sxm")
+    plain = (
+        (name or "a100")
+        .lower()
+        .replace(" ", "")
+        .replace("nvidia", "")
+        .replace("-", "")
+        .removesuffix("sxm")
+    )
     if plain not in DEVICES:
-        raise ConfigError(f"plan: device={name!r}; expected one of {', '.join(DEVICES)}. Name the nearest one.")
+        raise ConfigError(
+            f"plan: device={name!r}; expected one of {', '.join(DEVICES)}. Name the nearest one."
+        )
     return DEVICES[plain]

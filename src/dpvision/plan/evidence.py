@@ -1,11 +1,15 @@
-"""What our own experiments measured, for ``dpvision plan``: benchmarks/results has the files, a test holds the rows to them."""
+"""What our own experiments measured, for ``dpvision plan``: benchmarks/results has the files, a
+test holds the rows to them.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Median test accuracy in percent of `dpvision adapt` by its defaults (patches+scattering, ``many_steps``)."""
+    """Median test accuracy in percent of `dpvision adapt` by its defaults (patches+scattering,
+    ``many_steps``).
+    """
 
     data: str
     records: int
@@ -16,7 +20,11 @@ class HeadResult:
 
 
 CLASSES = {"cifar10": 10, "eurosat": 10, "mednist": 6, "pets_sample": 37}
-NAMES = {"cifar10": "CIFAR-10 (photographs of objects)", "eurosat": "EuroSAT (satellite images)", "mednist": "MedNIST (kinds of scans)"}
+NAMES = {
+    "cifar10": "CIFAR-10 (photographs of objects)",
+    "eurosat": "EuroSAT (satellite images)",
+    "mednist": "MedNIST (kinds of scans)",
+}
 DELTAS = {("cifar10", 50_000): 1e-5}
 """Where it was not the default."""
 
@@ -124,10 +132,26 @@ PRETRAINING = (
         "2026-11-22-dpcap_lab-million",
     ),
     Pretraining(
-        "MAE, 0.2 M parameters, scenes of 32 px", False, 1_000_000, 8, 0.0407, 59.05, 58.75, "attributes, quadrants", "2026-11-22-vip_sizes"
+        "MAE, 0.2 M parameters, scenes of 32 px",
+        False,
+        1_000_000,
+        8,
+        0.0407,
+        59.05,
+        58.75,
+        "attributes, quadrants",
+        "2026-11-22-vip_sizes",
     ),
     Pretraining(
-        "MAE, 0.9 M parameters, scenes of 32 px", False, 1_000_000, 8, 0.0943, 62.65, 61.02, "attributes, quadrants", "2026-11-22-vip_sizes"
+        "MAE, 0.9 M parameters, scenes of 32 px",
+        False,
+        1_000_000,
+        8,
+        0.0943,
+        62.65,
+        61.02,
+        "attributes, quadrants",
+        "2026-11-22-vip_sizes",
     ),
     Pretraining(
         "captioner, 1.5 M parameters, scenes of 32 px",

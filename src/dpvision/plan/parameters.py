@@ -1,6 +1,16 @@
-"""Trained parameters of our transformers, by formula: building one to count them imports torch, which takes seconds."""
+"""Trained parameters of our transformers, by formula: building one to count them imports torch,
+which takes seconds.
+"""
 
-from dpvision.config import CaptionerConfig, ClassifierConfig, CrossDecoderConfig, CrossMAEConfig, HeadConfig, MAEConfig, ViTConfig
+from dpvision.config import (
+    CaptionerConfig,
+    ClassifierConfig,
+    CrossDecoderConfig,
+    CrossMAEConfig,
+    HeadConfig,
+    MAEConfig,
+    ViTConfig,
+)
 from dpvision.config.models import ModelConfig
 
 _CHANNELS = 3
@@ -9,7 +19,9 @@ _GRADIENT_TARGET = 108
 
 
 def count_parameters(cfg: ModelConfig) -> int:
-    """Number of trained parameters of a config's network; of a head, 0 before its encoder is known."""
+    """Number of trained parameters of a config's network; of a head, 0 before its encoder is
+    known.
+    """
     counted = by_formula(cfg)
     if counted is None:
         from dpvision.models import count_parameters as count
@@ -19,7 +31,9 @@ def count_parameters(cfg: ModelConfig) -> int:
 
 
 def by_formula(cfg: ModelConfig) -> int | None:
-    """The same; None for networks that have to be built (residual networks, timm's, classifiers trained in part)."""
+    """The same; None for networks that have to be built (residual networks, timm's, classifiers
+    trained in part).
+    """
     match cfg:
         case HeadConfig():
             return cfg.num_parameters
@@ -33,8 +47,17 @@ def by_formula(cfg: ModelConfig) -> int | None:
             return _vit(cfg.encoder) + _cross_decoder(cfg.decoder, cfg.encoder.width) + head
         case CaptionerConfig():
             width = cfg.decoder.width
-            words = cfg.vocab_size * width + 2 * width + _linear(width, cfg.vocab_size) + (width if cfg.parallel_rate > 0 else 0)
-            patches = _linear(width, _target("pixels", cfg.encoder.patch_size)) if cfg.reconstruction_weight > 0 else 0
+            words = (
+                cfg.vocab_size * width
+                + 2 * width
+                + _linear(width, cfg.vocab_size)
+                + (width if cfg.parallel_rate > 0 else 0)
+            )
+            patches = (
+                _linear(width, _target("pixels", cfg.encoder.patch_size))
+                if cfg.reconstruction_weight > 0
+                else 0
+            )
             encoder = _vit(cfg.encoder) if cfg.train_encoder else 0
             return encoder + _cross_decoder(cfg.decoder, cfg.encoder.width) + words + patches
         case ClassifierConfig(encoder=ViTConfig() as vit, tuned="whole", train_head_bias=True):
@@ -54,7 +77,12 @@ def _block(width: int, mlp_ratio: float, *, qkv_bias: bool) -> int:
 
 def _vit(cfg: ViTConfig) -> int:
     blocks = cfg.depth * _block(cfg.width, cfg.mlp_ratio, qkv_bias=cfg.qkv_bias)
-    return _linear(_CHANNELS * cfg.patch_size**2, cfg.width) + (cfg.width if cfg.train_cls else 0) + blocks + 2 * cfg.width
+    return (
+        _linear(_CHANNELS * cfg.patch_size**2, cfg.width)
+        + (cfg.width if cfg.train_cls else 0)
+        + blocks
+        + 2 * cfg.width
+    )
 
 
 def _cross_decoder(cfg: CrossDecoderConfig, encoder_width: int) -> int:

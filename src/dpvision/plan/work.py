@@ -1,15 +1,28 @@
-"""Operations and memory of one record in our transformers, by formula: two for each weight and token, and attention's products."""
+"""Operations and memory of one record in our transformers, by formula: two for each weight and
+token, and attention's products.
+"""
 
 from dataclasses import dataclass
 
-from dpvision.config import CaptionerConfig, ClassifierConfig, CrossDecoderConfig, CrossMAEConfig, MAEConfig, ViTConfig
+from dpvision.config import (
+    CaptionerConfig,
+    ClassifierConfig,
+    CrossDecoderConfig,
+    CrossMAEConfig,
+    MAEConfig,
+    ViTConfig,
+)
 from dpvision.config.models import ModelConfig
 
 CLIPPING = 1.15
-"""Time of one-pass clipping over non-private training: 1.08 to 1.27 on a processor (benchmarks/results/*clipping*.json)."""
+"""Time of one-pass clipping over non-private training: 1.08 to 1.27 on a processor
+(benchmarks/results/*clipping*.json).
+"""
 _BYTES_OF_A_TOKEN = 64
-"""Activations kept for the backward pass, bytes a token, block and unit of width in float32, fitted to the memory measured on a processor
-(benchmarks/results/*clipping*.json); Korthikanti et al. (arXiv 2205.05198) count 34 in half precision, dropout masks included."""
+"""Activations kept for the backward pass, bytes a token, block and unit of width in float32, fitted
+to the memory measured on a processor (benchmarks/results/*clipping*.json); Korthikanti et al.
+(arXiv 2205.05198) count 34 in half precision, dropout masks included.
+"""
 
 
 @dataclass(frozen=True)
@@ -21,15 +34,25 @@ class Work:
     """In float32; half of it in half precision."""
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.forward_flops + other.forward_flops, self.activation_bytes + other.activation_bytes)
+        return Work(
+            self.forward_flops + other.forward_flops, self.activation_bytes + other.activation_bytes
+        )
 
 
 def work_of(cfg: ModelConfig) -> Work | None:
-    """Work of one view of one record; None for networks without a formula (residual networks, timm's, heads, classifiers tuned in part)."""
+    """Work of one view of one record; None for networks without a formula (residual networks,
+    timm's, heads, classifiers tuned in part).
+    """
     match cfg:
         case MAEConfig():
             visible = _patches(cfg.encoder) - int(_patches(cfg.encoder) * cfg.mask_ratio) + 1
-            decoder = _blocks(cfg.decoder_depth, cfg.decoder_width, 4.0, _patches(cfg.encoder) + 1, cfg.decoder_num_heads)
+            decoder = _blocks(
+                cfg.decoder_depth,
+                cfg.decoder_width,
+                4.0,
+                _patches(cfg.encoder) + 1,
+                cfg.decoder_num_heads,
+            )
             return _vit(cfg.encoder, visible) + decoder
         case CrossMAEConfig():
             hidden = int(_patches(cfg.encoder) * cfg.mask_ratio)
@@ -61,8 +84,15 @@ def _blocks(depth: int, width: int, mlp_ratio: float, tokens: int, heads: int) -
 
 
 def _cross(cfg: CrossDecoderConfig, seen: int, tokens: int, vocabulary: int) -> Work:
-    """A decoder of ``tokens`` tokens that attends to ``seen`` ones, and a head over ``vocabulary`` words."""
+    """A decoder of ``tokens`` tokens that attends to ``seen`` ones, and a head over ``vocabulary``
+    words.
+    """
     own = (6 + 2 * cfg.mlp_ratio) * cfg.width**2
-    flops = cfg.depth * (2 * own * tokens + 4 * cfg.width**2 * seen + 4 * tokens * (tokens + seen) * cfg.width)
-    kept = cfg.depth * (tokens * (1.5 * _BYTES_OF_A_TOKEN * cfg.width + 8 * cfg.num_heads * (tokens + seen)) + 12 * seen * cfg.width)
+    flops = cfg.depth * (
+        2 * own * tokens + 4 * cfg.width**2 * seen + 4 * tokens * (tokens + seen) * cfg.width
+    )
+    kept = cfg.depth * (
+        tokens * (1.5 * _BYTES_OF_A_TOKEN * cfg.width + 8 * cfg.num_heads * (tokens + seen))
+        + 12 * seen * cfg.width
+    )
     return Work(flops + 2 * vocabulary * cfg.width * tokens, kept)

@@ -34,16 +34,21 @@ class RunAccount:
     """Steps charged."""
     restarts: int
     spent: PrivacySpent
-    """Of the steps that are stated (``DPPlan.stated_steps``): the whole plan from the first step on."""
+    """Of the steps that are stated (``DPPlan.stated_steps``): the whole plan from the first step
+    on.
+    """
     name: str | None = None
     """Run folder, as it was given; None if the ledger folder does not have it."""
 
 
 @dataclass(frozen=True)
 class StoreAccount:
-    """Privacy spent, by run and in total. Totals are None if a run without a guarantee used the store.
+    """Privacy spent, by run and in total. Totals are None if a run without a guarantee used the
+    store.
 
-    A run counts with its whole plan from its first step on, while it runs and after it has ended (``DPPlan.stated_steps``)."""
+    A run counts with its whole plan from its first step on, while it runs and after it has ended
+    (``DPPlan.stated_steps``).
+    """
 
     store_id: str
     runs: tuple[RunAccount, ...]
@@ -52,22 +57,31 @@ class StoreAccount:
     delta: float | None
     """Delta of the totals (``total_delta``); None without a cap and a run."""
     epsilon: float | None
-    """PLD of all runs: valid if their settings were fixed beforehand. For a record; for a person if a run drew people."""
+    """PLD of all runs: valid if their settings were fixed beforehand. For a record; for a person if
+    a run drew people.
+    """
     epsilon_filter: float | None
-    """RDP filter (``filter_epsilon``): describes runs chosen after seeing earlier ones; None with truncated Poisson."""
+    """RDP filter (``filter_epsilon``): describes runs chosen after seeing earlier ones; None with
+    truncated Poisson.
+    """
     unit_epsilon: float | None
     """``epsilon`` for a unit (person) with all its records; None if no run declared units."""
     cap: Cap | None
     left: float | None
-    """cap.epsilon less the total at the cap's delta, for a unit if units are declared, else for a record; None without a cap or a total. A
-    further run may have a larger epsilon, because PLDs compose to less than the sum."""
+    """cap.epsilon less the total at the cap's delta, for a unit if units are declared, else for a
+    record; None without a cap or a total. A further run may have a larger epsilon, because PLDs
+    compose to less than the sum.
+    """
     draws_people: bool = False
     """Whether a run drew people, so that ``epsilon`` is a person's."""
     moves: int = 0
-    """Number of times the owner declared the store moved: a copy left behind would have separate ledgers."""
+    """Number of times the owner declared the store moved: a copy left behind would have separate
+    ledgers.
+    """
     cap_covers_choice: bool = False
-    """Whether the cap is a guarantee also for runs chosen after seeing earlier ones: it was set before the first run, and its Renyi filter
-    admits all of them."""
+    """Whether the cap is a guarantee also for runs chosen after seeing earlier ones: it was set
+    before the first run, and its Renyi filter admits all of them.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, ready for JSON."""
@@ -84,11 +98,23 @@ def store_account(store_dir: Path) -> StoreAccount:
     ledgers = StoreLedgers.of(store_dir)
     contents = ledgers.read_all()
     runs = tuple(
-        RunAccount(i, c.plan.guarantee, c.plan.steps, c.steps, c.restarts, c.plan.spent(c.plan.stated_steps(c.steps)), ledgers.run_name(i))
+        RunAccount(
+            i,
+            c.plan.guarantee,
+            c.plan.steps,
+            c.steps,
+            c.restarts,
+            c.plan.spent(c.plan.stated_steps(c.steps)),
+            ledgers.run_name(i),
+        )
         for i, c in contents.items()
     )
     unprotected = tuple(c.run_id for c in contents.values() if c.plan.guarantee != "dp" and c.steps)
-    parts = [(c.plan, c.plan.stated_steps(c.steps)) for c in contents.values() if c.plan.guarantee == "dp" and c.steps]
+    parts = [
+        (c.plan, c.plan.stated_steps(c.steps))
+        for c in contents.values()
+        if c.plan.guarantee == "dp" and c.steps
+    ]
     cap = min(ledgers.caps(), key=lambda cap: cap.epsilon, default=None)
     delta = total_delta(cap, parts)
     epsilon = epsilon_filter = of_unit = None
@@ -96,21 +122,41 @@ def store_account(store_dir: Path) -> StoreAccount:
         epsilon = epsilon_filter = 0.0
     elif not unprotected and delta is not None:
         epsilon = _total(parts, delta, "record")
-        epsilon_filter = filter_epsilon([plan.event(steps, base_view(parts)) for plan, steps in parts], delta)
+        epsilon_filter = filter_epsilon(
+            [plan.event(steps, base_view(parts)) for plan, steps in parts], delta
+        )
         of_unit = None if unit_view(parts) is None else _total(parts, delta, "unit")
     left = None
     if cap is not None and not unprotected:
-        left = max(0.0, cap.epsilon - _total(parts, cap.delta, "record" if unit_view(parts) is None else "unit"))
+        left = max(
+            0.0,
+            cap.epsilon
+            - _total(parts, cap.delta, "record" if unit_view(parts) is None else "unit"),
+        )
     moves = ledgers.declared_moves()
     people = any(plan.sampling_unit == "person" for plan, _ in parts)
     covers = not unprotected and covers_choice(cap, parts)
-    return StoreAccount(ledgers.store_id, runs, unprotected, delta, epsilon, epsilon_filter, of_unit, cap, left, people, moves, covers)
+    return StoreAccount(
+        ledgers.store_id,
+        runs,
+        unprotected,
+        delta,
+        epsilon,
+        epsilon_filter,
+        of_unit,
+        cap,
+        left,
+        people,
+        moves,
+        covers,
+    )
 
 
 @dataclass(frozen=True)
 class Charge:
-    """What a store has been charged, and will have been with further runs, at one delta. A total that does not hold is None: a run
-    without a guarantee used the store."""
+    """What a store has been charged, and will have been with further runs, at one delta. A total
+    that does not hold is None: a run without a guarantee used the store.
+    """
 
     runs: int
     """Runs that were charged before."""
@@ -121,18 +167,31 @@ class Charge:
     """Whether the totals are a person's."""
 
 
-def charge_of(store_dir: Path, plan: DPPlan, *, runs: int = 1, chosen: bool = False, besides: Collection[str] = ()) -> Charge:
-    """Return the total of a store's runs before and after ``runs`` runs of ``plan``, with the steps that are stated.
+def charge_of(
+    store_dir: Path,
+    plan: DPPlan,
+    *,
+    runs: int = 1,
+    chosen: bool = False,
+    besides: Collection[str] = (),
+) -> Charge:
+    """Return the total of a store's runs before and after ``runs`` runs of ``plan``, with the steps
+    that are stated.
 
     Args:
-        chosen: whether later runs follow earlier results: the totals are those of a Renyi filter (``filter_epsilon``), not PLDs.
+        chosen: whether later runs follow earlier results: the totals are those of a Renyi filter
+            (``filter_epsilon``), not PLDs.
         besides: ids of these runs, which do not count among those before.
 
     Raises:
         PrivacyError: as ``store_account``.
     """
     ledgers = StoreLedgers.of(store_dir)
-    earlier = [(c.plan, c.plan.steps) for c in ledgers.read_all().values() if c.steps and c.run_id not in besides]
+    earlier = [
+        (c.plan, c.plan.steps)
+        for c in ledgers.read_all().values()
+        if c.steps and c.run_id not in besides
+    ]
     parts = [*earlier, *[(plan, plan.steps)] * runs]
     delta = total_delta(min(ledgers.caps(), key=lambda cap: cap.epsilon, default=None), parts)
     assert delta is not None
@@ -143,7 +202,9 @@ def charge_of(store_dir: Path, plan: DPPlan, *, runs: int = 1, chosen: bool = Fa
         if any(one.guarantee != "dp" for one, _ in of):
             return None
         if chosen:
-            return filter_epsilon([one.event(steps, unit_view(of) or base_view(of)) for one, steps in of], delta)
+            return filter_epsilon(
+                [one.event(steps, unit_view(of) or base_view(of)) for one, steps in of], delta
+            )
         return _total(of, delta, view)
 
     return Charge(len(earlier), total(earlier), total(parts), delta, of_person)
@@ -152,23 +213,30 @@ def charge_of(store_dir: Path, plan: DPPlan, *, runs: int = 1, chosen: bool = Fa
 def covers_choice(cap: Cap | None, parts: list[tuple[DPPlan, int]]) -> bool:
     """Return whether a cap is a guarantee for runs that were chosen after seeing earlier ones.
 
-    ``parts`` are plans with the steps that are stated. The guarantee is that of the cap: the smaller ``filter_epsilon`` was not fixed
-    before the first run.
+    ``parts`` are plans with the steps that are stated. The guarantee is that of the cap: the
+    smaller ``filter_epsilon`` was not fixed before the first run.
     """
     if cap is None or not cap.before_first_run or not cap.epsilon >= _CAP_GRID[0]:
         return False
     view = unit_view(parts) or base_view(parts)
     events = [plan.event(steps, view) for plan, steps in parts]
-    return _divergences(events) is not None and RenyiFilter.of(cap.epsilon, cap.delta).admits(events)
+    return _divergences(events) is not None and RenyiFilter.of(cap.epsilon, cap.delta).admits(
+        events
+    )
 
 
 def total_delta(cap: Cap | None, parts: Iterable[tuple[DPPlan, int]]) -> float | None:
-    """Return the delta of a store's totals: the smallest of the runs' and the cap's. A larger one would make them small."""
-    return min([plan.delta for plan, _ in parts] + ([] if cap is None else [cap.delta]), default=None)
+    """Return the delta of a store's totals: the smallest of the runs' and the cap's. A larger one
+    would make them small.
+    """
+    return min(
+        [plan.delta for plan, _ in parts] + ([] if cap is None else [cap.delta]), default=None
+    )
 
 
 def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
-    """Set or replace the owner's cap: runs that would bring the store's PLD total above ``epsilon`` at ``delta`` are refused.
+    """Set or replace the owner's cap: runs that would bring the store's PLD total above ``epsilon``
+    at ``delta`` are refused.
 
     The total is per person if people are declared (``num_units``), else per record.
 
@@ -184,7 +252,10 @@ def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
     if not 0 < epsilon < math.inf:
         raise ConfigError(f"cap: epsilon={epsilon}; expected a positive number. Use 10.")
     if not accountant.MIN_DELTA <= delta <= MAX_DELTA:
-        raise ConfigError(f"cap: delta={delta}; expected {accountant.MIN_DELTA} to {MAX_DELTA}. Use 1 / (2 dataset_size).")
+        raise ConfigError(
+            f"cap: delta={delta}; expected {accountant.MIN_DELTA} to {MAX_DELTA}. Use 1 / (2 "
+            "dataset_size)."
+        )
     ledgers = StoreLedgers.of(store_dir)
     ledgers.check_place()
     make_folders(ledgers.folder)
@@ -195,7 +266,8 @@ def set_cap(store_dir: Path, epsilon: float, delta: float) -> None:
 
 
 def declare_moved(store_dir: Path) -> None:
-    """Record the owner's declaration that a store was moved or mounted elsewhere with its LEDGERS folder, and is not a copy of one in use.
+    """Record the owner's declaration that a store was moved or mounted elsewhere with its LEDGERS
+    folder, and is not a copy of one in use.
 
     Declarations are counted in every later statement (``StoreAccount.moves``).
 
@@ -224,7 +296,8 @@ def restore_marks(store_dir: Path) -> None:
 
 
 def check_cap(ledgers: StoreLedgers, parts: list[tuple[DPPlan, int]]) -> None:
-    """Refuse ``parts``, pairs of a plan and the steps that count (all planned, once one is charged), if they exceed the store's cap.
+    """Refuse ``parts``, pairs of a plan and the steps that count (all planned, once one is
+    charged), if they exceed the store's cap.
 
     Raises:
         PrivacyError: the total is above the cap, or a part has no guarantee.
@@ -236,26 +309,30 @@ def check_cap(ledgers: StoreLedgers, parts: list[tuple[DPPlan, int]]) -> None:
     parts = [(plan, steps) for plan, steps in parts if steps]
     if any(plan.guarantee != "dp" for plan, _ in parts):
         raise PrivacyError(
-            f"cap: a run without a guarantee; expected a total of at most epsilon={cap.epsilon} at delta={cap.delta}. "
-            "Use another store, or ask its owner to lift the cap."
+            f"cap: a run without a guarantee; expected a total of at most epsilon={cap.epsilon} "
+            f"at delta={cap.delta}. Use another store, or ask its owner to lift the cap."
         )
     per: Literal["record", "unit"] = "record" if unit_view(parts) is None else "unit"
     for cap in caps:
         total = _total(parts, cap.delta, per)
         if not total <= cap.epsilon:
             raise PrivacyError(
-                f"cap: total epsilon={up(total)} per {'person' if per == 'unit' else 'record'} with this run; expected at most "
-                f"{cap.epsilon} at delta={cap.delta}. "
-                "Plan a smaller target_epsilon, or ask the store's owner to raise the cap."
+                f"cap: total epsilon={up(total)} per {'person' if per == 'unit' else 'record'} "
+                f"with this run; expected at most {cap.epsilon} at delta={cap.delta}. Plan a "
+                "smaller target_epsilon, or ask the store's owner to raise the cap."
             )
 
 
 @dataclass(frozen=True)
 class RenyiFilter:
-    """A Renyi filter whose budget is fixed before the first run (``filter_epsilon`` has the theorem). Made by ``of``."""
+    """A Renyi filter whose budget is fixed before the first run (``filter_epsilon`` has the
+    theorem). Made by ``of``.
+    """
 
     epsilon: float
-    """What all admitted runs together guarantee at ``delta``: at most the budget asked for, on the grid of ``filter_epsilon``."""
+    """What all admitted runs together guarantee at ``delta``: at most the budget asked for, on the
+    grid of ``filter_epsilon``.
+    """
     delta: float
     order: float
 
@@ -271,12 +348,15 @@ class RenyiFilter:
             ConfigError: epsilon is out of range.
         """
         if not _CAP_GRID[0] <= epsilon < math.inf:
-            raise ConfigError(f"filter: epsilon={epsilon}; expected a number from {_CAP_GRID[0]:g} on. Use 8.")
+            raise ConfigError(
+                f"filter: epsilon={epsilon}; expected a number from {_CAP_GRID[0]:g} on. Use 8."
+            )
         cap = int(np.searchsorted(_CAP_GRID, epsilon, side="right")) - 1
         return cls(float(_CAP_GRID[cap]), delta, float(ORDERS[_orders_of_caps(delta)[1][cap]]))
 
     def admits(self, events: Iterable[Event]) -> bool:
-        """Return whether the sum of the events' divergences at the filter's order stays within its budget.
+        """Return whether the sum of the events' divergences at the filter's order stays within its
+        budget.
 
         Raises:
             PrivacyError: an event has no Renyi accounting.
@@ -284,27 +364,31 @@ class RenyiFilter:
         total = _divergences(events)
         if total is None:
             raise PrivacyError(
-                "filter: a run without Renyi accounting; expected poisson or full_batch draws. Use --privacy.sampling poisson."
+                "filter: a run without Renyi accounting; expected poisson or full_batch draws. "
+                "Use --privacy.sampling poisson."
             )
         at = int(np.searchsorted(ORDERS, self.order))
         return bool(total[at] + _orders_of_caps(self.delta)[0][at] <= self.epsilon)
 
 
 def filter_epsilon(events: Iterable[Event], delta: float) -> float | None:
-    """Smallest cap whose Renyi filter would have admitted ``events`` in this order; for events chosen after seeing earlier results.
+    """Smallest cap whose Renyi filter would have admitted ``events`` in this order; for events
+    chosen after seeing earlier results.
 
-    Summing the PLDs of runs is proven for settings fixed in advance. For a run whose settings, or very existence, depend on
-    earlier results (fully adaptive composition) a Renyi filter is: fix an order a and a budget B before the first run, and
-    admit runs while the sum of their divergences at that order is at most B; the whole is then (a, B)-RDP (Feldman and Zrnic,
-    arXiv 2008.11193; Lecuyer, arXiv 2103.01379), and with c(a, delta) = log(1 - 1/a) - log(a delta) / (a - 1)
-    (the Balle conversion) it is (B + c, delta)-DP.
+    Summing the PLDs of runs is proven for settings fixed in advance. For a run whose settings, or
+    very existence, depend on earlier results (fully adaptive composition) a Renyi filter is: fix an
+    order a and a budget B before the first run, and admit runs while the sum of their divergences
+    at that order is at most B; the whole is then (a, B)-RDP (Feldman and Zrnic, arXiv 2008.11193;
+    Lecuyer, arXiv 2103.01379), and with c(a, delta) = log(1 - 1/a) - log(a delta) / (a - 1) (the
+    Balle conversion) it is (B + c, delta)-DP.
 
-    The order must not depend on what was seen. Here it is a function of the cap (epsilon, delta) alone: the order whose
-    budget admits the most Gaussian steps, a(epsilon, delta) = argmax of (epsilon - c(a, delta)) / a over the fixed
-    orders of ``renyi``, and B = epsilon - c. A cap fixed before the first run is therefore kept, under full adaptivity, if and only if this
-    filter admits the runs. The figure returned is the smallest of 8001 caps (0.23% apart, 1e-3 to 1e5) that admits them: a guarantee if the
-    owner set that cap beforehand, a description otherwise. If a larger cap was set beforehand, the guarantee is that cap
-    (``covers_choice``).
+    The order must not depend on what was seen. Here it is a function of the cap (epsilon, delta)
+    alone: the order whose budget admits the most Gaussian steps, a(epsilon, delta) = argmax of
+    (epsilon - c(a, delta)) / a over the fixed orders of ``renyi``, and B = epsilon - c. A cap fixed
+    before the first run is therefore kept, under full adaptivity, if and only if this filter admits
+    the runs. The figure returned is the smallest of 8001 caps (0.23% apart, 1e-3 to 1e5) that
+    admits them: a guarantee if the owner set that cap beforehand, a description otherwise. If a
+    larger cap was set beforehand, the guarantee is that cap (``covers_choice``).
 
     Returns:
         The cap; infinite if none admits the events; 0 for none; None if one of them has no RDP.
@@ -314,7 +398,9 @@ def filter_epsilon(events: Iterable[Event], delta: float) -> float | None:
 
 
 def filter_bound(events: Iterable[Event], delta: float) -> tuple[float, float, float] | None:
-    """Return ``filter_epsilon`` with the filter's bound, (cap, order a, divergence B): the events are (a, B)-RDP."""
+    """Return ``filter_epsilon`` with the filter's bound, (cap, order a, divergence B): the events
+    are (a, B)-RDP.
+    """
     events = list(events)
     total = _divergences(events)
     if total is None:
@@ -347,7 +433,8 @@ def _divergences(events: Iterable[Event]) -> np.ndarray | None:
 
 
 def unit_view(parts: Iterable[tuple[DPPlan, int]]) -> View | None:
-    """Return the view of the runs' events (``DPPlan.event``) that gives a unit's epsilon; None if no run declared units.
+    """Return the view of the runs' events (``DPPlan.event``) that gives a unit's epsilon; None if
+    no run declared units.
 
     If no unit adds several gradients to a step, that is the record's view.
     """
@@ -358,20 +445,30 @@ def unit_view(parts: Iterable[tuple[DPPlan, int]]) -> View | None:
 
 
 def base_view(parts: Iterable[tuple[DPPlan, int]]) -> View:
-    """Return the view of the runs' events that gives the figure called epsilon: a record's, or a person's if a run drew people.
+    """Return the view of the runs' events that gives the figure called epsilon: a record's, or a
+    person's if a run drew people.
 
-    Such a run bounds the removal of a person, not that of one of a person's images, which replaces the person's gradient by another.
+    Such a run bounds the removal of a person, not that of one of a person's images, which replaces
+    the person's gradient by another.
     """
     parts = list(parts)
-    return "record" if all(plan.sampling_unit == "record" for plan, _ in parts) else unit_view(parts) or "record"
+    return (
+        "record"
+        if all(plan.sampling_unit == "record" for plan, _ in parts)
+        else unit_view(parts) or "record"
+    )
 
 
 def _total(parts: list[tuple[DPPlan, int]], delta: float, per: Literal["record", "unit"]) -> float:
-    """PLD epsilon of all parts together, for a record on the coarsest of their grids; 0 for none."""
+    """PLD epsilon of all parts together, for a record on the coarsest of their grids; 0 for
+    none.
+    """
     if not parts:
         return 0.0
     view = unit_view(parts) or "record" if per == "unit" else base_view(parts)
     whole = Composed(tuple(plan.event(steps, view) for plan, steps in parts))
     if view == "unit":
         return accountant.unit_epsilon(whole, delta)
-    return accountant.epsilon(whole, delta, max(plan.value_discretization_interval or 0.0 for plan, _ in parts))
+    return accountant.epsilon(
+        whole, delta, max(plan.value_discretization_interval or 0.0 for plan, _ in parts)
+    )

@@ -1,9 +1,11 @@
-"""Account for events: epsilon by PLD and by RDP, the privacy profile, and bounds on membership attacks.
+"""Account for events: epsilon by PLD and by RDP, the privacy profile, and bounds on membership
+attacks.
 
-The stated epsilon is a pessimistic privacy loss distribution (PLD, "connect the dots"; Doroshenko et al., arXiv 2207.04380):
-an upper bound on the true epsilon whatever the grid. Events made of Gaussians only use the closed form (Balle and Wang,
-arXiv 1805.06530). A private selection has no PLD: its bound is Renyi. RDP uses the conversion of Balle et al., arXiv 1905.09982, as the
-papers did.
+The stated epsilon is a pessimistic privacy loss distribution (PLD, "connect the dots"; Doroshenko
+et al., arXiv 2207.04380): an upper bound on the true epsilon whatever the grid. Events made of
+Gaussians only use the closed form (Balle and Wang, arXiv 1805.06530). A private selection has no
+PLD: its bound is Renyi. RDP uses the conversion of Balle et al., arXiv 1905.09982, as the papers
+did.
 """
 
 import math
@@ -30,34 +32,45 @@ from dpvision.privacy.loss_distribution import Distribution, mixture_of_gaussian
 from dpvision.privacy.renyi import ORDERS, epsilon_at, poisson_gaussian
 
 DEFAULT_INTERVAL = 1e-4
-"""Grid of the privacy loss for epsilons between 0.1 and 100: within 0.003 of the limit at the papers' settings, in a tenth of a second."""
+"""Grid of the privacy loss for epsilons between 0.1 and 100: within 0.003 of the limit at the
+papers' settings, in a tenth of a second.
+"""
 MIN_DELTA = 1e-14
 """Smallest delta supported: the composition cuts tails of 1e-15, added to delta."""
 _WIDEST = 100.0
-"""Coarsest grid of the privacy loss in the search for a unit's epsilon: the exponential of 700 overflows."""
+"""Coarsest grid of the privacy loss in the search for a unit's epsilon: the exponential of 700
+overflows.
+"""
 
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """Privacy spent per record by ``steps`` executed steps, at ``delta``. All epsilons are None without a guarantee."""
+    """Privacy spent per record by ``steps`` executed steps, at ``delta``. All epsilons are None
+    without a guarantee.
+    """
 
     epsilon: float | None
     """The stated epsilon: pessimistic PLD, or the exact Gaussian for full batches."""
     epsilon_rdp: float | None
-    """RDP with the Balle conversion, for comparison with papers; None for truncated Poisson, which has no RDP event."""
+    """RDP with the Balle conversion, for comparison with papers; None for truncated Poisson, which
+    has no RDP event.
+    """
     delta: float
     steps: int
     epsilon_unamplified: float | None
     """For an attacker who knows every batch: ``steps`` full-batch steps with the same noise."""
     unit_epsilon: float | None
-    """For a unit (person) of up to max_records_per_unit records at the same delta; None if the unit is the record."""
+    """For a unit (person) of up to max_records_per_unit records at the same delta; None if the unit
+    is the record.
+    """
 
 
 def epsilon(event: Event, delta: float, interval: float | None = None) -> float:
     """Upper bound on epsilon of ``event`` at ``delta``; infinite for a non-private event.
 
     Args:
-        event: Gaussian, Poisson-sampled, truncated or mixture-of-Gaussians steps, and compositions of them.
+        event: Gaussian, Poisson-sampled, truncated or mixture-of-Gaussians steps, and compositions
+            of them.
         delta: in [1e-14, 1).
         interval: grid of the privacy loss; if None, ``discretization_interval(event, delta)``.
 
@@ -66,7 +79,8 @@ def epsilon(event: Event, delta: float, interval: float | None = None) -> float:
     """
     if not delta >= MIN_DELTA:
         raise PrivacyError(
-            f"accountant: delta={delta}; expected at least {MIN_DELTA}, which the accountant can resolve. Use a larger delta."
+            f"accountant: delta={delta}; expected at least {MIN_DELTA}, which the accountant can "
+            "resolve. Use a larger delta."
         )
     noise = gaussian_noise(event)
     if noise is not None:
@@ -79,10 +93,12 @@ def epsilon(event: Event, delta: float, interval: float | None = None) -> float:
 
 
 def unit_epsilon(event: Event, delta: float, *, parts: int = 8000) -> float:
-    """Upper bound on epsilon of ``event`` for a unit of several records, on a grid of about epsilon / ``parts``.
+    """Upper bound on epsilon of ``event`` for a unit of several records, on a grid of about epsilon
+    / ``parts``.
 
-    For a mixture ``discretization_interval`` goes by the largest component, which is many times too coarse; here the grid follows from the
-    bound. At most 0.1% above the limit at 8000 parts (mixtures of up to 32 records, docs/log.md 2026-11-23).
+    For a mixture ``discretization_interval`` goes by the largest component, which is many times too
+    coarse; here the grid follows from the bound. At most 0.1% above the limit at 8000 parts
+    (mixtures of up to 32 records, docs/log.md 2026-11-23).
 
     Raises:
         PrivacyError: as ``epsilon``.
@@ -97,12 +113,16 @@ def unit_epsilon(event: Event, delta: float, *, parts: int = 8000) -> float:
 
 
 def unit_interval(unit_epsilon: float) -> float:
-    """Grid for ``deltas`` and ``attack_tpr`` of a unit's event, from its epsilon (``unit_epsilon``)."""
+    """Grid for ``deltas`` and ``attack_tpr`` of a unit's event, from its epsilon
+    (``unit_epsilon``).
+    """
     return max(unit_epsilon, 1e-3) / 400
 
 
 def _epsilon_of_selection(event: Event, delta: float, interval: float | None) -> float:
-    """Renyi for the whole event, or, if smaller, Renyi for its selections plus PLD for its other parts, at half of delta each."""
+    """Renyi for the whole event, or, if smaller, Renyi for its selections plus PLD for its other
+    parts, at half of delta each.
+    """
     whole = epsilon_rdp(event, delta)
     bounds = [math.inf if whole is None else whole]
     parts = event.events if isinstance(event, Composed) else (event,)
@@ -115,7 +135,9 @@ def _epsilon_of_selection(event: Event, delta: float, interval: float | None) ->
 
 
 def epsilon_rdp(event: Event, delta: float) -> float | None:
-    """Epsilon by RDP with the Balle conversion; None if it gives no finite bound (truncated Poisson, non-private events)."""
+    """Epsilon by RDP with the Balle conversion; None if it gives no finite bound (truncated
+    Poisson, non-private events).
+    """
     curve = rdp_curve(event)
     if curve is None:
         return None
@@ -124,9 +146,11 @@ def epsilon_rdp(event: Event, delta: float) -> float | None:
 
 
 def rdp_curve(event: Event) -> tuple[np.ndarray, np.ndarray] | None:
-    """Orders and Renyi divergences of ``event``, two float64 arrays of one shape; None for events without RDP accounting.
+    """Orders and Renyi divergences of ``event``, two float64 arrays of one shape; None for events
+    without RDP accounting.
 
-    Divergences add up under composition, so one step's curve, the slow part, is cached across step counts.
+    Divergences add up under composition, so one step's curve, the slow part, is cached across step
+    counts.
     """
     if isinstance(event, Repeated):
         curve = rdp_curve(event.event)
@@ -157,13 +181,18 @@ def _cached_rdp_curve(event: Event) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def deltas(event: Event, epsilons: np.ndarray, interval: float | None = None) -> np.ndarray:
-    """Upper bounds on delta of ``event`` at each of ``epsilons`` (0 or more, ascending), same shape, float64.
+    """Upper bounds on delta of ``event`` at each of ``epsilons`` (0 or more, ascending), same
+    shape, float64.
 
     The grid is ten times coarser than that of ``epsilon`` unless given.
     """
     noise = gaussian_noise(event)
     if noise is not None:
-        return np.zeros(len(epsilons)) if noise == math.inf else np.exp(gaussian.log_delta(noise, epsilons))
+        return (
+            np.zeros(len(epsilons))
+            if noise == math.inf
+            else np.exp(gaussian.log_delta(noise, epsilons))
+        )
     if _selects(event):
         curve = rdp_curve(event)
         return np.ones(len(epsilons)) if curve is None else deltas_rdp(*curve, epsilons)
@@ -171,7 +200,8 @@ def deltas(event: Event, epsilons: np.ndarray, interval: float | None = None) ->
 
 
 def privacy_profile(event: Event, num_points: int = 49) -> list[tuple[float, float]]:
-    """Return the privacy profile: valid pairs (epsilon, delta), from epsilon 0 to the epsilon at which delta is 1e-10.
+    """Return the privacy profile: valid pairs (epsilon, delta), from epsilon 0 to the epsilon at
+    which delta is 1e-10.
 
     Raises:
         PrivacyError: the event is not private.
@@ -181,9 +211,14 @@ def privacy_profile(event: Event, num_points: int = 49) -> list[tuple[float, flo
 
 
 def deltas_rdp(order_A: np.ndarray, divergence_A: np.ndarray, epsilon_E: np.ndarray) -> np.ndarray:
-    """Smallest delta of the conversion of Canonne, Kamath and Steinke (arXiv 2004.00010), or of total variation <= sqrt(1 - exp(-KL))
-    (Bretagnolle and Huber), over the orders."""
-    log_EA = (order_A - 1) * (divergence_A - epsilon_E[:, None]) + order_A * np.log1p(-1 / order_A) - np.log(order_A - 1)
+    """Smallest delta of the conversion of Canonne, Kamath and Steinke (arXiv 2004.00010), or of
+    total variation <= sqrt(1 - exp(-KL)) (Bretagnolle and Huber), over the orders.
+    """
+    log_EA = (
+        (order_A - 1) * (divergence_A - epsilon_E[:, None])
+        + order_A * np.log1p(-1 / order_A)
+        - np.log(order_A - 1)
+    )
     distance = math.sqrt(-math.expm1(-float(divergence_A.min())))
     return np.minimum(np.exp(np.minimum(log_EA.min(axis=1), 0.0)), distance)
 
@@ -191,8 +226,9 @@ def deltas_rdp(order_A: np.ndarray, divergence_A: np.ndarray, epsilon_E: np.ndar
 def attack_tpr(event: Event, fpr: float, interval: float | None = None) -> float:
     """Best true-positive rate of any membership attack with false-positive rate at most ``fpr``.
 
-    Each (epsilon, delta) of the profile bounds the miss rate from below, f(a) = max(0, 1 - delta - e^epsilon a,
-    e^-epsilon (1 - delta - a)) (Dong, Roth, Su, arXiv 1905.02383); the result is 1 minus their maximum.
+    Each (epsilon, delta) of the profile bounds the miss rate from below, f(a) = max(0, 1 - delta -
+    e^epsilon a, e^-epsilon (1 - delta - a)) (Dong, Roth, Su, arXiv 1905.02383); the result is 1
+    minus their maximum.
 
     Args:
         event: a private event.
@@ -214,7 +250,9 @@ def tpr_of_profile(epsilons: np.ndarray, delta: np.ndarray, fpr: float) -> float
 
 
 def gaussian_noise(event: Event) -> float | None:
-    """Noise multiplier of the single Gaussian equivalent to ``event``, infinite for the empty event; None if a part is not Gaussian."""
+    """Noise multiplier of the single Gaussian equivalent to ``event``, infinite for the empty
+    event; None if a part is not Gaussian.
+    """
     if isinstance(event, NoRelease):
         return math.inf
     if isinstance(event, Gaussian):
@@ -233,10 +271,12 @@ def gaussian_noise(event: Event) -> float | None:
 
 
 def discretization_interval(event: Event, delta: float = 1e-5) -> float:
-    """Grid of the privacy loss for the size of ``event``'s epsilon: 1e-4 from 0.1 to 100, finer below, coarser above.
+    """Grid of the privacy loss for the size of ``event``'s epsilon: 1e-4 from 0.1 to 100, finer
+    below, coarser above.
 
-    A fixed grid would need gigabytes at epsilon 10^6 and be too coarse at epsilon 10^-3. The size is estimated by RDP of similar
-    Poisson-sampled steps; the choice affects cost and tightness, never validity.
+    A fixed grid would need gigabytes at epsilon 10^6 and be too coarse at epsilon 10^-3. The size
+    is estimated by RDP of similar Poisson-sampled steps; the choice affects cost and tightness,
+    never validity.
     """
     rough = epsilon_rdp(_stand_in(event), delta)
     if rough is None or rough == 0:
@@ -271,7 +311,10 @@ def _non_private(event: Event) -> bool:
 def _largest_epsilon(event: Event, delta: float) -> float:
     largest = epsilon(event, delta, 10 * discretization_interval(event))
     if not largest < math.inf:
-        raise PrivacyError("privacy_profile: event without a guarantee; expected private steps. Use a run with guarantee=dp.")
+        raise PrivacyError(
+            "privacy_profile: event without a guarantee; expected private steps. Use a run with "
+            "guarantee=dp."
+        )
     return largest
 
 
@@ -289,7 +332,9 @@ def _cached_pld(event: Event, interval: float) -> Distribution:
     if isinstance(event, PoissonGaussian):
         return sampled_gaussian(event.sample_rate, event.noise_multiplier, interval)
     if isinstance(event, GaussianMixture):
-        return mixture_of_gaussians(event.shifts, event.probabilities, event.noise_multiplier, interval)
+        return mixture_of_gaussians(
+            event.shifts, event.probabilities, event.noise_multiplier, interval
+        )
     from dpvision.privacy.rare_events import distribution
 
     return distribution(event, interval)

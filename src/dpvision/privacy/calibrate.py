@@ -12,11 +12,14 @@ MIN_NOISE = 0.01
 MAX_NOISE = 1e6
 
 
-def calibrate(event_of: Callable[[float], Event], target_epsilon: float, delta: float, *, unit: bool = False) -> float:
-    """Smallest noise multiplier of five significant digits whose stated epsilon is at most ``target_epsilon``.
+def calibrate(
+    event_of: Callable[[float], Event], target_epsilon: float, delta: float, *, unit: bool = False
+) -> float:
+    """Smallest noise multiplier of five significant digits whose stated epsilon is at most
+    ``target_epsilon``.
 
-    A coarse grid, whose epsilon is an upper bound too, finds the neighbourhood; the stated grid decides the last digits. The result is at
-    least 0.01.
+    A coarse grid, whose epsilon is an upper bound too, finds the neighbourhood; the stated grid
+    decides the last digits. The result is at least 0.01.
 
     Args:
         event_of: noise multiplier -> event of the whole run; epsilon must fall as the noise grows.
@@ -25,7 +28,8 @@ def calibrate(event_of: Callable[[float], Event], target_epsilon: float, delta: 
         unit: whether the event is for a unit of several records (``accountant.unit_epsilon``).
 
     Raises:
-        PrivacyError: even a noise multiplier of 10^6 does not reach the target; the message gives the epsilon that it reaches.
+        PrivacyError: even a noise multiplier of 10^6 does not reach the target; the message gives
+            the epsilon that it reaches.
     """
 
     def stated(noise: float) -> float:
@@ -46,7 +50,9 @@ def calibrate(event_of: Callable[[float], Event], target_epsilon: float, delta: 
         if unit:
             coarse = accountant.unit_epsilon(event, delta, parts=200)
         else:
-            coarse = accountant.epsilon(event, delta, 10 * accountant.discretization_interval(event, delta))
+            coarse = accountant.epsilon(
+                event, delta, 10 * accountant.discretization_interval(event, delta)
+            )
         return math.log(max(coarse, 1e-12) / target_epsilon)
 
     low = high = 0.0
@@ -69,7 +75,9 @@ def calibrate(event_of: Callable[[float], Event], target_epsilon: float, delta: 
 
 
 def _round_up(start: float, enough: Callable[[float], bool]) -> float:
-    """Smallest decimal of five significant digits (at ``start``'s scale) that is enough, found by galloping from ``start``."""
+    """Smallest decimal of five significant digits (at ``start``'s scale) that is enough, found by
+    galloping from ``start``.
+    """
     exponent = math.floor(math.log10(start)) - 4
 
     def noise(mantissa: int) -> float:
@@ -94,6 +102,7 @@ def _round_up(start: float, enough: Callable[[float], bool]) -> float:
 
 def _unreachable(target_epsilon: float, reached: float) -> PrivacyError:
     return PrivacyError(
-        f"privacy: target_epsilon={target_epsilon}; expected at least {up(reached)}, which noise_multiplier={MAX_NOISE:.0e} reaches. "
-        "Raise the target or delta, or plan fewer steps or a smaller batch."
+        f"privacy: target_epsilon={target_epsilon}; expected at least {up(reached)}, which "
+        f"noise_multiplier={MAX_NOISE:.0e} reaches. Raise the target or delta, or plan fewer "
+        "steps or a smaller batch."
     )

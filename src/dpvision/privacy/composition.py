@@ -1,15 +1,19 @@
-"""Total privacy spent on one store by all runs behind one set of weights: every figure of a statement, at one delta.
+"""Total privacy spent on one store by all runs behind one set of weights: every figure of a
+statement, at one delta.
 
-A run that starts from the weights of a private run on the same store adds to what that run released. How two such runs compose depends on
-whether the second one's settings were fixed before the first one's results were seen:
+A run that starts from the weights of a private run on the same store adds to what that run
+released. How two such runs compose depends on whether the second one's settings were fixed before
+the first one's results were seen:
 
-- fixed beforehand: the events are composed ("pld"; where all are Gaussian the closed form, "gaussian"; with a private selection "renyi").
-- otherwise: a Renyi filter ("filter", ``account.filter_epsilon``), which holds for settings chosen after seeing earlier results.
-- an event without Renyi divergences (truncated Poisson, units under Poisson sampling): basic composition ("basic"), the sum of the runs'
-  epsilons at delta / runs.
+- fixed beforehand: the events are composed ("pld"; where all are Gaussian the closed form,
+  "gaussian"; with a private selection "renyi").
+- otherwise: a Renyi filter ("filter", ``account.filter_epsilon``), which holds for settings chosen
+  after seeing earlier results.
+- an event without Renyi divergences (truncated Poisson, units under Poisson sampling): basic
+  composition ("basic"), the sum of the runs' epsilons at delta / runs.
 
-Without amplification each run is a Gaussian, whatever its sampling; Gaussians compose in closed form also when settings follow
-earlier results (Smith and Thakurta, arXiv 2210.17520: "gaussian").
+Without amplification each run is a Gaussian, whatever its sampling; Gaussians compose in closed
+form also when settings follow earlier results (Smith and Thakurta, arXiv 2210.17520: "gaussian").
 """
 
 import math
@@ -34,7 +38,9 @@ Method = Literal["one run", "pld", "gaussian", "renyi", "filter", "basic"]
 
 NO_RENYI = "a run drew truncated Poisson batches, which have no Renyi accounting"
 NO_UNIT = "the store does not record which images belong to one person"
-TRUNCATED_UNIT = "a run drew truncated Poisson batches of several records of a unit, which have no accounting"
+TRUNCATED_UNIT = (
+    "a run drew truncated Poisson batches of several records of a unit, which have no accounting"
+)
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,15 @@ class Curve:
 
 
 def parts_of(runs: Iterable[tuple[DPPlan, int]]) -> tuple[Part, ...]:
-    """Return the runs that were charged a step, each with the steps that are stated (``DPPlan.stated_steps``), in a canonical order:
-    composition does not depend on the order.
+    """Return the runs that were charged a step, each with the steps that are stated
+    (``DPPlan.stated_steps``), in a canonical order: composition does not depend on the order.
 
     Args:
         runs: plans with the number of steps charged.
     """
-    return tuple(sorted(((plan, plan.stated_steps(charged)) for plan, charged in runs if charged), key=repr))
+    return tuple(
+        sorted(((plan, plan.stated_steps(charged)) for plan, charged in runs if charged), key=repr)
+    )
 
 
 def total_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> tuple[float, float, Method]:
@@ -94,7 +102,9 @@ def total_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> tuple[floa
 
 
 def total(parts: tuple[Part, ...], *, fixed: bool = False) -> Total:
-    """Compute all figures of all runs together; arguments as for ``total_epsilon``, with at least one part."""
+    """Compute all figures of all runs together; arguments as for ``total_epsilon``, with at least
+    one part.
+    """
     epsilon, delta, method = total_epsilon(parts, fixed=fixed)
     methods: dict[str, Method] = {"epsilon": method}
     reasons: dict[str, str] = {}
@@ -112,7 +122,9 @@ def total(parts: tuple[Part, ...], *, fixed: bool = False) -> Total:
 
 
 def unit_epsilon(parts: tuple[Part, ...], *, fixed: bool = False) -> float | None:
-    """``total_epsilon`` for a unit; None if no units are declared, or if there is no accounting for them."""
+    """``total_epsilon`` for a unit; None if no units are declared, or if there is no accounting for
+    them.
+    """
     found = _unit(parts, min((plan.delta for plan, _ in parts), default=0.0), fixed)
     return None if isinstance(found, str) else found[0]
 
@@ -128,50 +140,62 @@ def _unit(parts: tuple[Part, ...], delta: float, fixed: bool) -> tuple[float, Me
 
 
 def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
-    """Refuse several runs whose total breaks the rules for a single run; called before the first step is charged.
+    """Refuse several runs whose total breaks the rules for a single run; called before the first
+    step is charged.
 
     Args:
         allow_weak: ``PrivacyConfig.allow_weak_guarantee`` of the new run.
 
     Raises:
-        PrivacyError: some runs drew people and others records, dataset_size x delta is above 1.5, the total has no finite epsilon, or,
-            unless ``allow_weak``, one above ``refusal.MAX_EPSILON`` (a unit's where units are declared).
+        PrivacyError: some runs drew people and others records, dataset_size x delta is above 1.5,
+            the total has no finite epsilon, or, unless ``allow_weak``, one above
+            ``refusal.MAX_EPSILON`` (a unit's where units are declared).
     """
     if len(parts) < 2:
         return
     if len({plan.sampling_unit for plan, _ in parts}) > 1:
         raise PrivacyError(
-            "lineage: of the runs behind these weights on this store, some drew people and others records; expected the same in all, "
-            "because their epsilons are for different changes of the data. Use one --privacy.sampling-unit, or start from other weights."
+            "lineage: of the runs behind these weights on this store, some drew people and "
+            "others records; expected the same in all, because their epsilons are for different "
+            "changes of the data. Use one --privacy.sampling-unit, or start from other weights."
         )
     epsilon, delta, _ = total_epsilon(parts)
     records = max(plan.population for plan, _ in parts)
     if not records * delta <= MAX_N_TIMES_DELTA:
         raise PrivacyError(
-            f"lineage: dataset_size x delta = {up_delta(records * delta)} over the {len(parts)} runs behind these weights; expected at "
-            f"most {MAX_N_TIMES_DELTA}. Start from other weights, or plan a smaller delta."
+            f"lineage: dataset_size x delta = {up_delta(records * delta)} over the {len(parts)} "
+            f"runs behind these weights; expected at most {MAX_N_TIMES_DELTA}. Start from other "
+            "weights, or plan a smaller delta."
         )
     if not epsilon < math.inf:
         raise PrivacyError(
-            f"lineage: the {len(parts)} runs behind these weights have no finite epsilon together; expected one. Start from other weights."
+            f"lineage: the {len(parts)} runs behind these weights have no finite epsilon "
+            "together; expected one. Start from other weights."
         )
     stated = epsilon if unit_view(parts) is None else unit_epsilon(parts)
     if not allow_weak and (stated is None or not stated <= MAX_EPSILON):
         raise PrivacyError(
-            f"lineage: epsilon={up(stated)} over the {len(parts)} runs behind these weights; expected at most {up(MAX_EPSILON)}, above "
-            "which a guarantee says next to nothing. Plan more noise, or start from other weights. To train nevertheless: "
+            f"lineage: epsilon={up(stated)} over the {len(parts)} runs behind these weights; "
+            f"expected at most {up(MAX_EPSILON)}, above which a guarantee says next to nothing. "
+            "Plan more noise, or start from other weights. To train nevertheless: "
             "--privacy.allow-weak-guarantee."
         )
 
 
 def curve(
-    parts: tuple[Part, ...], fprs: tuple[float, ...], *, fixed: bool = False, num_points: int = 49, of_unit: float | None = None
+    parts: tuple[Part, ...],
+    fprs: tuple[float, ...],
+    *,
+    fixed: bool = False,
+    num_points: int = 49,
+    of_unit: float | None = None,
 ) -> Curve:
     """Compute the privacy profile and the attack bounds of all runs together.
 
     Args:
         fprs: false-positive rates.
-        of_unit: a unit's epsilon (``unit_epsilon``), for attacks on a unit; there is then no profile.
+        of_unit: a unit's epsilon (``unit_epsilon``), for attacks on a unit; there is then no
+            profile.
     """
     view = ("record" if of_unit is None else unit_view(parts)) or "record"
     if len(parts) > 1 and not fixed:
@@ -185,20 +209,32 @@ def curve(
     interval = accountant.unit_interval(of_unit) if of_unit is not None and view == "unit" else None
     coin = (1 + float(accountant.deltas(event, np.zeros(1), interval)[0])) / 2
     tpr = {fpr: accountant.attack_tpr(event, fpr, interval) for fpr in fprs}
-    return Curve(None if of_unit is not None else accountant.privacy_profile(event, num_points), tpr, coin)
+    return Curve(
+        None if of_unit is not None else accountant.privacy_profile(event, num_points), tpr, coin
+    )
 
 
-def _composed(parts: tuple[Part, ...], delta: float, view: View, fixed: bool) -> tuple[float, Method]:
+def _composed(
+    parts: tuple[Part, ...], delta: float, view: View, fixed: bool
+) -> tuple[float, Method]:
     if not parts:
         return 0.0, "one run"
     whole = _all(parts, view)
     interval = None
     if view == "record":
-        intervals = [plan.value_discretization_interval for plan, _ in parts if plan.value_discretization_interval is not None]
+        intervals = [
+            plan.value_discretization_interval
+            for plan, _ in parts
+            if plan.value_discretization_interval is not None
+        ]
         interval = max(intervals, default=None)
 
     def epsilon_of(event: Event, at: float) -> float:
-        return accountant.unit_epsilon(event, at) if view == "unit" else accountant.epsilon(event, at, interval)
+        return (
+            accountant.unit_epsilon(event, at)
+            if view == "unit"
+            else accountant.epsilon(event, at, interval)
+        )
 
     if len(parts) == 1:
         return epsilon_of(whole, delta), "one run"
@@ -220,7 +256,9 @@ def _all(parts: tuple[Part, ...], view: View) -> Event:
     return events[0] if len(events) == 1 else Composed(events)
 
 
-def _curve_of_renyi(order: float, divergence: float, fprs: tuple[float, ...], num_points: int) -> Curve:
+def _curve_of_renyi(
+    order: float, divergence: float, fprs: tuple[float, ...], num_points: int
+) -> Curve:
     """Curve of an (order, divergence)-RDP mechanism."""
 
     def deltas(epsilon_E: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """What a mechanism releases, as values: the language between plans and the accountant.
 
-The classes mirror dp-accounting's events, which ``to_library`` makes of them. They are ours because importing that package takes longer
-than answering most questions (decision 0036).
+The classes mirror dp-accounting's events, which ``to_library`` makes of them. They are ours because
+importing that package takes longer than answering most questions (decision 0036).
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class PoissonGaussian:
 
 @dataclass(frozen=True)
 class TruncatedPoissonGaussian:
-    """The same over a Poisson-sampled batch of which at most ``max_batch_size`` records are kept."""
+    """The same over a Poisson-sampled batch of which at most ``max_batch_size`` records are
+    kept.
+    """
 
     dataset_size: int
     sample_rate: float
@@ -52,8 +54,9 @@ class TruncatedPoissonGaussian:
 
 @dataclass(frozen=True)
 class GaussianMixture:
-    """A sum with Gaussian noise that a unit moves by one of ``shifts``, with these probabilities (Choquette-Choo et al., arXiv
-    2310.15526)."""
+    """A sum with Gaussian noise that a unit moves by one of ``shifts``, with these probabilities
+    (Choquette-Choo et al., arXiv 2310.15526).
+    """
 
     noise_multiplier: float
     shifts: tuple[float, ...]
@@ -87,7 +90,17 @@ class Selected:
     """Of the truncated negative binomial law of K; infinite for the Poisson law."""
 
 
-Event = NoRelease | NonPrivate | Gaussian | PoissonGaussian | TruncatedPoissonGaussian | GaussianMixture | Repeated | Composed | Selected
+Event = (
+    NoRelease
+    | NonPrivate
+    | Gaussian
+    | PoissonGaussian
+    | TruncatedPoissonGaussian
+    | GaussianMixture
+    | Repeated
+    | Composed
+    | Selected
+)
 
 
 def to_library(event: Event) -> DpEvent:

@@ -1,6 +1,8 @@
-"""One Gaussian release of sensitivity 1 in closed form (Balle and Wang, arXiv 1805.06530, theorem 8).
+"""One Gaussian release of sensitivity 1 in closed form (Balle and Wang, arXiv 1805.06530, theorem
+8).
 
-The figures are dp-accounting's, by bisection to the last digit; what is returned is always on the private side of the root.
+The figures are dp-accounting's, by bisection to the last digit; what is returned is always on the
+private side of the root.
 """
 
 import math
@@ -13,7 +15,8 @@ _BRACKET = 4.0
 
 
 def log_delta(noise_multiplier: float, epsilon_E: np.ndarray | float) -> np.ndarray:
-    """log of the smallest delta at each epsilon, of the shape of ``epsilon_E``; minus infinity where it is below what float64 resolves.
+    """log of the smallest delta at each epsilon, of the shape of ``epsilon_E``; minus infinity
+    where it is below what float64 resolves.
 
     Args:
         noise_multiplier: standard deviation of the noise; more than 0, and finite.
@@ -50,7 +53,9 @@ def noise_for(epsilon: float, delta: float) -> float:
 
 
 def _smallest(enough: Callable[[float], bool]) -> float:
-    """Smallest positive number that is enough; all larger ones are. Infinite if none is, also where NaN was asked for."""
+    """Smallest positive number that is enough; all larger ones are. Infinite if none is, also where
+    NaN was asked for.
+    """
     low = high = 1.0
     while not enough(high):
         if high == math.inf:

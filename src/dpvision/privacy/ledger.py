@@ -1,4 +1,6 @@
-"""The append-only record of executed steps: each is charged before it runs, so that a crash never under-counts."""
+"""The append-only record of executed steps: each is charged before it runs, so that a crash never
+under-counts.
+"""
 
 import contextlib
 import fcntl
@@ -26,7 +28,16 @@ from dpvision.privacy.marks import Cap, Mark
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 
-__all__ = ["Cap", "Ledger", "LedgerContents", "RunAccount", "StoreAccount", "read_ledger", "set_cap", "store_account"]
+__all__ = [
+    "Cap",
+    "Ledger",
+    "LedgerContents",
+    "RunAccount",
+    "StoreAccount",
+    "read_ledger",
+    "set_cap",
+    "store_account",
+]
 
 
 @contextlib.contextmanager
@@ -35,16 +46,19 @@ def _access() -> Iterator[None]:
         yield
     except PermissionError as error:
         raise DataError(
-            f"ledger: {error.filename} ({error.strerror}); expected write access, because the ledger is kept beside the store. "
-            "Ask for access; a copy of the store elsewhere would miss what this one was charged."
+            f"ledger: {error.filename} ({error.strerror}); expected write access, because the "
+            "ledger is kept beside the store. Ask for access; a copy of the store elsewhere "
+            "would miss what this one was charged."
         ) from None
 
 
 class Ledger:
-    """Open ledger of one run: holds an exclusive lock on its file until closed. Use as a context manager; rank 0 only.
+    """Open ledger of one run: holds an exclusive lock on its file until closed. Use as a context
+    manager; rank 0 only.
 
-    The contract of the training loop: ``step = ledger.append()`` returns only when the charge is on the disk, and only then
-    may anything of that step be computed. ``steps`` is the only counter of the run.
+    The contract of the training loop: ``step = ledger.append()`` returns only when the charge is on
+    the disk, and only then may anything of that step be computed. ``steps`` is the only counter of
+    the run.
     """
 
     path: Path
@@ -65,24 +79,34 @@ class Ledger:
 
     @classmethod
     @_access()
-    def open(cls, store_dir: Path, run_id: str, plan: DPPlan, *, resume: bool, lineage: Sequence[dict[str, Any]] = ()) -> Self:
+    def open(
+        cls,
+        store_dir: Path,
+        run_id: str,
+        plan: DPPlan,
+        *,
+        resume: bool,
+        lineage: Sequence[dict[str, Any]] = (),
+    ) -> Self:
         """Start or resume a run's ledger, LEDGERS/<store_id>/<run_id>.jsonl beside the store.
 
-        A torn last line is charged and sealed. Every ledger of the store is verified first, and with a cap the total of all
-        runs must stay within it: the whole plans of this run, of runs that are open now, and of runs that were charged a step.
+        A torn last line is charged and sealed. Every ledger of the store is verified first, and
+        with a cap the total of all runs must stay within it: the whole plans of this run, of runs
+        that are open now, and of runs that were charged a step.
 
         Args:
             store_dir: folder of the store.
             run_id: name of the run, a plain file name.
             plan: the plan to execute; on resume the run's original plan.
             resume: whether the run was started before.
-            lineage: lineage of the weights that the run starts from (``runs.lineage``), bound into the first line; on resume the same.
+            lineage: lineage of the weights that the run starts from (``runs.lineage``), bound into
+                the first line; on resume the same.
 
         Raises:
-            CheckpointError: the run is open elsewhere, exists although ``resume`` is False, does not exist although it is True,
-                or the disk is full.
-            PrivacyError: a ledger was altered, shortened, deleted or replaced by an older copy; another plan or lineage; above
-                the cap.
+            CheckpointError: the run is open elsewhere, exists although ``resume`` is False, does
+                not exist although it is True, or the disk is full.
+            PrivacyError: a ledger was altered, shortened, deleted or replaced by an older copy;
+                another plan or lineage; above the cap.
             DataError: not a store, or its ledgers may not be written.
         """
         ledgers = StoreLedgers.of(store_dir)
@@ -91,20 +115,28 @@ class Ledger:
         make_folders(ledgers.folder)
         with ledgers.locked():
             if resume and not path.exists() and run_id not in ledgers.marks():
-                raise CheckpointError(f"ledger: {path}: missing; expected a ledger with resume. Start the run without resume.")
+                raise CheckpointError(
+                    f"ledger: {path}: missing; expected a ledger with resume. Start the run "
+                    "without resume."
+                )
             if not resume and path.exists():
-                raise CheckpointError(f"ledger: run_id={run_id}: has a ledger; expected a new run. Resume it, or choose another name.")
+                raise CheckpointError(
+                    f"ledger: run_id={run_id}: has a ledger; expected a new run. Resume it, or "
+                    "choose another name."
+                )
             fd = _lock(path) if resume else None
             try:
                 contents = ledgers.read_all()
                 if resume and not plan.same_mechanism(contents[run_id].plan):
                     raise PrivacyError(
-                        f"ledger: {path}: another plan; expected the one the run began with. Restore its settings, or start a new run."
+                        f"ledger: {path}: another plan; expected the one the run began with. "
+                        "Restore its settings, or start a new run."
                     )
                 if resume and list(lineage) != contents[run_id].lineage:
                     raise PrivacyError(
-                        f"ledger: {path}: another lineage; expected the one the run began with. Restore the weights that it started from "
-                        "and its checkpoints, or start a new run."
+                        f"ledger: {path}: another lineage; expected the one the run began with. "
+                        "Restore the weights that it started from and its checkpoints, or start "
+                        "a new run."
                     )
                 others = [
                     (c.plan, c.plan.steps if _in_use(c.path) else c.plan.stated_steps(c.steps))
@@ -115,19 +147,27 @@ class Ledger:
                 ledgers.begin()
                 if fd is None:
                     header = encode(header_line(run_id, ledgers.store_id, plan, list(lineage)))
-                    write_file(path, header + b"\n" + encode(start_line(digest(header), resume=False)) + b"\n")
+                    write_file(
+                        path,
+                        header + b"\n" + encode(start_line(digest(header), resume=False)) + b"\n",
+                    )
                     fd = _lock(path)
                     ledger = cls(ledgers, read_ledger(path), fd)
                 else:
                     if contents[run_id].torn:
                         _seal(contents[run_id])
                         os.close(fd)
-                        fd = None  # the file was replaced: lock the new one; the folder's lock keeps others out meanwhile
+                        # the file was replaced: lock the new one; the folder's lock keeps others
+                        # out meanwhile
+                        fd = None
                         fd = _lock(path)
                     ledger = cls(ledgers, read_ledger(path), fd)
                     ledger._write(encode(start_line(ledger._digest, resume=True)))
                     ledger._restarts += 1
-                ledgers.set_marks({other: c.mark for other, c in contents.items()} | {run_id: ledger._mark()}, of_all=True)
+                ledgers.set_marks(
+                    {other: c.mark for other, c in contents.items()} | {run_id: ledger._mark()},
+                    of_all=True,
+                )
             except BaseException:
                 if fd is not None:
                     os.close(fd)
@@ -150,20 +190,27 @@ class Ledger:
         return self._digest
 
     def append(self) -> int:
-        """Charge the next step and return its number, from 0; the charge is durable and marked in the store when this returns.
+        """Charge the next step and return its number, from 0; the charge is durable and marked in
+        the store when this returns.
 
         Threads take turns.
 
         Raises:
-            PrivacyError: the plan has no further step, or this process was forked after the ledger was opened.
-            CheckpointError: the ledger is closed, or the disk is full; the step may then count as charged.
+            PrivacyError: the plan has no further step, or this process was forked after the ledger
+                was opened.
+            CheckpointError: the ledger is closed, or the disk is full; the step may then count as
+                charged.
         """
         if os.getpid() != self._process:
-            raise PrivacyError("ledger: a process forked after the ledger was opened; expected the one that opened it. Charge steps there.")
+            raise PrivacyError(
+                "ledger: a process forked after the ledger was opened; expected the one that "
+                "opened it. Charge steps there."
+            )
         with self._appending:
             if self._steps >= self.plan.steps:
                 raise PrivacyError(
-                    f"ledger: steps={self._steps}; expected fewer than the plan's {self.plan.steps}. The plan is used up: stop."
+                    f"ledger: steps={self._steps}; expected fewer than the plan's "
+                    f"{self.plan.steps}. The plan is used up: stop."
                 )
             step = self._steps
             self._write(encode(step_line(self._digest, step)))
@@ -181,7 +228,12 @@ class Ledger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _mark(self) -> Mark:
@@ -189,18 +241,25 @@ class Ledger:
 
     def _write(self, line: bytes) -> None:
         if self._fd < 0:
-            raise CheckpointError(f"ledger: {self.path}: closed; expected an open ledger. Open it again with resume.")
+            raise CheckpointError(
+                f"ledger: {self.path}: closed; expected an open ledger. Open it again with resume."
+            )
         try:
             append(self._fd, line + b"\n")
         except OSError as error:
             # What is on the disk is unknown now: nothing more may be appended by this process.
             self.close()
-            raise CheckpointError(f"ledger: {self.path}: {error.strerror}; expected room to write. Free space, then resume.") from None
+            raise CheckpointError(
+                f"ledger: {self.path}: {error.strerror}; expected room to write. Free space, "
+                "then resume."
+            ) from None
         self._digest = digest(line)
 
 
 def _seal(contents: LedgerContents) -> None:
-    """Seal a torn line with the digest of its bytes, by rename: a crash while appending could leave the line ended but unsealed."""
+    """Seal a torn line with the digest of its bytes, by rename: a crash while appending could leave
+    the line ended but unsealed.
+    """
     seal = encode(recovery_line(digest(contents.torn), contents.steps))
     write_file(contents.path, contents.path.read_bytes() + b"\n" + seal + b"\n")
 
@@ -216,12 +275,17 @@ def _lock(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_APPEND)
     except OSError as error:
         remedy = remedy_for(error, "Restore the ledger.")
-        raise PrivacyError(f"ledger: {path}: {error.strerror}; the store saw its run. {remedy}") from None
+        raise PrivacyError(
+            f"ledger: {path}: {error.strerror}; the store saw its run. {remedy}"
+        ) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
-        raise CheckpointError(f"ledger: {path}: in use by another process; expected one run at a time. Stop the other one first.") from None
+        raise CheckpointError(
+            f"ledger: {path}: in use by another process; expected one run at a time. Stop the "
+            "other one first."
+        ) from None
     return fd
 
 

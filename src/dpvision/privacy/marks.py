@@ -1,8 +1,10 @@
-"""Marks: the state of every run's ledger, recorded in the store and in the ledger folder, to detect loss, truncation or rollback of either.
+"""Marks: the state of every run's ledger, recorded in the store and in the ledger folder, to detect
+loss, truncation or rollback of either.
 
-The same data are in files that are lost by different accidents: ``ledger_marks.json`` in the folder of each store of a family (a store and
-its halves), and ``LEDGERS/<store_id>/marks.json``, which the family shares. Every charge is written to each of them, so that a lost one can
-be restored from any other. docs/privacy.md has the rules.
+The same data are in files that are lost by different accidents: ``ledger_marks.json`` in the folder
+of each store of a family (a store and its halves), and ``LEDGERS/<store_id>/marks.json``, which the
+family shares. Every charge is written to each of them, so that a lost one can be restored from any
+other. docs/privacy.md has the rules.
 """
 
 import hashlib
@@ -37,7 +39,9 @@ class Cap:
     epsilon: float
     delta: float
     before_first_run: bool = False
-    """Whether no step had been charged when it was set; False in files written before this was recorded."""
+    """Whether no step had been charged when it was set; False in files written before this was
+    recorded.
+    """
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,17 @@ class Marks:
     runs: dict[str, Mark] = field(default_factory=dict)
     cap: Cap | None = None
     places: tuple[str, ...] = ()
-    """Identifiers (``place``) of the folders that held the store. In another folder it is a copy, or was moved. Read from the own file;
-    the shared file keeps them for a restored one."""
+    """Identifiers (``place``) of the folders that held the store. In another folder it is a copy,
+    or was moved. Read from the own file; the shared file keeps them for a restored one.
+    """
     moves: int = 0
     """Number of times the owner declared the store moved."""
     members: tuple[str, ...] = ()
     """In the shared file: names of the store folders that have a file of marks."""
     every_charge: bool = False
-    """Whether every charge of every run was written to this file. False in files of older versions, which wrote all charges to the shared
-    file, and to that of the store that the run was on."""
+    """Whether every charge of every run was written to this file. False in files of older versions,
+    which wrote all charges to the shared file, and to that of the store that the run was on.
+    """
 
     def with_runs(self, runs: Mapping[str, Mark]) -> "Marks":
         """A copy with the newest marks of some runs."""
@@ -77,7 +83,10 @@ def read_marks(path: Path) -> Marks | None:
             raise ValueError
         return Marks(
             store_id=str(values["store_id"]),
-            runs={str(run): Mark(int(m["steps"]), str(m["digest"]), str(m["header"])) for run, m in values["runs"].items()},
+            runs={
+                str(run): Mark(int(m["steps"]), str(m["digest"]), str(m["header"]))
+                for run, m in values["runs"].items()
+            },
             cap=None if values["cap"] is None else _cap(values["cap"]),
             places=tuple(map(str, values["places"])),
             moves=int(values["moves"]),
@@ -85,11 +94,15 @@ def read_marks(path: Path) -> Marks | None:
             every_charge=values.get("every_charge") is True,
         )
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise PrivacyError(f"ledger: {path}: not a file of ledger marks; expected what dpvision wrote. Restore it.") from None
+        raise PrivacyError(
+            f"ledger: {path}: not a file of ledger marks; expected what dpvision wrote. Restore it."
+        ) from None
 
 
 def _cap(values: Any) -> Cap:
-    return Cap(float(values["epsilon"]), float(values["delta"]), values.get("before_first_run") is True)
+    return Cap(
+        float(values["epsilon"]), float(values["delta"]), values.get("before_first_run") is True
+    )
 
 
 def write_marks(path: Path, marks: Marks) -> None:
@@ -102,8 +115,10 @@ def write_marks(path: Path, marks: Marks) -> None:
 
 
 def place(folder: Path, store_id: str) -> set[str]:
-    """Return two identifiers of a folder: its path, and its device and inode numbers. A folder moved within its disk keeps the second, one
-    mounted elsewhere the first or the second; a copy has neither. The path is hashed, so that a store does not reveal it."""
+    """Return two identifiers of a folder: its path, and its device and inode numbers. A folder
+    moved within its disk keeps the second, one mounted elsewhere the first or the second; a copy
+    has neither. The path is hashed, so that a store does not reveal it.
+    """
     about = folder.stat()
     path = hashlib.sha256(f"{store_id}:{folder}".encode()).hexdigest()[:32]
     return {f"path:{path}", f"inode:{about.st_dev}:{about.st_ino}"}
@@ -118,4 +133,7 @@ def read_json(path: Path) -> Any:
     try:
         return parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}; expected a JSON file that dpvision wrote. {remedy_for(error, 'Restore it.')}") from None
+        raise DataError(
+            f"{path}: {error}; expected a JSON file that dpvision wrote. "
+            f"{remedy_for(error, 'Restore it.')}"
+        ) from None

@@ -1,4 +1,6 @@
-"""What can this data set afford? Noise, batch, steps, cost and expected signal, before a GPU starts."""
+"""What can this data set afford? Noise, batch, steps, cost and expected signal, before a GPU
+starts.
+"""
 
 import math
 from dataclasses import replace
@@ -11,23 +13,31 @@ from dpvision.privacy.refusal import refusal
 
 ATTACK_FPRS = (0.001, 0.01)
 PRETRAINING_PAYS_FROM = 1_000_000
-"""Records below which private pre-training is not known to beat features that cost nothing (docs/features_free.md, docs/log.md)."""
+"""Records below which private pre-training is not known to beat features that cost nothing
+(docs/features_free.md, docs/log.md).
+"""
 LARGE_RHO_STAR = 0.1
-"""A common direction this strong, in clip norms, is rare among the gradients of images: weaker ones drown."""
+"""A common direction this strong, in clip norms, is rare among the gradients of images: weaker ones
+drown.
+"""
 
 
 def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[str, Any]:
-    """Everything that follows from a privacy config, also where training with it would be refused ("refused" says why).
+    """Everything that follows from a privacy config, also where training with it would be refused
+    ("refused" says why).
 
     Args:
         cfg: as for ``make_plan``, whose plan this describes.
-        num_parameters: trained parameters d of the model, for the signal figures; None leaves them out.
+        num_parameters: trained parameters d of the model, for the signal figures; None leaves them
+            out.
 
     Returns:
-        A dict ready for JSON: the settings; epsilon (PLD) and its companions, None without a guarantee; n_times_delta;
-        "sample_gradients" = steps x images in a step; "noise_batch_ratio" = noise_multiplier / expected_batch_size, the noise
-        on the mean gradient in units of max_grad_norm; "draws" (see ``compare_draws``); "signal" (see ``signal``); "advice" (see
-        ``advice``); "privacy_profile" of a record, and "attack_tpr" on those whom the guarantee is for: units where they are declared.
+        A dict ready for JSON: the settings; epsilon (PLD) and its companions, None without a
+        guarantee; n_times_delta; "sample_gradients" = steps x images in a step; "noise_batch_ratio"
+        = noise_multiplier / expected_batch_size, the noise on the mean gradient in units of
+        max_grad_norm; "draws" (see ``compare_draws``); "signal" (see ``signal``); "advice" (see
+        ``advice``); "privacy_profile" of a record, and "attack_tpr" on those whom the guarantee is
+        for: units where they are declared.
 
     Raises:
         PrivacyError: the target cannot be reached, or delta is below what the accountant resolves.
@@ -63,33 +73,49 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "signal": strength,
         "advice": advice(plan, strength) if private else None,
         "privacy_profile": accountant.privacy_profile(event) if private else None,
-        "attack_tpr": {str(f): plan.attack_tpr(plan.steps, f) for f in ATTACK_FPRS} if private else None,
+        "attack_tpr": {str(f): plan.attack_tpr(plan.steps, f) for f in ATTACK_FPRS}
+        if private
+        else None,
         "refused": refusal(plan, cfg),
     }
 
 
 def compare_draws(cfg: PrivacyConfig, plan: DPPlan) -> list[dict[str, Any]] | None:
-    """Compare drawing images, with the group bound for a person, to drawing people: at the same epsilon of a person and as many steps.
+    """Compare drawing images, with the group bound for a person, to drawing people: at the same
+    epsilon of a person and as many steps.
 
     Args:
         plan: ``draft_plan(cfg)``.
 
     Returns:
-        A row for ``plan``, then rows for people with one image in a step, and with k images for as many people and as many images: images
-        in a step, noise_multiplier, and noise_batch_ratio, the noise on the mean gradient. None unless ``plan`` draws images of declared
-        people by Poisson sampling under a guarantee.
+        A row for ``plan``, then rows for people with one image in a step, and with k images for as
+        many people and as many images: images in a step, noise_multiplier, and noise_batch_ratio,
+        the noise on the mean gradient. None unless ``plan`` draws images of declared people by
+        Poisson sampling under a guarantee.
     """
     epsilon, people = plan.unit_epsilon, plan.num_units
-    if epsilon is None or people is None or plan.sampling != "poisson" or plan.sampling_unit == "person":
+    if (
+        epsilon is None
+        or people is None
+        or plan.sampling != "poisson"
+        or plan.sampling_unit == "person"
+    ):
         return None
     k, batch = plan.max_records_per_unit, min(plan.expected_batch_size, float(people))
     rows = [_row(f"images, {k} of a person at most" if k > 1 else "images, one of a person", plan)]
     for count, drawn in dict.fromkeys([(1, batch), (k, batch), (k, batch / k)]):
         asked = replace(
-            cfg, sampling_unit="person", expected_batch_size=drawn, max_records_per_unit=count, noise_multiplier=None,
-            target_epsilon=None, target_unit_epsilon=epsilon,
-        )  # fmt: skip
-        rows.append(_row(f"people, {count} image{'s' if count > 1 else ''} of each", draft_plan(asked)))
+            cfg,
+            sampling_unit="person",
+            expected_batch_size=drawn,
+            max_records_per_unit=count,
+            noise_multiplier=None,
+            target_epsilon=None,
+            target_unit_epsilon=epsilon,
+        )
+        rows.append(
+            _row(f"people, {count} image{'s' if count > 1 else ''} of each", draft_plan(asked))
+        )
     return rows
 
 
@@ -103,12 +129,17 @@ def _row(way: str, plan: DPPlan) -> dict[str, Any]:
 
 
 def images_per_step(plan: DPPlan) -> float:
-    """Expected number of images in a step, at most: where people are drawn, max_records_per_unit of each."""
-    return plan.expected_batch_size * (plan.max_records_per_unit if plan.sampling_unit == "person" else 1)
+    """Expected number of images in a step, at most: where people are drawn, max_records_per_unit of
+    each.
+    """
+    return plan.expected_batch_size * (
+        plan.max_records_per_unit if plan.sampling_unit == "person" else 1
+    )
 
 
 def advice(plan: DPPlan, strength: dict[str, float] | None) -> str | None:
-    """An honest word where private pre-training is unlikely to pay: too few records, or a signal below the noise; else None.
+    """An honest word where private pre-training is unlikely to pay: too few records, or a signal
+    below the noise; else None.
 
     Args:
         strength: as ``signal`` gives it; without rho_star only the number of records counts.
@@ -121,22 +152,25 @@ def advice(plan: DPPlan, strength: dict[str, float] | None) -> str | None:
     if not reasons:
         return None
     return (
-        f"Honestly: {', and '.join(reasons)}. At this size private pre-training is not known to beat features that cost no budget: compare "
-        "with `dpvision evaluate patches+scattering`, and spend epsilon on a head."
+        f"Honestly: {', and '.join(reasons)}. At this size private pre-training is not known to "
+        "beat features that cost no budget: compare with `dpvision evaluate "
+        "patches+scattering`, and spend epsilon on a head."
     )
 
 
 def signal(plan: DPPlan, num_parameters: int | None) -> dict[str, float] | None:
-    """How strong a common direction of the gradients must be to be found in the noise (a heuristic, not a promise).
+    """How strong a common direction of the gradients must be to be found in the noise (a heuristic,
+    not a promise).
 
-    A direction that lasts a fifth of the steps is recoverable when the mean clipped gradient has a norm, in units of the clip
-    norm, above about rho* = sqrt(5 d) / s for d trained parameters. "planned" s is sqrt(steps) x expected_batch_size /
-    noise_multiplier; no batch and no number of steps brings it above "limit" = sampled_from x mu, with mu the Gaussian
-    privacy parameter of (epsilon, delta).
+    A direction that lasts a fifth of the steps is recoverable when the mean clipped gradient has a
+    norm, in units of the clip norm, above about rho* = sqrt(5 d) / s for d trained parameters.
+    "planned" s is sqrt(steps) x expected_batch_size / noise_multiplier; no batch and no number of
+    steps brings it above "limit" = sampled_from x mu, with mu the Gaussian privacy parameter of
+    (epsilon, delta).
 
     Returns:
-        signal_planned, signal_limit and, where num_parameters is given, rho_star (at the limit) and rho_star_planned;
-        None without noise or without a guarantee.
+        signal_planned, signal_limit and, where num_parameters is given, rho_star (at the limit) and
+        rho_star_planned; None without noise or without a guarantee.
     """
     if plan.epsilon is None or plan.epsilon <= 0:
         return None

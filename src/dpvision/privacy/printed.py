@@ -1,4 +1,6 @@
-"""Epsilons and deltas as text: the one place that rounds them, and always up, so that no text states less than was executed."""
+"""Epsilons and deltas as text: the one place that rounds them, and always up, so that no text
+states less than was executed.
+"""
 
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
@@ -9,7 +11,8 @@ _ALL_DIGITS = Context(prec=1000)
 
 
 def up(epsilon: float | None, digits: int | None = None) -> str:
-    """Format an epsilon, or another figure that must not look smaller than it is: the first 15 digits of ``epsilon``, rounded up.
+    """Format an epsilon, or another figure that must not look smaller than it is: the first 15
+    digits of ``epsilon``, rounded up.
 
     >>> up(2.57347), up(2.57347, 2), up(7.99, 2), up(12345.6, 1)
     ('2.574', '2.58', '7.99', '12,345.6')
@@ -24,7 +27,11 @@ def up(epsilon: float | None, digits: int | None = None) -> str:
         return "unknown"
     if not math.isfinite(epsilon):
         return "infinity"
-    return f"{up_to(_DIGITS, epsilon):.{_DIGITS}g}" if digits is None else f"{_rounded(epsilon, -digits, ROUND_CEILING):,.{digits}f}"
+    return (
+        f"{up_to(_DIGITS, epsilon):.{_DIGITS}g}"
+        if digits is None
+        else f"{_rounded(epsilon, -digits, ROUND_CEILING):,.{digits}f}"
+    )
 
 
 def up_to(significant: int, epsilon: float) -> float:
@@ -33,7 +40,8 @@ def up_to(significant: int, epsilon: float) -> float:
 
 
 def up_delta(delta: float | None) -> str:
-    """Format a delta, or the product of one with a number of records: three significant digits, rounded up.
+    """Format a delta, or the product of one with a number of records: three significant digits,
+    rounded up.
 
     >>> up_delta(1e-5), up_delta(1 / 120_000), up_delta(0.05)
     ('1e-5', '8.34e-6', '0.05')
@@ -54,11 +62,17 @@ def one_in(delta: float) -> str:
 
 def down(x: float) -> str:
     """Format what is left of a budget with four significant digits, rounded down."""
-    return f"{float(_rounded(x, _exact(x).adjusted() - _DIGITS + 1, ROUND_FLOOR)):.{_DIGITS}g}" if math.isfinite(x) else str(x)
+    return (
+        f"{float(_rounded(x, _exact(x).adjusted() - _DIGITS + 1, ROUND_FLOOR)):.{_DIGITS}g}"
+        if math.isfinite(x)
+        else str(x)
+    )
 
 
 def _exact(x: float) -> Decimal:
-    """``x`` in the 15 decimal digits that a float64 holds: 7.99 is 7.99 and 0.1 + 0.2 is 0.3, whatever binary digits follow."""
+    """``x`` in the 15 decimal digits that a float64 holds: 7.99 is 7.99 and 0.1 + 0.2 is 0.3,
+    whatever binary digits follow.
+    """
     return Decimal(f"{x:.15g}")
 
 

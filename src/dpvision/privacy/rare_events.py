@@ -1,6 +1,8 @@
-"""What dp-accounting computes itself: divergences of private selections, and distributions of truncated batches and single Gaussians.
+"""What dp-accounting computes itself: divergences of private selections, and distributions of
+truncated batches and single Gaussians.
 
-Imported only where such an event is asked for: importing dp-accounting takes longer than most questions (decision 0036).
+Imported only where such an event is asked for: importing dp-accounting takes longer than most
+questions (decision 0036).
 """
 
 from collections.abc import Iterator
@@ -18,13 +20,18 @@ from dpvision.privacy.renyi import at_orders
 
 
 def renyi_divergence(event: Event) -> np.ndarray | None:
-    """Renyi divergence of ``event`` at ``renyi.ORDERS``, infinite at orders that dp-accounting leaves out; None if it has none."""
+    """Renyi divergence of ``event`` at ``renyi.ORDERS``, infinite at orders that dp-accounting
+    leaves out; None if it has none.
+    """
     accountant = rdp.RdpAccountant()
     if not accountant.supports(to_library(event)):
         return None
     with _quiet():
         accountant.compose(to_library(event))
-    return at_orders(np.asarray(accountant.orders, dtype=np.float64), np.asarray(accountant.rdp, dtype=np.float64))
+    return at_orders(
+        np.asarray(accountant.orders, dtype=np.float64),
+        np.asarray(accountant.rdp, dtype=np.float64),
+    )
 
 
 def distribution(event: Event, interval: float) -> Distribution:
@@ -35,21 +42,32 @@ def distribution(event: Event, interval: float) -> Distribution:
         case Gaussian(noise):
             made = pld.from_gaussian_mechanism(noise, value_discretization_interval=interval)
         case TruncatedPoissonGaussian(size, rate, most, noise):
-            made = pld.from_truncated_subsampled_gaussian_mechanism(size, rate, most, noise, value_discretization_interval=interval)
+            made = pld.from_truncated_subsampled_gaussian_mechanism(
+                size, rate, most, noise, value_discretization_interval=interval
+            )
         case _:
-            raise TypeError(f"accountant: {event}; expected one release of dpvision.privacy.mechanism.")
+            raise TypeError(
+                f"accountant: {event}; expected one release of dpvision.privacy.mechanism."
+            )
     removing = _masses(made._pmf_remove)
     return Distribution(removing, removing if made._symmetric else _masses(made._pmf_add))
 
 
 def _masses(pmf: PLDPmf) -> Masses:
     dense = pmf.to_dense_pmf()
-    return Masses(dense._discretization, dense._lower_loss, np.asarray(dense._probs), float(dense._infinity_mass))
+    return Masses(
+        dense._discretization,
+        dense._lower_loss,
+        np.asarray(dense._probs),
+        float(dense._infinity_mass),
+    )
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence dp-accounting's log of Renyi orders that it skips: the remaining orders give a valid bound."""
+    """Silence dp-accounting's log of Renyi orders that it skips: the remaining orders give a valid
+    bound.
+    """
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:

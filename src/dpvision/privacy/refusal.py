@@ -1,4 +1,6 @@
-"""Which plans are refused: no valid accounting, no meaningful delta or, unless allowed, an epsilon that says next to nothing."""
+"""Which plans are refused: no valid accounting, no meaningful delta or, unless allowed, an epsilon
+that says next to nothing.
+"""
 
 import math
 from typing import TYPE_CHECKING
@@ -11,80 +13,112 @@ if TYPE_CHECKING:
     from dpvision.privacy.plan import DPPlan
 
 MAX_N_TIMES_DELTA = 1.5
-"""Above it a mechanism that publishes records outright could pass as private: training is refused."""
+"""Above it a mechanism that publishes records outright could pass as private: training is
+refused.
+"""
 MAX_DELTA = 1e-3
-"""Largest delta without ``allow_weak_guarantee``, and largest default: for ten records, 1 / (2 N) would allow publishing one of them with
-probability 1/20."""
+"""Largest delta without ``allow_weak_guarantee``, and largest default: for ten records, 1 / (2 N)
+would allow publishing one of them with probability 1/20.
+"""
 MAX_EPSILON = 20.0
-"""Largest epsilon per unit of privacy that is accepted without ``allow_weak_guarantee``: 19.61, the epsilon of the 2020 US census and the
-largest of any well-known release, rounded. Epsilons of 10 or more count as weak (Ponomareva et al. 2023)."""
+"""Largest epsilon per unit of privacy that is accepted without ``allow_weak_guarantee``: 19.61, the
+epsilon of the 2020 US census and the largest of any well-known release, rounded. Epsilons of 10 or
+more count as weak (Ponomareva et al. 2023).
+"""
 TRUNCATION_TOLERANCE = 0.01
 """Largest relative excess of a truncated draw's epsilon over plain Poisson's."""
 
 
 def refusal(plan: "DPPlan", cfg: PrivacyConfig | None = None) -> str | None:
-    """Return why ``plan`` is refused, as an error message, or None. Runs without a guarantee are never refused here.
+    """Return why ``plan`` is refused, as an error message, or None. Runs without a guarantee are
+    never refused here.
 
     Args:
-        cfg: the settings that the plan is of; if None, nothing is allowed (``allow_weak_guarantee``), and its delta is no recipe's
-            (``delta_for``).
+        cfg: the settings that the plan is of; if None, nothing is allowed
+            (``allow_weak_guarantee``), and its delta is no recipe's (``delta_for``).
     """
     if plan.guarantee != "dp":
         return None
     declared = "dataset_size" if plan.num_units is None else "num_units"
     if not plan.population * plan.delta <= MAX_N_TIMES_DELTA:
         return (
-            f"privacy: delta={plan.delta}; expected {declared} x delta at most {MAX_N_TIMES_DELTA}, got "
-            f"{up_delta(plan.population * plan.delta)}. Leave delta out for 1 / (2 {declared})."
+            f"privacy: delta={plan.delta}; expected {declared} x delta at most "
+            f"{MAX_N_TIMES_DELTA}, got {up_delta(plan.population * plan.delta)}. Leave delta out "
+            f"for 1 / (2 {declared})."
         )
     its_records = None if cfg is None else cfg.delta_for
     if its_records is not None and not plan.population * plan.delta <= 1 + 1e-9:
         return (
-            f"privacy: N x delta={up_delta(plan.population * plan.delta)} (the recipe's {up_delta(plan.delta)} is for {its_records:,} "
-            f"records, and {plan.population:,} are declared); expected at most 1. Give --privacy.delta None for the default."
+            f"privacy: N x delta={up_delta(plan.population * plan.delta)} (the recipe's "
+            f"{up_delta(plan.delta)} is for {its_records:,} records, and {plan.population:,} are "
+            "declared); expected at most 1. Give --privacy.delta None for the default."
         )
-    return _unaccounted(plan) or (None if cfg is not None and cfg.allow_weak_guarantee else weakness(plan))
+    return _unaccounted(plan) or (
+        None if cfg is not None and cfg.allow_weak_guarantee else weakness(plan)
+    )
 
 
 def weakness(plan: "DPPlan") -> str | None:
     """Return why ``plan`` is refused without ``allow_weak_guarantee``, or None."""
     remedy = "To train nevertheless: --privacy.allow-weak-guarantee."
     if not plan.delta <= MAX_DELTA:
-        return f"privacy: delta={plan.delta}; expected at most {MAX_DELTA}. Pass --privacy.delta {MAX_DELTA}. {remedy}"
+        return (
+            f"privacy: delta={plan.delta}; expected at most {MAX_DELTA}. Pass --privacy.delta "
+            f"{MAX_DELTA}. {remedy}"
+        )
     stated = plan.stated_epsilon
     if stated is None or not stated <= MAX_EPSILON:
-        whose = "one record" if plan.num_units is None else f"one person ({plan.clipped_per_unit} records)"
+        whose = (
+            "one record"
+            if plan.num_units is None
+            else f"one person ({plan.clipped_per_unit} records)"
+        )
         whose = whose if plan.sampling_unit == "record" else "one person"
         return (
-            f"privacy: epsilon={up(stated)} for {whose}; expected at most {up(MAX_EPSILON)}, above which a guarantee says next to nothing. "
-            f"Plan more noise, or fewer steps. {remedy}"
+            f"privacy: epsilon={up(stated)} for {whose}; expected at most {up(MAX_EPSILON)}, "
+            "above which a guarantee says next to nothing. Plan more noise, or fewer steps. "
+            f"{remedy}"
         )
     return None
 
 
 def _unaccounted(plan: "DPPlan") -> str | None:
-    """Why ``plan`` has no valid accounting, or costs much more than plain Poisson; None otherwise."""
+    """Why ``plan`` has no valid accounting, or costs much more than plain Poisson; None
+    otherwise.
+    """
     if plan.selection is not None and plan.clipped_per_unit > 1 and plan.sampling != "full_batch":
         return (
-            f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 in a selection with sampling={plan.sampling}, which "
-            "has no accounting for units. Use sampling=full_batch, or max_records_per_unit=1."
+            f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 in a "
+            f"selection with sampling={plan.sampling}, which has no accounting for units. Use "
+            "sampling=full_batch, or max_records_per_unit=1."
         )
     if plan.sampling == "truncated_poisson":
         if plan.clipped_per_unit > 1:
             return (
-                f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 with sampling=truncated_poisson, which has no "
-                "accounting for units. Use sampling=poisson."
+                f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 with "
+                "sampling=truncated_poisson, which has no accounting for units. Use "
+                "sampling=poisson."
             )
         assert plan.epsilon is not None
         plain = accountant.epsilon(
-            mechanism.record_event("poisson", plan.sampled_from, plan.sample_rate, None, plan.noise_multiplier, plan.steps),
+            mechanism.record_event(
+                "poisson",
+                plan.sampled_from,
+                plan.sample_rate,
+                None,
+                plan.noise_multiplier,
+                plan.steps,
+            ),
             plan.delta,
             plan.value_discretization_interval,
         )
         if not plan.epsilon <= (1 + TRUNCATION_TOLERANCE) * plain:
-            enough = plan.expected_batch_size + 7 * math.sqrt(plan.expected_batch_size * (1 - plan.sample_rate))
+            enough = plan.expected_batch_size + 7 * math.sqrt(
+                plan.expected_batch_size * (1 - plan.sample_rate)
+            )
             return (
-                f"privacy: max_batch_size={plan.max_batch_size}; expected epsilon within 1% of plain Poisson's {up(plain)}, got "
-                f"{up(plan.epsilon)}. Raise it to about {math.ceil(enough)} (mean + 7 standard deviations)."
+                f"privacy: max_batch_size={plan.max_batch_size}; expected epsilon within 1% of "
+                f"plain Poisson's {up(plain)}, got {up(plan.epsilon)}. Raise it to about "
+                f"{math.ceil(enough)} (mean + 7 standard deviations)."
             )
     return None

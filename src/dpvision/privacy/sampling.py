@@ -1,6 +1,7 @@
 """Draw the records of a logical batch: indices only, from a secret stream.
 
-Every draw is sorted, takes time and memory proportional to the batch (not to the data set), and may be empty.
+Every draw is sorted, takes time and memory proportional to the batch (not to the data set), and may
+be empty.
 """
 
 import numpy as np
@@ -24,8 +25,8 @@ def derive_rng(key: Key, step: int) -> Stream:
 def draw_poisson(num_records: int, sample_rate: float, rng: Stream) -> np.ndarray:
     """Sample each of ``num_records`` records independently with probability ``sample_rate``.
 
-    The gaps between heads of independent coins are independent Geometric(sample_rate) numbers, so the heads are found by
-    jumping from one to the next.
+    The gaps between heads of independent coins are independent Geometric(sample_rate) numbers, so
+    the heads are found by jumping from one to the next.
 
     Args:
         num_records: 0 or more.
@@ -40,8 +41,9 @@ def draw_poisson(num_records: int, sample_rate: float, rng: Stream) -> np.ndarra
     last = -1
     while last < num_records - 1:
         mean = (num_records - 1 - last) * sample_rate
-        # Mean + 6 standard deviations: a second round is rare, and only costs time. The cap keeps the sum of a few enormous
-        # gaps (tiny rates) inside int64; a capped gap still jumps past the end.
+        # Mean + 6 standard deviations: a second round is rare, and only costs time. The cap keeps
+        # the sum of a few enormous gaps (tiny rates) inside int64; a capped gap still jumps past
+        # the end.
         gaps = rng.gaps(sample_rate, int(mean + 6 * mean**0.5) + 8, num_records + 1)
         index = np.cumsum(gaps, out=gaps)
         index += last
@@ -53,7 +55,9 @@ def draw_poisson(num_records: int, sample_rate: float, rng: Stream) -> np.ndarra
 
 
 def truncate(index: np.ndarray, max_batch_size: int, rng: Stream) -> np.ndarray:
-    """Keep at most ``max_batch_size`` of the drawn indices: a uniformly random subset if there are more, never the first ones."""
+    """Keep at most ``max_batch_size`` of the drawn indices: a uniformly random subset if there are
+    more, never the first ones.
+    """
     if len(index) <= max_batch_size:
         return index
     return index[rng.subset(len(index), max_batch_size)]

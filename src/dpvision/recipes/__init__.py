@@ -1,4 +1,6 @@
-"""Recipes: functions that return a RunConfig, by name. A recipe is a document: paper, numbers, expected result."""
+"""Recipes: functions that return a RunConfig, by name. A recipe is a document: paper, numbers,
+expected result.
+"""
 
 from collections.abc import Callable
 

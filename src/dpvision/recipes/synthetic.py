@@ -1,9 +1,11 @@
-"""Warm starts on procedural textures: masked autoencoders trained without privacy on procedural images (ViP, section 3.2, appendix A.2).
+"""Warm starts on procedural textures: masked autoencoders trained without privacy on procedural
+images (ViP, section 3.2, appendix A.2).
 
-Settings of the MAE paper (its Table 8): AdamW with betas 0.9 and 0.95, weight decay 0.05 on matrices, base rate 1.5e-4 per 256 images,
-batch 4096, 40 of 1000 epochs of warm-up, then a cosine; 75% masked. ViP has 1.3 million textures in its appendix (1.05 million in its
-section 4.1) and pixels that are not normalised per patch. A random view of a texture (position, zoom, rotation, mirroring, exposure)
-replaces the random resized crop (docs/departures.md).
+Settings of the MAE paper (its Table 8): AdamW with betas 0.9 and 0.95, weight decay 0.05 on
+matrices, base rate 1.5e-4 per 256 images, batch 4096, 40 of 1000 epochs of warm-up, then a cosine;
+75% masked. ViP has 1.3 million textures in its appendix (1.05 million in its section 4.1) and
+pixels that are not normalised per patch. A random view of a texture (position, zoom, rotation,
+mirroring, exposure) replaces the random resized crop (docs/departures.md).
 
 ``dpvision train vip.base`` starts from the run folder runs/synthetic.vip_base.
 """
@@ -11,7 +13,15 @@ replaces the random resized crop (docs/departures.md).
 from collections.abc import Callable
 from dataclasses import replace
 
-from dpvision.config import CaptionerConfig, CrossMAEConfig, DataConfig, MAEConfig, OptimConfig, PrivacyConfig, RunConfig
+from dpvision.config import (
+    CaptionerConfig,
+    CrossMAEConfig,
+    DataConfig,
+    MAEConfig,
+    OptimConfig,
+    PrivacyConfig,
+    RunConfig,
+)
 from dpvision.recipes import dpcap, dpcap_micro, vip
 
 _TEXTURES, _BATCH, _EPOCHS = 1_300_000, 4096, 1000
@@ -24,7 +34,13 @@ def _warm_start(name: str, start_of: Callable[[], RunConfig], epochs: int = _EPO
     return replace(
         private,
         recipe=f"synthetic.{name}",
-        privacy=PrivacyConfig(dataset_size=_TEXTURES, expected_batch_size=_BATCH, steps=steps, max_grad_norm=None, guarantee="none"),
+        privacy=PrivacyConfig(
+            dataset_size=_TEXTURES,
+            expected_batch_size=_BATCH,
+            steps=steps,
+            max_grad_norm=None,
+            guarantee="none",
+        ),
         data=replace(private.data, images="textures"),
         optim=OptimConfig(
             learning_rate=_BASE_RATE * _BATCH / 256,
@@ -94,23 +110,39 @@ def _with_decoder(depth: int) -> RunConfig:
 
 
 def vip_micro() -> RunConfig:
-    """The warm start of vip.micro: 32 px, 200,000 textures, 240,000 sample-gradients; ten minutes or so on two cores.
+    """The warm start of vip.micro: 32 px, 200,000 textures, 240,000 sample-gradients; ten minutes
+    or so on two cores.
 
-    Not in the paper; small batches, because with so few sample-gradients the number of updates matters (docs/log.md).
+    Not in the paper; small batches, because with so few sample-gradients the number of updates
+    matters (docs/log.md).
     """
     private = vip.micro()
     return replace(
         private,
         recipe="synthetic.vip_micro",
-        privacy=PrivacyConfig(dataset_size=200_000, expected_batch_size=64, steps=3750, max_grad_norm=None, guarantee="none"),
+        privacy=PrivacyConfig(
+            dataset_size=200_000,
+            expected_batch_size=64,
+            steps=3750,
+            max_grad_norm=None,
+            guarantee="none",
+        ),
         data=DataConfig(images="textures"),
-        optim=OptimConfig(learning_rate=1e-3, weight_decay=0.05, decayed="matrices", schedule="cosine", warmup_steps=375),
+        optim=OptimConfig(
+            learning_rate=1e-3,
+            weight_decay=0.05,
+            decayed="matrices",
+            schedule="cosine",
+            warmup_steps=375,
+        ),
         init_from=None,
     )
 
 
 def _captioner_start(size: str, start_of: Callable[[], RunConfig]) -> RunConfig:
-    """The captioner's network as a masked autoencoder, with the settings of ViP's warm start (DP-Cap, appendix A.1)."""
+    """The captioner's network as a masked autoencoder, with the settings of ViP's warm start
+    (DP-Cap, appendix A.1).
+    """
     config = _warm_start(f"dpcap_{size}", start_of)
     return replace(config, model=_as_autoencoder(config))
 
@@ -141,7 +173,9 @@ def dpcap_large() -> RunConfig:
 
 
 def dpcap_micro_start() -> RunConfig:
-    """The warm start of dpcap.micro: the schedule of synthetic.vip_micro with the captioner's network."""
+    """The warm start of dpcap.micro: the schedule of synthetic.vip_micro with the captioner's
+    network.
+    """
     private = dpcap_micro.micro()
     return replace(
         vip_micro(),

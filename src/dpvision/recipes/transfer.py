@@ -1,18 +1,30 @@
-"""DP transfer: a public encoder adapted to private images with labels (Mehta et al., TMLR 2022), whole or its last layer.
+"""DP transfer: a public encoder adapted to private images with labels (Mehta et al., TMLR 2022),
+whole or its last layer.
 
-At the paper's scale: ``torchrun --nproc-per-node 8 -m dpvision train transfer.pretrain_vit_b16 --data PUBLIC``, then the same with
-``transfer.vit_b16 --data STORE``, which starts from it; or ``--init-from timm:vit_base_patch16_224.augreg_in21k`` with published weights.
-The paper's private set is ImageNet-1K, epsilon 10 at delta 1e-6. It accounts by RDP; here the noise is calibrated by the tighter PLD. The
-tables' other rows are in transfer_tables.py; one full-batch step on frozen features, its best result, is transfer.one_step.
+At the paper's scale: ``torchrun --nproc-per-node 8 -m dpvision train transfer.pretrain_vit_b16
+--data PUBLIC``, then the same with ``transfer.vit_b16 --data STORE``, which starts from it; or
+``--init-from timm:vit_base_patch16_224.augreg_in21k`` with published weights. The paper's private
+set is ImageNet-1K, epsilon 10 at delta 1e-6. It accounts by RDP; here the noise is calibrated by
+the tighter PLD. The tables' other rows are in transfer_tables.py; one full-batch step on frozen
+features, its best result, is transfer.one_step.
 
-Steps are epochs x N / batch, rounded; 0.25 epochs of warm-up likewise. The paper states neither the best rates nor LAMB's eps nor the area
-of the crops; docs/departures.md has the values here, and all that differs from the paper.
+Steps are epochs x N / batch, rounded; 0.25 epochs of warm-up likewise. The paper states neither the
+best rates nor LAMB's eps nor the area of the crops; docs/departures.md has the values here, and all
+that differs from the paper.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from dpvision.config import LAMB_EPS, ClassifierConfig, DataConfig, OptimConfig, PrivacyConfig, RunConfig, TimmConfig
+from dpvision.config import (
+    LAMB_EPS,
+    ClassifierConfig,
+    DataConfig,
+    OptimConfig,
+    PrivacyConfig,
+    RunConfig,
+    TimmConfig,
+)
 
 RECORDS = 1_281_167
 BATCH = 2**20
@@ -30,14 +42,26 @@ ENCODERS = {
 _MEAN = _STD = (0.5, 0.5, 0.5)  # pixels from -1 to 1, as these models expect
 
 LAMB = OptimConfig(
-    name="lamb", learning_rate=0.01, betas=(0.9, 0.999), eps=LAMB_EPS, weight_decay=0.0, schedule="linear", pretrained_multiplier=0.01
+    name="lamb",
+    learning_rate=0.01,
+    betas=(0.9, 0.999),
+    eps=LAMB_EPS,
+    weight_decay=0.0,
+    schedule="linear",
+    pretrained_multiplier=0.01,
 )
 """Table 7: rates from 1e-4 to 1, multipliers from 1 to 1e-5; linear decay."""
 MOMENTUM = {
-    "name": "sgd", "learning_rate": 1.6, "schedule": "cosine", "pretrained_multiplier": 1.0, "betas": OptimConfig.betas,
+    "name": "sgd",
+    "learning_rate": 1.6,
+    "schedule": "cosine",
+    "pretrained_multiplier": 1.0,
+    "betas": OptimConfig.betas,
     "eps": OptimConfig.eps,
-}  # fmt: skip
-"""Changes for SGD with momentum 0.9. Table 6: rates from 0.03 to 102.4 and no multiplier; cosine decay."""
+}
+"""Changes for SGD with momentum 0.9. Table 6: rates from 0.03 to 102.4 and no multiplier; cosine
+decay.
+"""
 
 
 def steps(epochs: float, batch: int) -> int:
@@ -84,7 +108,9 @@ def whole(model: str) -> RunConfig:
 
 
 def last(model: str) -> RunConfig:
-    """The same with only the last layer trained; the frozen encoder encodes every view anew, as in the paper."""
+    """The same with only the last layer trained; the frozen encoder encodes every view anew, as in
+    the paper.
+    """
     config = whole(model)
     assert isinstance(config.model, ClassifierConfig)
     return replace(
@@ -96,12 +122,16 @@ def last(model: str) -> RunConfig:
 
 
 _TITLES = {
-    "vit_b16": "ViT-B/16", "vit_l16": "ViT-L/16", "vit_h14": "ViT-H/14", "vit_h14_4b": "ViT-H/14 from 4 billion images",
-    "r50x4": "ResNet-50x4 (BiT)", "r152x4": "ResNet-152x4 (BiT)",
-}  # fmt: skip
+    "vit_b16": "ViT-B/16",
+    "vit_l16": "ViT-L/16",
+    "vit_h14": "ViT-H/14",
+    "vit_h14_4b": "ViT-H/14 from 4 billion images",
+    "r50x4": "ResNet-50x4 (BiT)",
+    "r152x4": "ResNet-152x4 (BiT)",
+}
 _SCORES = {
-    "vit_b16": (71.1, 70.6), "r50x4": (70.1, 68.8), "r152x4": (72.9, 72.9), "vit_l16": (77.4, 77.3), "vit_h14": (80.1, 80.0),
-    "vit_h14_4b": (81.0, 81.0),
+    "vit_b16": (71.1, 70.6), "r50x4": (70.1, 68.8), "r152x4": (72.9, 72.9),
+    "vit_l16": (77.4, 77.3), "vit_h14": (80.1, 80.0), "vit_h14_4b": (81.0, 81.0),
 }  # fmt: skip
 """ImageNet top-1 at batch 2^20 with privacy, whole and last layer (Tables 2 and 3)."""
 
@@ -118,9 +148,13 @@ def _functions() -> dict[str, Callable[[], RunConfig]]:
     for model, (whole_score, last_score) in _SCORES.items():
         title, table = _TITLES[model], 2 if model in ("vit_b16", "r50x4") else 3
         made[f"transfer.{model}"] = function(
-            whole, model, f"{title} whole, DP-LAMB, batch 2^20, epsilon 10 (Table {table}): {whole_score}%."
+            whole,
+            model,
+            f"{title} whole, DP-LAMB, batch 2^20, epsilon 10 (Table {table}): {whole_score}%.",
         )
-        made[f"transfer.{model}_last"] = function(last, model, f"{title}, last layer, as transfer.{model} (Table {table}): {last_score}%.")
+        made[f"transfer.{model}_last"] = function(
+            last, model, f"{title}, last layer, as transfer.{model} (Table {table}): {last_score}%."
+        )
     return made
 
 

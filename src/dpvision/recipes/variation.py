@@ -1,4 +1,6 @@
-"""Rows of a paper as changes to another recipe, so that a test can check that everything else is equal."""
+"""Rows of a paper as changes to another recipe, so that a test can check that everything else is
+equal.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check. Failed and unverified ones make a statement that must not be relied on."""
+    """The result of one check. Failed and unverified ones make a statement that must not be relied
+    on.
+    """
 
     name: str
     status: Literal["ok", "failed", "not checked", "declared", "unverified"]
@@ -42,25 +44,43 @@ def unverified(name: str, why: str) -> Check:
 
 def compared(name: str, pairs: Iterable[tuple[str, Any, Any]], passed: str) -> Check:
     """Return one check of several equalities, given as (name, stated, found)."""
-    wrong = [f"{what}: {stated!r} stated, {found!r} found" for what, stated, found in pairs if not same(stated, found)]
+    wrong = [
+        f"{what}: {stated!r} stated, {found!r} found"
+        for what, stated, found in pairs
+        if not same(stated, found)
+    ]
     return failed(name, "; ".join(wrong)) if wrong else ok(name, passed)
 
 
 def differences(stated: Any, found: Any, where: str = "") -> list[str]:
-    """Return the places where two nested values differ, such as "history.lineage[0].run_id"; floats agree within 1e-6 of their value."""
+    """Return the places where two nested values differ, such as "history.lineage[0].run_id"; floats
+    agree within 1e-6 of their value.
+    """
     if isinstance(stated, dict) and isinstance(found, dict):
         names = [f"{where}.{key}".lstrip(".") for key in stated.keys() ^ found.keys()]
         return names + [
-            d for key in stated.keys() & found.keys() for d in differences(stated[key], found[key], f"{where}.{key}".lstrip("."))
+            d
+            for key in stated.keys() & found.keys()
+            for d in differences(stated[key], found[key], f"{where}.{key}".lstrip("."))
         ]
     if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
-        return [d for i, pair in enumerate(zip(stated, found, strict=True)) for d in differences(*pair, f"{where}[{i}]")]
+        return [
+            d
+            for i, pair in enumerate(zip(stated, found, strict=True))
+            for d in differences(*pair, f"{where}[{i}]")
+        ]
     if isinstance(stated, float) and isinstance(found, float):
         return [] if math.isclose(stated, found, rel_tol=1e-6, abs_tol=1e-12) else [where]
-    return [] if stated == found and isinstance(stated, bool) == isinstance(found, bool) else [where]
+    return (
+        [] if stated == found and isinstance(stated, bool) == isinstance(found, bool) else [where]
+    )
 
 
 def same(stated: Any, found: Any) -> bool:
     """Return whether two values are equal, numbers up to rounding."""
-    numbers = isinstance(stated, int | float) and isinstance(found, int | float) and not isinstance(stated, bool)
+    numbers = (
+        isinstance(stated, int | float)
+        and isinstance(found, int | float)
+        and not isinstance(stated, bool)
+    )
     return math.isclose(stated, found, rel_tol=1e-9, abs_tol=1e-15) if numbers else stated == found

@@ -1,7 +1,8 @@
 """One page that compares several runs: losses, epsilon and scores.
 
-Losses are functions of the records, so the page is confidential unless every image behind these runs is public (docs/privacy.md):
-``page_path`` checks the output path before anything is read from ``confidential/``.
+Losses are functions of the records, so the page is confidential unless every image behind these
+runs is public (docs/privacy.md): ``page_path`` checks the output path before anything is read from
+``confidential/``.
 """
 
 from collections.abc import Sequence
@@ -28,21 +29,31 @@ def make_compare_page(run_dirs: Sequence[str | Path], out: str | Path | None = N
     """Write a page that compares runs, without scripts or network requests, and return its path.
 
     Args:
-        run_dirs: one or more run folders; at most six colours, one for a warm and a random start of the same settings.
-        out: file to write. If None, compare.html in the first run's ``confidential/``. Another folder is accepted only if all images
-            behind the runs are public; private scores are then left out.
+        run_dirs: one or more run folders; at most six colours, one for a warm and a random start of
+            the same settings.
+        out: file to write. If None, compare.html in the first run's ``confidential/``. Another
+            folder is accepted only if all images behind the runs are public; private scores are
+            then left out.
 
     Raises:
-        PrivacyError: ``out`` is not under ``confidential/`` although a run used private images; a ledger was altered.
+        PrivacyError: ``out`` is not under ``confidential/`` although a run used private images; a
+            ledger was altered.
         ConfigError: no run, the same run twice, too many, or ``out`` is not an .html file.
-        CheckpointError: there is no run, no loss has been logged, or a file cannot be read or written.
+        CheckpointError: there is no run, no loss has been logged, or a file cannot be read or
+            written.
     """
     roots = [Path(run) for run in run_dirs]
     if not roots or len({root.resolve() for root in roots}) < len(roots):
-        raise ConfigError(f"compare: {[str(root) for root in roots]}; expected one or more run folders, each once. Drop the duplicate.")
+        raise ConfigError(
+            f"compare: {[str(root) for root in roots]}; expected one or more run folders, each "
+            "once. Drop the duplicate."
+        )
     path = page_path(roots, None if out is None else Path(out))
     is_open = not _is_confidential(path)
-    runs = [read_compared(root, name, public_scores_only=is_open) for root, name in zip(roots, _names(roots), strict=True)]
+    runs = [
+        read_compared(root, name, public_scores_only=is_open)
+        for root, name in zip(roots, _names(roots), strict=True)
+    ]
     colors = run_colors(runs)
     html = render(
         "compare_page.html",
@@ -70,12 +81,15 @@ def page_path(roots: Sequence[Path], out: Path | None) -> Path:
         read_run(roots[0])
         return roots[0] / "confidential" / "compare.html"
     if out.suffix != ".html" or out.is_dir():
-        raise ConfigError(f"compare: out={str(out)!r}; expected a file whose name ends in .html. Rename it.")
+        raise ConfigError(
+            f"compare: out={str(out)!r}; expected a file whose name ends in .html. Rename it."
+        )
     closed = [root for root in roots if not made_of_public_images(root)]
     if closed and not _is_confidential(out):
         raise PrivacyError(
-            f"compare: out={str(out)!r}; expected a path in a folder named confidential, because losses of {closed[0]} come from private "
-            "images. Drop --out, or put confidential/ into it."
+            f"compare: out={str(out)!r}; expected a path in a folder named confidential, because "
+            f"losses of {closed[0]} come from private images. Drop --out, or put confidential/ "
+            "into it."
         )
     return out
 
@@ -90,7 +104,14 @@ def run_colors(runs: Sequence[ComparedRun]) -> list[int]:
     taken: dict[tuple[Any, ...], dict[str, int]] = {}
     for run in runs:
         privacy = run.config.privacy
-        key = (run.config.recipe, run.num_parameters, run.about["store_id"], privacy.expected_batch_size, privacy.steps, privacy.guarantee)
+        key = (
+            run.config.recipe,
+            run.num_parameters,
+            run.about["store_id"],
+            privacy.expected_batch_size,
+            privacy.steps,
+            privacy.guarantee,
+        )
         starts = taken.setdefault(key, {})
         if run.start in starts or not starts:
             color = max(colors, default=-1) + 1
@@ -101,8 +122,9 @@ def run_colors(runs: Sequence[ComparedRun]) -> list[int]:
         colors.append(color)
     if max(colors) >= len(SERIES):
         raise ConfigError(
-            f"compare: {max(colors) + 1} different runs; expected at most {len(SERIES)}, one per colour (a warm and a random start of the "
-            "same settings count once). Compare fewer runs."
+            f"compare: {max(colors) + 1} different runs; expected at most {len(SERIES)}, one per "
+            "colour (a warm and a random start of the same settings count once). Compare fewer "
+            "runs."
         )
     return colors
 
@@ -130,7 +152,9 @@ def _loss_figures(runs: Sequence[ComparedRun], colors: Sequence[int]) -> dict[st
         return {}
     drawn = {"steps": [Curve(r.label, c, r.start, r.step_N, r.loss_N) for r, c in with_loss]}
     if len({run.config.privacy.expected_batch_size * run.config.views for run, _ in with_loss}) > 1:
-        drawn["sample-gradients"] = [Curve(r.label, c, r.start, r.gradient_N, r.loss_N) for r, c in with_loss]
+        drawn["sample-gradients"] = [
+            Curve(r.label, c, r.start, r.gradient_N, r.loss_N) for r, c in with_loss
+        ]
     return {name: Markup(curves_figure(curves, xlabel=name)) for name, curves in drawn.items()}
 
 
@@ -161,11 +185,18 @@ def _by_protocol(runs: Sequence[ComparedRun]) -> dict[tuple[str, str], _Entries]
             test, train = score["test_data"], score["train_data"]
             data = test if train in (test, NOTHING_FITTED) else f"{test}, fitted to {train}"
             found.setdefault((score["protocol"], data), []).append((i, score))
-    return dict(sorted(found.items(), key=lambda item: -len({i for i, score in item[1] if is_of_the_run(score["name"])})))
+    return dict(
+        sorted(
+            found.items(),
+            key=lambda item: -len({i for i, score in item[1] if is_of_the_run(score["name"])}),
+        )
+    )
 
 
 def _score_figures(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """Return title, data and SVG per protocol: score against size if the runs have several sizes, otherwise bars."""
+    """Return title, data and SVG per protocol: score against size if the runs have several sizes,
+    otherwise bars.
+    """
     drawn: list[dict[str, Any]] = []
     for (protocol, data), entries in _by_protocol(runs).items():
         ours = [(runs[i], score) for i, score in entries if is_of_the_run(score["name"])]
@@ -175,18 +206,28 @@ def _score_figures(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
         private = any(score["visibility"] == "private" for _, score in entries)
         images = f"{'private' if private else 'public'} images ({data}), {protocol}"
         if len({run.num_parameters for run, _ in ours}) > 1:
-            untrained = [(runs[i], score) for i, score in entries if score["name"] == "random weights"]
+            untrained = [
+                (runs[i], score) for i, score in entries if score["name"] == "random weights"
+            ]
             svg = scaling_figure([*_points(ours), *_untrained(untrained)], chance, images)
         else:
-            bars = [(run.name + _more_than_kind(score), *_range(score), True) for run, score in ours]
-            beside = {(score["name"], *_range(score), False): None for _, score in entries if not is_of_the_run(score["name"])}
+            bars = [
+                (run.name + _more_than_kind(score), *_range(score), True) for run, score in ours
+            ]
+            beside = {
+                (score["name"], *_range(score), False): None
+                for _, score in entries
+                if not is_of_the_run(score["name"])
+            }
             svg = bars_figure([("Score", [*bars, *beside])], [chance], images)
         drawn.append({"title": protocol, "data": data, "private": private, "svg": Markup(svg)})
     return drawn
 
 
 def _points(scored: Sequence[tuple[ComparedRun, dict[str, Any]]]) -> list[Point]:
-    """Return points in series by start and planned epsilon. The name leaves out an epsilon that all share."""
+    """Return points in series by start and planned epsilon. The name leaves out an epsilon that all
+    share.
+    """
     planned = [run.planned_cost for run, _ in scored]
     names = [
         run.start + ("" if len(set(planned)) == 1 else f", {cost}") + _more_than_kind(score)
@@ -194,13 +235,17 @@ def _points(scored: Sequence[tuple[ComparedRun, dict[str, Any]]]) -> list[Point]
     ]
     places = {name: i % len(SERIES) for i, name in enumerate(dict.fromkeys(names))}
     return [
-        Point(name, places[name], run.start, run.num_parameters, *_range(score)) for name, (run, score) in zip(names, scored, strict=True)
+        Point(name, places[name], run.start, run.num_parameters, *_range(score))
+        for name, (run, score) in zip(names, scored, strict=True)
     ]
 
 
 def _untrained(scored: Sequence[tuple[ComparedRun, dict[str, Any]]]) -> list[Point]:
     """Return the distinct scores of the architectures with random weights."""
-    points = (Point("random weights", None, "untrained", run.num_parameters, *_range(score)) for run, score in scored)
+    points = (
+        Point("random weights", None, "untrained", run.num_parameters, *_range(score))
+        for run, score in scored
+    )
     return list(dict.fromkeys(points))
 
 
@@ -212,15 +257,29 @@ def _score_table(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
             cells = [""] * len(runs)
             for i, score in entries:
                 if score["name"] == name:
-                    cells[i] = f"{printed(protocol, score['value'])} ± {printed(protocol, (score['high'] - score['low']) / 2)}"
-            private = any(score["visibility"] == "private" for _, score in entries if score["name"] == name)
-            rows.append({"what": name, "how": protocol, "data": data, "cells": cells, "private": private})
+                    cells[i] = (
+                        f"{printed(protocol, score['value'])} ± "
+                        f"{printed(protocol, (score['high'] - score['low']) / 2)}"
+                    )
+            private = any(
+                score["visibility"] == "private" for _, score in entries if score["name"] == name
+            )
+            rows.append(
+                {"what": name, "how": protocol, "data": data, "cells": cells, "private": private}
+            )
     return rows
 
 
 def _more_than_kind(score: dict[str, Any]) -> str:
-    """Return the suffix of a score's name after "encoder", "captioner" or "own head", such as averaged weights."""
-    return str(score["name"]).removeprefix("encoder").removeprefix("captioner").removeprefix("own head")
+    """Return the suffix of a score's name after "encoder", "captioner" or "own head", such as
+    averaged weights.
+    """
+    return (
+        str(score["name"])
+        .removeprefix("encoder")
+        .removeprefix("captioner")
+        .removeprefix("own head")
+    )
 
 
 def _range(score: dict[str, Any]) -> tuple[float, float, float]:
@@ -230,7 +289,11 @@ def _range(score: dict[str, Any]) -> tuple[float, float, float]:
 def _names(roots: Sequence[Path]) -> list[str]:
     """Return each folder's name, with enough of its path to be unique."""
     parts = [root.resolve().parts for root in roots]
-    length = next(n for n in range(1, max(map(len, parts)) + 1) if len({part[-n:] for part in parts}) == len(parts))
+    length = next(
+        n
+        for n in range(1, max(map(len, parts)) + 1)
+        if len({part[-n:] for part in parts}) == len(parts)
+    )
     return ["/".join(part[-length:]) for part in parts]
 
 
@@ -240,7 +303,8 @@ def _is_confidential(path: Path) -> bool:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents. A new confidential folder is accessible to its owner only.
+    """Make a folder and its missing parents. A new confidential folder is accessible to its owner
+    only.
 
     Raises:
         CheckpointError: a folder cannot be made.
@@ -250,4 +314,7 @@ def _make_folder(folder: Path) -> None:
         for place in reversed(missing):
             place.mkdir(mode=0o700 if place.name == "confidential" else 0o777)
     except OSError as error:
-        raise CheckpointError(f"compare: {folder} ({error.strerror}); expected a writable folder. Choose another --out.") from None
+        raise CheckpointError(
+            f"compare: {folder} ({error.strerror}); expected a writable folder. Choose another "
+            "--out."
+        ) from None

@@ -60,8 +60,9 @@ def smoothing_window(num: int) -> int:
 def smoothed(values_N: np.ndarray, window: int) -> np.ndarray:
     """Return the centred running mean over ``window`` values, float64 (N,).
 
-    Near the start the window shrinks symmetrically, so that a steeply falling loss is not pulled down; at the end it is cut off on the
-    right. NaN values are left out; a window of NaN only gives NaN.
+    Near the start the window shrinks symmetrically, so that a steeply falling loss is not pulled
+    down; at the end it is cut off on the right. NaN values are left out; a window of NaN only gives
+    NaN.
 
     Args:
         window: odd.
@@ -77,22 +78,32 @@ def smoothed(values_N: np.ndarray, window: int) -> np.ndarray:
 
 
 def end_value(values_N: np.ndarray) -> tuple[float, float, int]:
-    """Return the mean and standard deviation of the last tenth of the finite values, and their number; NaN if there are none."""
+    """Return the mean and standard deviation of the last tenth of the finite values, and their
+    number; NaN if there are none.
+    """
     known = values_N[np.isfinite(values_N)]
     last = known[-max(1, len(known) // 10) :]
-    return (float(last.mean()), float(last.std()), len(last)) if len(last) else (float("nan"), float("nan"), 0)
+    return (
+        (float(last.mean()), float(last.std()), len(last))
+        if len(last)
+        else (float("nan"), float("nan"), 0)
+    )
 
 
 def curves_figure(curves: Sequence[Curve], *, xlabel: str, ylabel: str = "loss") -> str:
     """Plot losses of several runs as SVG, each curve labelled at its end.
 
-    The vertical axis spans the values after the first twentieth of each run; higher ones are cut off.
+    The vertical axis spans the values after the first twentieth of each run; higher ones are cut
+    off.
 
     Args:
-        curves: at least one has a finite loss; runs of one colour differ in line style by their starts.
+        curves: at least one has a finite loss; runs of one colour differ in line style by their
+            starts.
     """
     ends = [(curve, end_value(curve.loss_N)[0]) for curve in curves]
-    alt = f"{ylabel.capitalize()} against {xlabel}, at the end: " + "; ".join(f"{curve.label} {end:.4g}" for curve, end in ends)
+    alt = f"{ylabel.capitalize()} against {xlabel}, at the end: " + "; ".join(
+        f"{curve.label} {end:.4g}" for curve, end in ends
+    )
     with svg_axes(f"{alt}.", _WIDE) as (ax, svg):
         right, limits = max(float(curve.x_N[-1]) for curve in curves), _limits(curves)
         ax.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, right), ylim=limits)
@@ -102,7 +113,13 @@ def curves_figure(curves: Sequence[Curve], *, xlabel: str, ylabel: str = "loss")
             some = np.unique(np.linspace(0, len(line) - 1, _MOST_POINTS).astype(np.int64))
             color = SERIES[curve.color]
             ax.plot(curve.x_N[some], curve.loss_N[some], color=color, linewidth=0.8, alpha=0.28)
-            ax.plot(curve.x_N[some], line[some], color=color, linestyle=DASHES[curve.start], dash_capstyle="butt")
+            ax.plot(
+                curve.x_N[some],
+                line[some],
+                color=color,
+                linestyle=DASHES[curve.start],
+                dash_capstyle="butt",
+            )
             known = np.flatnonzero(np.isfinite(line))
             tips.append((float(curve.x_N[known[-1]]), float(line[known[-1]]), color, curve.label))
         _name_ends(ax, tips)
@@ -120,20 +137,35 @@ def scaling_figure(points: Sequence[Point], chance: float, images: str) -> str:
         images: description of the test data, for the alt text.
     """
     said = "; ".join(f"{p.series}, {size_text(p.num_parameters)}: {p.value:.1%}" for p in points)
-    with svg_axes(f"Score against number of parameters on {images}. {said}; chance {chance:.1%}.", _PANEL) as (ax, svg):
+    with svg_axes(
+        f"Score against number of parameters on {images}. {said}; chance {chance:.1%}.", _PANEL
+    ) as (ax, svg):
         low, high = min(p.low for p in points), max(p.high for p in points)
         sizes = sorted({p.num_parameters for p in points})
-        ax.set(xscale="log", xlabel="parameters", ylabel="score", xlim=(sizes[0] / 1.12, sizes[-1] * 1.12))
+        ax.set(
+            xscale="log",
+            xlabel="parameters",
+            ylabel="score",
+            xlim=(sizes[0] / 1.12, sizes[-1] * 1.12),
+        )
         series: dict[str, list[Point]] = {}
         for point in sorted(points, key=lambda p: p.num_parameters):
             series.setdefault(point.series, []).append(point)
         tips = []
         for place, (name, some) in enumerate(series.items()):
             color = MUTED if some[0].color is None else SERIES[some[0].color]
-            shift = 1.012 ** (place - (len(series) - 1) / 2)  # side by side, so that intervals do not overlap
+            shift = 1.012 ** (
+                place - (len(series) - 1) / 2
+            )  # side by side, so that intervals do not overlap
             x = [p.num_parameters * shift for p in some]
-            style = DASHES[some[0].start] if len({p.num_parameters for p in some}) == len(some) else "none"
-            ax.plot(x, [p.value for p in some], color=color, linestyle=style, marker="o", markersize=5)
+            style = (
+                DASHES[some[0].start]
+                if len({p.num_parameters for p in some}) == len(some)
+                else "none"
+            )
+            ax.plot(
+                x, [p.value for p in some], color=color, linestyle=style, marker="o", markersize=5
+            )
             ax.vlines(x, [p.low for p in some], [p.high for p in some], color=color, linewidth=1.2)
             tips.append((x[-1], some[-1].value, color, name))
         reach = low - chance < 1.5 * (high - low)
@@ -151,9 +183,11 @@ def scaling_figure(points: Sequence[Point], chance: float, images: str) -> str:
 
 
 def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return positions closest to the wanted ones (least squares) at least ``gap`` apart, within [low, high] if they fit.
+    """Return positions closest to the wanted ones (least squares) at least ``gap`` apart, within
+    [low, high] if they fit.
 
-    Isotonic regression by pooling neighbours that would overlap. The result is in the order of ``wanted``.
+    Isotonic regression by pooling neighbours that would overlap. The result is in the order of
+    ``wanted``.
     """
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     blocks: list[list[float]] = []  # sum of (wanted - offset), number
@@ -164,7 +198,9 @@ def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -
             blocks[-1][0] += total
             blocks[-1][1] += number
     top = max(low, high - (len(wanted) - 1) * gap)
-    base = [min(max(total / number, low), top) for total, number in blocks for _ in range(int(number))]
+    base = [
+        min(max(total / number, low), top) for total, number in blocks for _ in range(int(number))
+    ]
     placed = [0.0] * len(wanted)
     for rank, i in enumerate(order):
         placed[i] = base[rank] + rank * gap
@@ -172,11 +208,15 @@ def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -
 
 
 def _name_ends(ax: Axes, tips: Sequence[tuple[float, float, str, str]]) -> None:
-    """Label each line's end to the right of the frame, without overlaps, with a thin line from a dot."""
+    """Label each line's end to the right of the frame, without overlaps, with a thin line from a
+    dot.
+    """
     low, high = ax.get_ylim()
     height_pt = ax.figure.get_size_inches()[1] * 72 * 0.8  # type: ignore[union-attr]
     gap = _LINE_PT / height_pt * (high - low)
-    places = spread_apart([min(max(y, low), high) for _, y, _, _ in tips], gap, low + gap / 2, high - gap / 2)
+    places = spread_apart(
+        [min(max(y, low), high) for _, y, _, _ in tips], gap, low + gap / 2, high - gap / 2
+    )
     for (x, y, color, label), place in zip(tips, places, strict=True):
         ax.plot([x], [y], "o", color=color, markersize=3.5, clip_on=False, zorder=4)
         ax.annotate(
@@ -200,7 +240,9 @@ def _name_ends(ax: Axes, tips: Sequence[tuple[float, float, str, str]]) -> None:
 
 
 def _roomy(sizes: Sequence[int]) -> set[int]:
-    """Return the sizes whose labels do not overlap on a logarithmic axis: the last, and others from the first on that fit."""
+    """Return the sizes whose labels do not overlap on a logarithmic axis: the last, and others from
+    the first on that fit.
+    """
     room = 0.19 * np.log(1.25 * sizes[-1] / sizes[0])
     kept = [sizes[0]]
     for size in sizes[1:-1]:
@@ -210,12 +252,20 @@ def _roomy(sizes: Sequence[int]) -> set[int]:
 
 
 def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Return the limits of the vertical axis: the values after the start of each run, and the start too if it is not far above."""
-    later = np.concatenate([curve.loss_N[int(len(curve.loss_N) * _START_SHARE) :] for curve in curves])
+    """Return the limits of the vertical axis: the values after the start of each run, and the start
+    too if it is not far above.
+    """
+    later = np.concatenate(
+        [curve.loss_N[int(len(curve.loss_N) * _START_SHARE) :] for curve in curves]
+    )
     everything = np.concatenate([curve.loss_N for curve in curves])
     if not np.isfinite(later).any():
         later = everything
-    low, high, top = float(np.nanmin(everything)), float(np.nanmax(later)), float(np.nanmax(everything))
+    low, high, top = (
+        float(np.nanmin(everything)),
+        float(np.nanmax(later)),
+        float(np.nanmax(everything)),
+    )
     high = top if top - low <= 1.3 * (high - low) else high
     pad = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
     return low - pad, high + pad
@@ -223,4 +273,8 @@ def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
 
 def size_text(num_parameters: int) -> str:
     """Format a number of parameters: 99.0 M, 64 k."""
-    return f"{num_parameters / 1e6:,.1f} M" if num_parameters >= 1e6 else f"{num_parameters / 1e3:,.0f} k"
+    return (
+        f"{num_parameters / 1e6:,.1f} M"
+        if num_parameters >= 1e6
+        else f"{num_parameters / 1e3:,.0f} k"
+    )

@@ -1,4 +1,5 @@
-"""Images with reference and generated captions: random ones, and random ones among the captioner's best (DP-Cap's figures 7 and 8).
+"""Images with reference and generated captions: random ones, and random ones among the captioner's
+best (DP-Cap's figures 7 and 8).
 
 Images are not chosen by hand: their order follows from a hash of their ids.
 
@@ -70,7 +71,9 @@ class Gallery:
     best: tuple[Row, ...]
 
     def public_part(self) -> "Gallery | None":
-        """Return the part for report.html: None if the images are private, else without captioners that may not be released."""
+        """Return the part for report.html: None if the images are private, else without captioners
+        that may not be released.
+        """
         if self.visibility == "public":
             return self
         if not self.open_names:
@@ -78,15 +81,23 @@ class Gallery:
         kept = {name: mean for name, mean in self.means.items() if name in self.open_names}
 
         def part(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-            return tuple(replace(row, said=tuple(s for s in row.said if s.name in kept)) for row in rows)
+            return tuple(
+                replace(row, said=tuple(s for s in row.said if s.name in kept)) for row in rows
+            )
 
-        return replace(self, visibility="public", means=kept, random=part(self.random), best=part(self.best))
+        return replace(
+            self, visibility="public", means=kept, random=part(self.random), best=part(self.best)
+        )
 
 
-def gallery_of_run(run: str | Path, store_dir: str | Path, beside: Sequence[str | Path] = (), *, count: int = 8) -> Gallery:
-    """Return the gallery of a run's captioner, and of other runs' captioners, on a store, with greedy captions.
+def gallery_of_run(
+    run: str | Path, store_dir: str | Path, beside: Sequence[str | Path] = (), *, count: int = 8
+) -> Gallery:
+    """Return the gallery of a run's captioner, and of other runs' captioners, on a store, with
+    greedy captions.
 
-    Captions of another run may be released only if all its images are public, because this run's statement does not cover it.
+    Captions of another run may be released only if all its images are public, because this run's
+    statement does not cover it.
 
     Args:
         beside: run folders of other captioners.
@@ -101,10 +112,16 @@ def gallery_of_run(run: str | Path, store_dir: str | Path, beside: Sequence[str 
     for other in map(Path, beside):
         name = other.name if other.name not in runs else f"{other.parent.name}/{other.name}"
         if name in runs or other.resolve() in [known.resolve() for known in runs.values()]:
-            raise ConfigError(f"gallery: {other} is given twice; expected each run once. Drop one --beside.")
+            raise ConfigError(
+                f"gallery: {other} is given twice; expected each run once. Drop one --beside."
+            )
         runs[name] = other
     captioners = {name: open_captioner(path) for name, path in runs.items()}
-    open_names = {name for name, path in runs.items() if not captioners[name].confidential and (name == OWN or made_of_public_images(path))}
+    open_names = {
+        name
+        for name, path in runs.items()
+        if not captioners[name].confidential and (name == OWN or made_of_public_images(path))
+    }
     return make_gallery(captioners, open_store(store_dir), open_names, count=count)
 
 
@@ -116,33 +133,54 @@ def make_gallery(
     count: int = 8,
     score: Callable[[Sequence[str], Sequence[Sequence[str]]], np.ndarray] = cider_d,
 ) -> Gallery:
-    """Return the gallery of open captioners. The first is this run's, whose best captions are shown.
+    """Return the gallery of open captioners. The first is this run's, whose best captions are
+    shown.
 
-    The best are drawn from the tenth of the candidates whose captions score highest, as in the paper's figure 8.
+    The best are drawn from the tenth of the candidates whose captions score highest, as in the
+    paper's figure 8.
 
     Args:
         open_names: captioners whose captions of public images may be released.
         score: function of captions and their references that returns float64 (N,).
     """
     rows = _candidates(store)
-    said = {name: say_captions(ready, store, rows, GenerateSettings(), "squash") for name, ready in captioners.items()}
+    said = {
+        name: say_captions(ready, store, rows, GenerateSettings(), "squash")
+        for name, ready in captioners.items()
+    }
     own = next(iter(captioners))
-    rows = np.array([row for row in rows.tolist() if all(row in by_row for by_row in said.values())], dtype=np.int64)
+    rows = np.array(
+        [row for row in rows.tolist() if all(row in by_row for by_row in said.values())],
+        dtype=np.int64,
+    )
     if len(rows) < 2:
         raise DataError(
-            f"gallery: {store.path}: {len(rows)} images with captions could be read; expected two. Give --gallery a store with captions."
+            f"gallery: {store.path}: {len(rows)} images with captions could be read; expected "
+            "two. Give --gallery a store with captions."
         )
     references = store.captions_many(rows)
-    scores = {name: score([by_row[row] for row in rows.tolist()], references) for name, by_row in said.items()}
+    scores = {
+        name: score([by_row[row] for row in rows.tolist()], references)
+        for name, by_row in said.items()
+    }
     own_texts = [said[own][row] for row in rows.tolist()]
     # Several other images for each: a single pairing can match similar images by chance.
     moves = range(1, min(len(own_texts), 9))
-    chance = float(np.mean([score([*own_texts[k:], *own_texts[:k]], references).mean() for k in moves or (0,)]))
+    chance = float(
+        np.mean([score([*own_texts[k:], *own_texts[:k]], references).mean() for k in moves or (0,)])
+    )
 
     def shown(place: int) -> Row:
         row = int(rows[place])
-        captions = tuple(Saying(name, one_line(by_row[row]), float(scores[name][place])) for name, by_row in said.items())
-        return Row(image_uri(store.read(row)), tuple(map(one_line, references[place][:_REFERENCES_SHOWN])), captions)
+        captions = tuple(
+            Saying(name, one_line(by_row[row]), float(scores[name][place]))
+            for name, by_row in said.items()
+        )
+        return Row(
+            image_uri(store.read(row)),
+            tuple(map(one_line, references[place][:_REFERENCES_SHOWN])),
+            captions,
+        )
 
     num_best = max(1, round(BEST_SHARE * len(rows)))
     best = np.argsort(-scores[own], kind="stable")[:num_best]
@@ -162,7 +200,9 @@ def make_gallery(
 
 
 def _candidates(store: Store) -> np.ndarray:
-    """Return at most NUM_CANDIDATES rows with captions, int64, in a random order given by the images' ids."""
+    """Return at most NUM_CANDIDATES rows with captions, int64, in a random order given by the
+    images' ids.
+    """
     row_N = np.arange(store.num_records)
     row_N = row_N[store.has_captions(row_N)]
     return row_N[_drawn_order(store, row_N, "gallery")][:NUM_CANDIDATES]
@@ -170,4 +210,6 @@ def _candidates(store: Store) -> np.ndarray:
 
 def _drawn_order(store: Store, row_N: np.ndarray, stream: str) -> np.ndarray:
     """Return a random permutation of the rows, int64 (N,)."""
-    return np.argsort(StepKey(0, 0).uniform_numpy(store.index["id"][row_N], stream, 1)[:, 0], kind="stable")
+    return np.argsort(
+        StepKey(0, 0).uniform_numpy(store.index["id"][row_N], stream, 1)[:, 0], kind="stable"
+    )

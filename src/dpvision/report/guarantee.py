@@ -1,4 +1,6 @@
-"""The figures of a guarantee: for one store, over all runs on it behind the released weights, at one delta."""
+"""The figures of a guarantee: for one store, over all runs on it behind the released weights, at
+one delta.
+"""
 
 from dataclasses import asdict
 from typing import Any
@@ -30,32 +32,40 @@ def figures_of(parts: tuple[Part, ...], *, fixed: bool) -> dict[str, Any]:
         "epsilon_rdp": found.epsilon_rdp,
         "epsilon_unamplified": found.epsilon_unamplified,
         "unit_epsilon": found.unit_epsilon,
-        "unit_attack": None if found.unit_epsilon is None else _attack(curve(parts, _FPRS, fixed=fixed, of_unit=found.unit_epsilon)),
+        "unit_attack": None
+        if found.unit_epsilon is None
+        else _attack(curve(parts, _FPRS, fixed=fixed, of_unit=found.unit_epsilon)),
         "privacy_profile": profile,
         "attack": _attack(whole),
         "composition": {
             "runs": len(parts),
             "methods": dict(found.methods),
-            "reasons": found.reasons | ({} if profile is not None else {"privacy_profile": phrases.NO_PROFILE}),
+            "reasons": found.reasons
+            | ({} if profile is not None else {"privacy_profile": phrases.NO_PROFILE}),
             "text": phrases.composition(len(parts), found.methods["epsilon"]),
         },
     }
 
 
 def _attack(of: Curve) -> dict[str, float]:
-    return {f"tpr_at_fpr_{fpr:g}": tpr for fpr, tpr in of.tpr_at_fpr.items()} | {"coin_accuracy": of.coin_accuracy}
+    return {f"tpr_at_fpr_{fpr:g}": tpr for fpr, tpr in of.tpr_at_fpr.items()} | {
+        "coin_accuracy": of.coin_accuracy
+    }
 
 
 NOTHING = "This run guarantees nothing."
 
 
-def headline(guarantee: dict[str, Any] | None, sampling_unit: str, kept: list[dict[str, Any]]) -> str:
+def headline(
+    guarantee: dict[str, Any] | None, sampling_unit: str, kept: list[dict[str, Any]]
+) -> str:
     """Return the headline of a statement.
 
     Args:
         guarantee: the run's own.
         sampling_unit: of the run's plan.
-        kept: from ``other_stores``, of a run without a guarantee whose images, and those of all such runs behind it, are public.
+        kept: from ``other_stores``, of a run without a guarantee whose images, and those of all
+            such runs behind it, are public.
     """
     if guarantee is not None:
         return f"Differential privacy {kept_phrases.protection(guarantee, sampling_unit)}."
@@ -63,14 +73,23 @@ def headline(guarantee: dict[str, Any] | None, sampling_unit: str, kept: list[di
 
 
 def guarantee_of(
-    plan: DPPlan, steps: int, inherited: list[dict[str, Any]], store_id: str, *, fixed: bool, stop: Stop = "not_declared"
+    plan: DPPlan,
+    steps: int,
+    inherited: list[dict[str, Any]],
+    store_id: str,
+    *,
+    fixed: bool,
+    stop: Stop = "not_declared",
 ) -> dict[str, Any]:
-    """Return the guarantee of a run for its own store, including the earlier runs on that store behind its weights.
+    """Return the guarantee of a run for its own store, including the earlier runs on that store
+    behind its weights.
 
     Args:
-        steps: number of steps charged in the ledger. All figures are of ``plan.stated_steps``, whatever ``stop`` is.
+        steps: number of steps charged in the ledger. All figures are of ``plan.stated_steps``,
+            whatever ``stop`` is.
         inherited: lineage of the weights that the run started from.
-        stop: with "independent", a run that ended early also gets the figures of its executed steps.
+        stop: with "independent", a run that ended early also gets the figures of its executed
+            steps.
     """
     behind, stated = runs_on(inherited, store_id), plan.stated_steps(steps)
     spent, executed = plan.spent(stated), None
@@ -88,20 +107,34 @@ def guarantee_of(
         },
         "accountant": {
             "method": phrases.accountant_method(plan),
-            "software": "dpvision {dpvision} with dp-accounting {dp-accounting}".format_map(code_versions()),
+            "software": "dpvision {dpvision} with dp-accounting {dp-accounting}".format_map(
+                code_versions()
+            ),
             "value_discretization_interval": plan.value_discretization_interval,
         },
     }
 
 
-def other_stores(lineage: list[dict[str, Any]], own_store: str | None, *, fixed: bool) -> list[dict[str, Any]]:
+def other_stores(
+    lineage: list[dict[str, Any]], own_store: str | None, *, fixed: bool
+) -> list[dict[str, Any]]:
     """Return the figures of each private store in the lineage other than ``own_store``."""
-    seen = [(store_id, runs_on(lineage, store_id)) for store_id in private_stores(lineage) if store_id != own_store]
-    return [{"store_id": store_id, **figures_of(parts, fixed=fixed)} for store_id, parts in seen if parts]
+    seen = [
+        (store_id, runs_on(lineage, store_id))
+        for store_id in private_stores(lineage)
+        if store_id != own_store
+    ]
+    return [
+        {"store_id": store_id, **figures_of(parts, fixed=fixed)}
+        for store_id, parts in seen
+        if parts
+    ]
 
 
 def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
-    """Return all runs in the store's ledgers, including this one; without the store's account, that they are unknown."""
+    """Return all runs in the store's ledgers, including this one; without the store's account, that
+    they are unknown.
+    """
     if account is None:
         return {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
     runs = [
@@ -122,5 +155,7 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
         "epsilon_filter": account.epsilon_filter,
         "unit_epsilon_total": account.unit_epsilon,
         "delta": account.delta,
-        "cap": None if account.cap is None else asdict(account.cap) | {"covers_choice": account.cap_covers_choice},
+        "cap": None
+        if account.cap is None
+        else asdict(account.cap) | {"covers_choice": account.cap_covers_choice},
     }

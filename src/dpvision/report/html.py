@@ -33,12 +33,23 @@ def setting_rows(values: dict[str, Any], prefix: str = "") -> list[tuple[str, st
 def render(template: str, **values: Any) -> str:
     """Render a template of this folder. Values are escaped unless they are Markup."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters.update(
-        up=up, up_delta=up_delta, percent=numbers.percent_up, short=numbers.short, commas="{:,}".format, printed=printed
+        up=up,
+        up_delta=up_delta,
+        percent=numbers.percent_up,
+        short=numbers.short,
+        commas="{:,}".format,
+        printed=printed,
     )
-    return environment.get_template(template).render(css=Markup((Path(__file__).parent / "page.css").read_text()), **values)
+    return environment.get_template(template).render(
+        css=Markup((Path(__file__).parent / "page.css").read_text()), **values
+    )
 
 
 def write_page(path: Path, html: str) -> Path:

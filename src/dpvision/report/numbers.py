@@ -7,7 +7,11 @@ from dpvision.privacy.printed import up
 
 def percent_up(share: float) -> str:
     """Format a share as a percentage, rounded up, at most 100%."""
-    return f"{min(1.0, share) * 100:.0f}%" if share >= 1 else f"{up(share * 100, 0 if share >= 0.1 else 1)}%"
+    return (
+        f"{min(1.0, share) * 100:.0f}%"
+        if share >= 1
+        else f"{up(share * 100, 0 if share >= 0.1 else 1)}%"
+    )
 
 
 def short(x: float) -> str:
@@ -20,7 +24,11 @@ def short(x: float) -> str:
 
 def factor(epsilon: float) -> str:
     """Return e^epsilon as text, rounded up."""
-    return up(math.exp(epsilon), 0 if epsilon > 3 else 2) if epsilon < math.log(1e6) else f"10^{up(epsilon / math.log(10), 1)}"
+    return (
+        up(math.exp(epsilon), 0 if epsilon > 3 else 2)
+        if epsilon < math.log(1e6)
+        else f"10^{up(epsilon / math.log(10), 1)}"
+    )
 
 
 def count(n: int, noun: str) -> str:

@@ -29,14 +29,17 @@ def make_operator_page(
     test_store: str | Path | None = None,
     gallery: Gallery | None = None,
 ) -> Path:
-    """Write RUN/confidential/operator.html: losses, gradient norms, batch sizes, throughput, private scores and images.
+    """Write RUN/confidential/operator.html: losses, gradient norms, batch sizes, throughput,
+    private scores and images.
 
     Made for every run, even without a guarantee.
 
     Args:
         run_dir: run folder.
-        private_store: store whose images are reconstructed and compared on the page; if None, no images.
-        test_store: store whose images are shown with a classifier's predictions: images that it was not trained on.
+        private_store: store whose images are reconstructed and compared on the page; if None, no
+            images.
+        test_store: store whose images are shown with a classifier's predictions: images that it was
+            not trained on.
         gallery: images with their captions.
 
     Raises:
@@ -52,7 +55,10 @@ def make_operator_page(
         images, alike = reconstruct_some(root, store), neighbours_of_run(root, store)
     if test_store is not None:
         predictions = predict_some(root, open_store(test_store))
-    scores = [*read_scores(root / "confidential" / "scores.json"), *([] if base != root else read_scores(base / "scores.json"))]
+    scores = [
+        *read_scores(root / "confidential" / "scores.json"),
+        *([] if base != root else read_scores(base / "scores.json")),
+    ]
     html = render(
         "operator_page.html",
         recipe=config.recipe,
@@ -73,14 +79,25 @@ def make_operator_page(
 def _figures(metrics: list[dict[str, Any]], plan: DPPlan) -> dict[str, Markup]:
     if not metrics:
         return {}
-    step, columns = _column(metrics, "step"), {name: _column(metrics, name) for name in metrics[0] if name != "step"}
+    step, columns = (
+        _column(metrics, "step"),
+        {name: _column(metrics, name) for name in metrics[0] if name != "step"},
+    )
     clip = None if plan.max_grad_norm is None else ("clip norm", plan.max_grad_norm)
     norms = {"median": columns["grad_norm_median"], "mean": columns["grad_norm_mean"]}
     hours = (columns["time"] - columns["time"][0]) / 3600
     drawn = {
         "loss": series_figure(step, {"loss": columns["loss"]}, xlabel="steps", ylabel="loss"),
-        "norms": series_figure(step, norms, xlabel="steps", ylabel="gradient norm", reference=clip, log=True),
-        "clipped": series_figure(step, {"clipped": columns["clip_fraction"]}, xlabel="steps", ylabel="share clipped", limits=(0, 1.02)),
+        "norms": series_figure(
+            step, norms, xlabel="steps", ylabel="gradient norm", reference=clip, log=True
+        ),
+        "clipped": series_figure(
+            step,
+            {"clipped": columns["clip_fraction"]},
+            xlabel="steps",
+            ylabel="share clipped",
+            limits=(0, 1.02),
+        ),
         "batch": series_figure(
             step,
             {"drawn": columns["batch_size"]},
@@ -88,7 +105,12 @@ def _figures(metrics: list[dict[str, Any]], plan: DPPlan) -> dict[str, Markup]:
             ylabel="records in the batch",
             reference=("expected", plan.expected_batch_size),
         ),
-        "rate": series_figure(hours, {"rate": columns["images_per_s"]}, xlabel="hours since the start", ylabel="images per second"),
+        "rate": series_figure(
+            hours,
+            {"rate": columns["images_per_s"]},
+            xlabel="hours since the start",
+            ylabel="images per second",
+        ),
     }
     return {name: Markup(svg) for name, svg in drawn.items()}
 
@@ -103,13 +125,17 @@ def _summary(metrics: list[dict[str, Any]], plan: DPPlan) -> dict[str, str]:
         "last loss": f"{last['loss']:.4f}" if last["loss"] is not None else "none (empty batch)",
         "seconds per step, median": f"{np.nanmedian(seconds):.2f}",
         "hours in steps": f"{np.nansum(seconds) / 3600:.2f}",
-        "gradients that were not finite": f"{sum(line.get('num_non_finite') or 0 for line in metrics):,}",
+        "gradients that were not finite": (
+            f"{sum(line.get('num_non_finite') or 0 for line in metrics):,}"
+        ),
     }
 
 
 def _column(metrics: list[dict[str, Any]], name: str) -> np.ndarray:
     """Return the values of one metric, float64, NaN if not measured."""
-    return np.array([line[name] if line[name] is not None else np.nan for line in metrics], dtype=np.float64)
+    return np.array(
+        [line[name] if line[name] is not None else np.nan for line in metrics], dtype=np.float64
+    )
 
 
 def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -125,4 +151,6 @@ def _read_plan(path: Path) -> DPPlan:
     try:
         return DPPlan.from_dict(parse_json(path.read_bytes()))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"report: {path} cannot be read ({error}). Restore it as the run wrote it.") from None
+        raise CheckpointError(
+            f"report: {path} cannot be read ({error}). Restore it as the run wrote it."
+        ) from None

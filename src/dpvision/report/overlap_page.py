@@ -31,11 +31,14 @@ class Pair:
     distance: str
 
 
-def write_overlap_page(path: Path, public: Store, private: Store, found: Matches, methods: list[str], *, most: int = 60) -> Path:
+def write_overlap_page(
+    path: Path, public: Store, private: Store, found: Matches, methods: list[str], *, most: int = 60
+) -> Path:
     """Write the page, which is confidential because it shows private images.
 
     Args:
-        most: maximum number of pairs shown per kind, spread evenly from the nearest to the farthest.
+        most: maximum number of pairs shown per kind, spread evenly from the nearest to the
+            farthest.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -44,10 +47,26 @@ def write_overlap_page(path: Path, public: Store, private: Store, found: Matches
     for how, (title, distance) in _WORDS.items():
         here = np.flatnonzero(found.how_M == HOWS.index(how))
         here = here[np.argsort(found.distance_M[here], kind="stable")]
-        shown = here[np.unique(np.linspace(0, len(here) - 1, min(most, len(here))).astype(np.int64))] if len(here) else here
-        pairs = [_pair(public, private, found, m, "" if how in ("bytes", "pixels") else distance) for m in shown.tolist()]
+        shown = (
+            here[np.unique(np.linspace(0, len(here) - 1, min(most, len(here))).astype(np.int64))]
+            if len(here)
+            else here
+        )
+        pairs = [
+            _pair(public, private, found, m, "" if how in ("bytes", "pixels") else distance)
+            for m in shown.tolist()
+        ]
         kinds.append((title, len(here), pairs))
-    return write_page(path, render("overlap_page.html", public=public.path.name, private=private.path.name, kinds=kinds, methods=methods))
+    return write_page(
+        path,
+        render(
+            "overlap_page.html",
+            public=public.path.name,
+            private=private.path.name,
+            kinds=kinds,
+            methods=methods,
+        ),
+    )
 
 
 def _pair(public: Store, private: Store, found: Matches, m: int, distance: str) -> Pair:
@@ -58,10 +77,14 @@ def _pair(public: Store, private: Store, found: Matches, m: int, distance: str) 
 
 
 def _tile(data: bytes) -> np.ndarray:
-    """Return the whole image padded with grey to a square; all grey if unreadable (identical bytes need not be an image)."""
+    """Return the whole image padded with grey to a square; all grey if unreadable (identical bytes
+    need not be an image).
+    """
     try:
         image = Image.fromarray(decode(data))
     except BadImage:
         image = Image.new("RGB", (1, 1), "grey")
-    method = Image.Resampling.NEAREST if max(image.size) < _SIDE_PX // 2 else Image.Resampling.LANCZOS
+    method = (
+        Image.Resampling.NEAREST if max(image.size) < _SIDE_PX // 2 else Image.Resampling.LANCZOS
+    )
     return np.asarray(ImageOps.pad(image, (_SIDE_PX, _SIDE_PX), method=method, color="grey"))

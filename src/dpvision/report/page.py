@@ -36,16 +36,19 @@ def make_report(
     stop: Stop = "not_declared",
     gallery: Gallery | None = None,
 ) -> Path:
-    """Write RUN/statement.json and RUN/report.html, a page without scripts or network requests, and return the page's path.
+    """Write RUN/statement.json and RUN/report.html, a page without scripts or network requests, and
+    return the page's path.
 
     Args:
         run_dir: run folder.
-        public_store: public store whose images are classified, reconstructed and compared on the page; if None, no images.
+        public_store: public store whose images are classified, reconstructed and compared on the
+            page; if None, no images.
         store_dir, tuning, stop: as in ``statement.make_statement``.
         gallery: public part (``Gallery.public_part``) of a gallery of captioned images.
 
     Raises:
-        PrivacyError: the run may not be reported (``make_statement``), or ``public_store`` or ``gallery`` is private.
+        PrivacyError: the run may not be reported (``make_statement``), or ``public_store`` or
+            ``gallery`` is private.
         CheckpointError: there is no run or checkpoint, or a file cannot be written.
     """
     root = Path(run_dir)
@@ -57,20 +60,38 @@ def make_report(
         store = open_store(public_store)
         if store.results_visibility != "public":
             what = (
-                "is private" if store.visibility == "private" else "was cleared of private twins, so that its choice of images is private"
+                "is private"
+                if store.visibility == "private"
+                else "was cleared of private twins, so that its choice of images is private"
             )
-            raise PrivacyError(f"report: {public_store} {what}; expected a store imported with --public. Drop --public-store.")
-        predictions, images, alike = predict_some(root, store), reconstruct_some(root, store), neighbours_of_run(root, store)
+            raise PrivacyError(
+                f"report: {public_store} {what}; expected a store imported with --public. Drop "
+                "--public-store."
+            )
+        predictions, images, alike = (
+            predict_some(root, store),
+            reconstruct_some(root, store),
+            neighbours_of_run(root, store),
+        )
     if gallery is not None and gallery.visibility != "public":
-        raise PrivacyError(f"report: the gallery of {gallery.store} is private; expected its public part. Drop --gallery.")
+        raise PrivacyError(
+            f"report: the gallery of {gallery.store} is private; expected its public part. Drop "
+            "--gallery."
+        )
     write_json(root / "statement.json", statement)
     guarantee, unit = statement["guarantee"], statement["scope"]["unit"]["sampling_unit"]
-    said = None if guarantee is None else stated_for(unit, guarantee["epsilon"], guarantee["unit_epsilon"])
+    said = (
+        None
+        if guarantee is None
+        else stated_for(unit, guarantee["epsilon"], guarantee["unit_epsilon"])
+    )
     html = render(
         "report_page.html",
         s=statement,
         said=said,
-        figures=_figures(evidence, statement, tuning, _asked(evidence.manifest["config"]["privacy"], said)),
+        figures=_figures(
+            evidence, statement, tuning, _asked(evidence.manifest["config"]["privacy"], said)
+        ),
         learned=learned_of(statement["scores"]),
         predictions=predictions,
         images=images,
@@ -84,27 +105,36 @@ def make_report(
 
 
 def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
-    """Return a few lines of Python that compute the run's epsilon with dp-accounting alone, or None without a guarantee."""
+    """Return a few lines of Python that compute the run's epsilon with dp-accounting alone, or None
+    without a guarantee.
+    """
     if statement["guarantee"] is None:
         return None
-    steps, gaussian = plan.stated_steps(statement["mechanism"]["steps_executed"]), f"dp.GaussianDpEvent({plan.noise_multiplier!r})"
+    steps, gaussian = (
+        plan.stated_steps(statement["mechanism"]["steps_executed"]),
+        f"dp.GaussianDpEvent({plan.noise_multiplier!r})",
+    )
     lines = ["import dp_accounting as dp"]
     if plan.selection is not None:
         return "\n".join([*lines, *_recompute_selection(plan, steps), "print(epsilon)"])
     if plan.sampling == "full_batch" or plan.sample_rate == 1:
-        lines += [f"noise = {plan.noise_multiplier!r} / {steps} ** 0.5  # {steps} full-batch steps are one Gaussian"]
+        lines += [
+            f"noise = {plan.noise_multiplier!r} / {steps} ** 0.5  # {steps} full-batch steps are "
+            "one Gaussian"
+        ]
         lines += [f"epsilon = dp.get_epsilon_gaussian(noise, {plan.delta!r})"]
     else:
         step = (
-            f"dp.TruncatedSubsampledGaussianDpEvent({plan.sampled_from}, {plan.sample_rate!r}, {plan.max_batch_size}, "
-            f"{plan.noise_multiplier!r})"
+            f"dp.TruncatedSubsampledGaussianDpEvent({plan.sampled_from}, {plan.sample_rate!r}, "
+            f"{plan.max_batch_size}, {plan.noise_multiplier!r})"
             if plan.sampling == "truncated_poisson"
             else f"dp.PoissonSampledDpEvent({plan.sample_rate!r}, {gaussian})"
         )
         lines += [
             "from dp_accounting import pld",
             f"step = {step}",
-            f"accountant = pld.PLDAccountant(value_discretization_interval={plan.value_discretization_interval!r})",
+            "accountant = "
+            f"pld.PLDAccountant(value_discretization_interval={plan.value_discretization_interval!r})",
             f"epsilon = accountant.compose(step, {steps}).get_epsilon({plan.delta!r})",
         ]
     return "\n".join([*lines, "print(epsilon)"])
@@ -121,49 +151,88 @@ def _recompute_selection(plan: DPPlan, steps: int) -> list[str]:
         "from dp_accounting import dp_event, rdp",
         f"run = dp.SelfComposedDpEvent({step}, {asked.steps})",
         f"score = dp.GaussianDpEvent({asked.score_noise_ratio * plan.noise_multiplier!r})",
-        f"event = dp_event.RepeatAndSelectDpEvent(dp.ComposedDpEvent([run, score]), {asked.mean_runs!r}, {shape})",
+        "event = dp_event.RepeatAndSelectDpEvent(dp.ComposedDpEvent([run, score]), "
+        f"{asked.mean_runs!r}, {shape})",
         f"epsilon = rdp.RdpAccountant().compose(event, {steps}).get_epsilon({plan.delta!r})",
     ]
 
 
 def _asked(privacy: dict[str, Any], said: Stated | None) -> float | None:
-    """Return the target of the epsilon that is drawn by steps: a single image's if there is one beside a person's."""
+    """Return the target of the epsilon that is drawn by steps: a single image's if there is one
+    beside a person's.
+    """
     target: float | None = privacy["target_epsilon"]
-    return privacy.get("target_unit_epsilon") if target is None and said is not None and said.of_image is None else target
+    return (
+        privacy.get("target_unit_epsilon")
+        if target is None and said is not None and said.of_image is None
+        else target
+    )
 
 
 def _place_on_scale(epsilon: float) -> float:
-    """Return the horizontal position of epsilon on the page's scale: a third each for 0.1 to 1, 1 to 10 and 10 to 100."""
+    """Return the horizontal position of epsilon on the page's scale: a third each for 0.1 to 1, 1
+    to 10 and 10 to 100.
+    """
     decades = math.log10(max(epsilon, 1e-9)) + 1
     return 8 + 64 * min(max(decades, 0.0), 2.94)
 
 
-def _figures(evidence: Evidence, statement: dict[str, Any], tuning: Tuning, asked: float | None) -> dict[str, Markup | None]:
+def _figures(
+    evidence: Evidence, statement: dict[str, Any], tuning: Tuning, asked: float | None
+) -> dict[str, Markup | None]:
     """Return the figures as SVG by name; None if there is nothing to draw."""
     drawn: dict[str, str | None] = dict.fromkeys(("epsilon", "profile", "scores"))
     guarantee = statement["guarantee"]
     if guarantee is not None:
         plan, behind = evidence.plan, runs_on(evidence.ledger.lineage, evidence.ledger.store_id)
         stated = plan.stated_steps(statement["mechanism"]["steps_executed"])
-        steps = sorted({0, 1, stated, *(math.ceil(plan.steps * (k / _CURVE_POINTS) ** 1.5) for k in range(1, _CURVE_POINTS + 1))})
-        points = [(step, total_epsilon((*behind, *([(plan, step)] if step else ())), fixed=tuning == "none")[0]) for step in steps]
+        steps = sorted(
+            {
+                0,
+                1,
+                stated,
+                *(
+                    math.ceil(plan.steps * (k / _CURVE_POINTS) ** 1.5)
+                    for k in range(1, _CURVE_POINTS + 1)
+                ),
+            }
+        )
+        points = [
+            (
+                step,
+                total_epsilon((*behind, *([(plan, step)] if step else ())), fixed=tuning == "none")[
+                    0
+                ],
+            )
+            for step in steps
+        ]
         drawn["epsilon"] = figures.epsilon_figure(points, stated, asked)
         if guarantee["privacy_profile"] is not None:
-            drawn["profile"] = figures.profile_figure(guarantee["privacy_profile"], guarantee["epsilon"], guarantee["delta"])
+            drawn["profile"] = figures.profile_figure(
+                guarantee["privacy_profile"], guarantee["epsilon"], guarantee["delta"]
+            )
     if shares := [score for score in statement["scores"] if is_share(score["protocol"])]:
         drawn["scores"] = figures.bars_figure(*_score_groups(shares))
     return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}
 
 
-def _score_groups(scores: list[dict[str, Any]]) -> tuple[list[tuple[str, list[tuple[str, float, float, float, bool]]]], list[float]]:
-    """Return the scores grouped by protocol (without its last part, the pooling) and data, and the chance level of each group."""
+def _score_groups(
+    scores: list[dict[str, Any]],
+) -> tuple[list[tuple[str, list[tuple[str, float, float, float, bool]]]], list[float]]:
+    """Return the scores grouped by protocol (without its last part, the pooling) and data, and the
+    chance level of each group.
+    """
     groups: dict[str, list[tuple[str, float, float, float, bool]]] = {}
     chances: dict[str, float] = {}
     for score in scores:
         protocol, _, pooling = score["protocol"].rpartition(", ")
         label = score["name"] if pooling == "pixels" else f"{score['name']}, {pooling}"
-        fitted = "" if score["train_data"] == NOTHING_FITTED else f" fitted to {score['train_data']},"
+        fitted = (
+            "" if score["train_data"] == NOTHING_FITTED else f" fitted to {score['train_data']},"
+        )
         title = f"{protocol},{fitted} on {score['test_data']}"
-        groups.setdefault(title, []).append((label, score["value"], score["low"], score["high"], is_of_the_run(score["name"])))
+        groups.setdefault(title, []).append(
+            (label, score["value"], score["low"], score["high"], is_of_the_run(score["name"]))
+        )
         chances[title] = max(score["chance"], chances.get(title, 0.0))
     return list(groups.items()), list(chances.values())

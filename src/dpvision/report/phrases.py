@@ -11,49 +11,72 @@ from dpvision.privacy.refusal import MAX_DELTA
 from dpvision.report.numbers import count, factor, percent_up
 
 TRUST_MODEL = (
-    "Whoever runs the training is trusted with the images. The guarantee holds against everybody who receives what is released, even if "
-    "they see the weights after every single step. It assumes that they learn neither the random keys of the run nor which images a step "
-    "has drawn."
+    "Whoever runs the training is trusted with the images. The guarantee holds against "
+    "everybody who receives what is released, even if they see the weights after every single "
+    "step. It assumes that they learn neither the random keys of the run nor which images a "
+    "step has drawn."
 )
-ADJACENCY = "Add or remove one: two sets of images are neighbours if one has one image more than the other and they are otherwise equal."
-RECORD = "One record: an image with all its captions and labels. Files with identical image bytes are one record."
+ADJACENCY = (
+    "Add or remove one: two sets of images are neighbours if one has one image more than the "
+    "other and they are otherwise equal."
+)
+RECORD = (
+    "One record: an image with all its captions and labels. Files with identical image bytes "
+    "are one record."
+)
 DATASET_SIZE = (
-    "The number of images is a declared, public constant of the plan. The sampling rate and the divisor follow from it, never from the "
-    "number of images in the store, which may differ by up to 1% (in full batches: be up to 1% smaller)."
+    "The number of images is a declared, public constant of the plan. The sampling rate and the "
+    "divisor follow from it, never from the number of images in the store, which may differ by "
+    "up to 1% (in full batches: be up to 1% smaller)."
 )
 BAD_RECORDS = (
-    "An image that cannot be decoded, or whose gradient is not finite, contributes exactly zero to its step. It is not replaced by "
-    "another, and no step is skipped or stopped because of it."
+    "An image that cannot be decoded, or whose gradient is not finite, contributes exactly zero "
+    "to its step. It is not replaced by another, and no step is skipped or stopped because of "
+    "it."
 )
 HEADS = (
-    "Scores in this statement were measured on public images with heads trained on public images: they cost no privacy. A head trained on "
-    "private images needs a guarantee of its own, which this statement does not give."
+    "Scores in this statement were measured on public images with heads trained on public "
+    "images: they cost no privacy. A head trained on private images needs a guarantee of its "
+    "own, which this statement does not give."
 )
-NO_AUDITS = "No attack was run against this model. The bounds on attacks in this statement are proven and do not rely on one."
+NO_AUDITS = (
+    "No attack was run against this model. The bounds on attacks in this statement are proven "
+    "and do not rely on one."
+)
 SIDE_CHANNELS = [
     "Time: the duration of a step depends on how many images it drew. Times are not released.",
-    "Floating point: noise is added in finite precision, whose rounding an attacker could in theory exploit.",
+    "Floating point: noise is added in finite precision, whose rounding an attacker could in "
+    "theory exploit.",
     "The machine: memory, disks, backups, and its terminal.",
 ]
 
 SELECTION_TIME = (
-    "The number of runs of the selection: epsilon holds only while it stays secret. The duration of the command, the load of the machine "
-    "and the times of its files reveal something about it."
+    "The number of runs of the selection: epsilon holds only while it stays secret. The "
+    "duration of the command, the load of the machine and the times of its files reveal "
+    "something about it."
 )
 
-FILES = "Checkpoints (weights, moving average, optimizer state), settings, ledger, public scores, this statement, report.html."
+FILES = (
+    "Checkpoints (weights, moving average, optimizer state), settings, ledger, public scores, "
+    "this statement, report.html."
+)
 """What a run of a network may release."""
 NO_PROFILE = "added epsilons give one pair (epsilon, delta), no profile"
 COMPOSITION: dict[Method, str] = {
     "one run": "The weights come from one run on this store.",
-    "pld": "Their privacy loss distributions are composed: the settings of all of them were declared to be fixed beforehand.",
-    "gaussian": "All of them are Gaussian mechanisms, composed in closed form: their settings were declared to be fixed beforehand.",
-    "renyi": "Their Renyi divergences are added: the settings of all of them were declared to be fixed beforehand.",
+    "pld": "Their privacy loss distributions are composed: the settings of all of them were "
+    "declared to be fixed beforehand.",
+    "gaussian": "All of them are Gaussian mechanisms, composed in closed form: their settings were "
+    "declared to be fixed beforehand.",
+    "renyi": "Their Renyi divergences are added: the settings of all of them were declared to be "
+    "fixed beforehand.",
     "filter": (
-        "Their total is given by a Renyi filter (Feldman and Zrnic, arXiv 2008.11193), which allows for settings chosen after seeing "
-        "earlier results; that is proven against a cap set before the first run."
+        "Their total is given by a Renyi filter (Feldman and Zrnic, arXiv 2008.11193), which "
+        "allows for settings chosen after seeing earlier results; that is proven against a cap "
+        "set before the first run."
     ),
-    "basic": "One of them has no Renyi accounting: their epsilons, each at an equal share of delta, are added.",
+    "basic": "One of them has no Renyi accounting: their epsilons, each at an equal share of "
+    "delta, are added.",
 }
 
 
@@ -61,30 +84,43 @@ def in_words(plan: DPPlan, guarantee: dict[str, Any] | None) -> list[str]:
     """Return paragraphs that explain the headline to a reader who does not know epsilon."""
     if guarantee is None:
         return [
-            "Its images were imported as public or are synthetic, and nothing was done to hide any of them: the model may reproduce "
-            f"them.{simulated(plan)}",
-            "The figures below describe what was executed. None of them is a statement about privacy.",
+            "Its images were imported as public or are synthetic, and nothing was done to hide "
+            f"any of them: the model may reproduce them.{simulated(plan)}",
+            "The figures below describe what was executed. None of them is a statement about "
+            "privacy.",
         ]
     epsilon, delta, attack = guarantee["epsilon"], guarantee["delta"], guarantee["attack"]
-    seen = "the model after every step" if plan.selection is None else "the model that was chosen, with its score,"
+    seen = (
+        "the model after every step"
+        if plan.selection is None
+        else "the model that was chosen, with its score,"
+    )
     return [
-        f"Remove any one of the {plan.dataset_size:,} images, with everything that belongs to it. Any result of this training could have "
-        "occurred without it as well: its probability changes by a factor of at most "
-        f"e^epsilon = {factor(epsilon)}, up to delta, {one_in(delta)}.",
+        f"Remove any one of the {plan.dataset_size:,} images, with everything that belongs to "
+        "it. Any result of this training could have occurred without it as well: its "
+        f"probability changes by a factor of at most e^epsilon = {factor(epsilon)}, up to delta, "
+        f"{one_in(delta)}.",
         f"For scale, take the strongest attacker: one who knows all other images, sees {seen} "
-        "and only has to decide whether one given image was used. If a fair coin had decided its use, no method would be right more than "
-        f"{percent_up(attack['coin_accuracy'])} of the time; guessing is right 50% of the time.",
-        f"If the attacker may accuse only 1 in 100 of the images that were not used, at most {percent_up(attack['tpr_at_fpr_0.01'])} "
-        f"of those that were used can be found; if only 1 in 1,000, at most {percent_up(attack['tpr_at_fpr_0.001'])}. Blind guessing "
-        "would find 1% and 0.1%.",
-        f"These are proven worst-case limits, not measurements; real attackers know less. {tier(epsilon)} What many images have in common "
-        "is learned on purpose and is not protected: the guarantee is for each single image.",
+        "and only has to decide whether one given image was used. If a fair coin had decided "
+        f"its use, no method would be right more than {percent_up(attack['coin_accuracy'])} of "
+        "the time; guessing is right 50% of the time.",
+        "If the attacker may accuse only 1 in 100 of the images that were not used, at most "
+        f"{percent_up(attack['tpr_at_fpr_0.01'])} of those that were used can be found; if only "
+        f"1 in 1,000, at most {percent_up(attack['tpr_at_fpr_0.001'])}. Blind guessing would "
+        "find 1% and 0.1%.",
+        "These are proven worst-case limits, not measurements; real attackers know less. "
+        f"{tier(epsilon)} What many images have in common is learned on purpose and is not "
+        "protected: the guarantee is for each single image.",
     ]
 
 
 def simulated(plan: DPPlan) -> str:
     """Return a sentence about a simulation, or nothing."""
-    return " It simulates a private run to find settings for it." if plan.guarantee == "simulated" else ""
+    return (
+        " It simulates a private run to find settings for it."
+        if plan.guarantee == "simulated"
+        else ""
+    )
 
 
 def tier(epsilon: float) -> str:
@@ -96,7 +132,10 @@ def tier(epsilon: float) -> str:
         if epsilon <= 10
         else "weak or no protection by itself"
     )
-    return f"By a common reading (Ponomareva et al. 2023, arXiv 2303.00654) an epsilon of {up(epsilon, 2)} is {verdict}."
+    return (
+        "By a common reading (Ponomareva et al. 2023, arXiv 2303.00654) an epsilon of "
+        f"{up(epsilon, 2)} is {verdict}."
+    )
 
 
 def released(plan: DPPlan) -> str:
@@ -113,18 +152,31 @@ def not_covered(plan: DPPlan) -> list[str]:
     return [CONFIDENTIAL, *of_every_guarantee(persons=plan.num_units is not None)]
 
 
-CONFIDENTIAL = "Everything under confidential/: losses, gradient norms, batch sizes, times, images. It must not be released."
+CONFIDENTIAL = (
+    "Everything under confidential/: losses, gradient norms, batch sizes, times, images. It "
+    "must not be released."
+)
 
 
 def of_every_guarantee(*, persons: bool) -> list[str]:
-    """Return what no guarantee covers, and if it is not one of ``persons``, several images of one."""
+    """Return what no guarantee covers, and if it is not one of ``persons``, several images of
+    one.
+    """
     return [
         "Facts about the whole population that the model learns from many images together.",
-        "How the store was assembled before the run: removing private images because of other private images (such as "
-        "near-duplicates) is not covered; filtering each image independently, or against a fixed public set, is free. The guarantee is "
-        "for the store as it was.",
+        "How the store was assembled before the run: removing private images because of other "
+        "private images (such as near-duplicates) is not covered; filtering each image "
+        "independently, or against a fixed public set, is free. The guarantee is for the store "
+        "as it was.",
         "The same image, or images of the same person, in other data sets or under other ledgers.",
-        *([] if persons else ["Several different images of one person: the import did not record the person of each image."]),
+        *(
+            []
+            if persons
+            else [
+                "Several different images of one person: the import did not record the person "
+                "of each image."
+            ]
+        ),
     ]
 
 
@@ -134,43 +186,69 @@ def unit(plan: DPPlan) -> str:
     if plan.num_units is None:
         return RECORD
     return (
-        f"One person, with all their images: {plan.num_units:,} people are declared, a public number. {RECORD} At most {k} of a person "
-        "take part. The headline has the epsilon of a person, unit_epsilon. The figure called epsilon is for one image of a person with no "
+        f"One person, with all their images: {plan.num_units:,} people are declared, a public "
+        f"number. {RECORD} At most {k} of a person take part. The headline has the epsilon of a "
+        "person, unit_epsilon. The figure called epsilon is for one image of a person with no "
         "more images than that: with more, removing one lets another take part."
     )
 
 
 def delta_rule(plan: DPPlan, num_parents: int) -> str:
     """Return how delta was chosen."""
-    default = "1 / (2 N)" if plan.delta < MAX_DELTA else f"{up_delta(MAX_DELTA)}, the largest default"
+    default = (
+        "1 / (2 N)" if plan.delta < MAX_DELTA else f"{up_delta(MAX_DELTA)}, the largest default"
+    )
     rule = default if plan.delta == default_delta(plan.population) else "set explicitly"
     whom = "images" if plan.num_units is None else "people"
-    joined = f" With {count(num_parents, 'earlier run')} in the lineage, every figure holds at the smallest delta." if num_parents else ""
-    return f"{rule}, N being the declared number of {whom}; training is refused when N x delta exceeds 1.5.{joined}"
+    joined = (
+        f" With {count(num_parents, 'earlier run')} in the lineage, every figure holds at the "
+        "smallest delta."
+        if num_parents
+        else ""
+    )
+    return (
+        f"{rule}, N being the declared number of {whom}; training is refused when N x delta "
+        f"exceeds 1.5.{joined}"
+    )
 
 
 def composition(num_runs: int, method: Method) -> str:
     """Return how the epsilons of the runs behind the weights were combined."""
-    return f"The weights come from {count(num_runs, 'run')} on this store. {COMPOSITION[method]}" if num_runs > 1 else COMPOSITION[method]
+    return (
+        f"The weights come from {count(num_runs, 'run')} on this store. {COMPOSITION[method]}"
+        if num_runs > 1
+        else COMPOSITION[method]
+    )
 
 
 def declared(by: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return who declared weights without a lineage public, or None if nothing had to be declared."""
+    """Return who declared weights without a lineage public, or None if nothing had to be
+    declared.
+    """
     if by is None:
         return None
     who = "the operator" if by["by"] == "operator" else "their name in a library"
-    return {**by, "text": f"Declared to be public by {who}: {by['name']}, from {by['source']}. This was not verified."}
+    return {
+        **by,
+        "text": f"Declared to be public by {who}: {by['name']}, from {by['source']}. This was not "
+        "verified.",
+    }
 
 
 def trust_model(plan: DPPlan) -> str:
     """Return the trust model: who may see what."""
     if plan.selection is None:
         return TRUST_MODEL
-    return TRUST_MODEL.replace("the weights after every single step", "all steps of the run that was chosen, and nothing of the others")
+    return TRUST_MODEL.replace(
+        "the weights after every single step",
+        "all steps of the run that was chosen, and nothing of the others",
+    )
 
 
 def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return which private twins were left out of a public store (``data overlap --out``), or None if none were searched for."""
+    """Return which private twins were left out of a public store (``data overlap --out``), or None
+    if none were searched for.
+    """
     if record is None:
         return None
     stores = ", ".join(store_id[:8] for store_id in record["against"])
@@ -178,8 +256,9 @@ def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
         "against": record["against"],
         "methods": record["methods"],
         "text": (
-            f"Public images that are also in store {stores} were left out before training on this store "
-            f"({'; '.join(record['methods'])}). Their number is not given because it depends on the private images."
+            f"Public images that are also in store {stores} were left out before training on "
+            f"this store ({'; '.join(record['methods'])}). Their number is not given because it "
+            "depends on the private images."
         ),
     }
 
@@ -189,15 +268,21 @@ def selection(plan: DPPlan) -> dict[str, Any] | None:
     asked = plan.selection
     if asked is None:
         return None
-    law = "Poisson" if asked.shape is None else f"truncated negative binomial of shape {asked.shape:g}"
+    law = (
+        "Poisson"
+        if asked.shape is None
+        else f"truncated negative binomial of shape {asked.shape:g}"
+    )
     return {
         "mean_runs": asked.mean_runs,
         "shape": asked.shape,
         "steps_per_run": asked.steps,
         "score_noise_multiplier": asked.score_noise_ratio * plan.noise_multiplier,
         "text": (
-            f"The one step is a selection: a secret number of runs ({law}, mean {asked.mean_runs:g}), of {asked.steps:,} steps each, with "
-            "the noise, clipping and sampling given here, and a noisy count of correctly classified records, to which each adds at most 1."
+            f"The one step is a selection: a secret number of runs ({law}, mean "
+            f"{asked.mean_runs:g}), of {asked.steps:,} steps each, with the noise, clipping and "
+            "sampling given here, and a noisy count of correctly classified records, to which "
+            "each adds at most 1."
         ),
     }
 
@@ -210,15 +295,22 @@ def side_channels(plan: DPPlan) -> list[str]:
 def accountant_method(plan: DPPlan) -> str:
     """Return how epsilon was computed."""
     if plan.selection is not None:
-        theorem = "6 (Poisson)" if plan.selection.shape is None else "2 (truncated negative binomial)"
+        theorem = (
+            "6 (Poisson)" if plan.selection.shape is None else "2 (truncated negative binomial)"
+        )
         return (
-            f"Renyi: of one run, then theorem {theorem} of Papernot and Steinke (arXiv 2110.03620). No tighter one exists for selections."
+            f"Renyi: of one run, then theorem {theorem} of Papernot and Steinke (arXiv "
+            "2110.03620). No tighter one exists for selections."
         )
     if plan.sampling == "full_batch" or plan.sample_rate == 1:
-        return "Exact: all steps together are one Gaussian mechanism (Balle and Wang, arXiv 1805.06530)."
+        return (
+            "Exact: all steps together are one Gaussian mechanism (Balle and Wang, arXiv "
+            "1805.06530)."
+        )
     return (
-        "Privacy loss distribution, pessimistic (Doroshenko et al., arXiv 2207.04380): an upper bound on the true epsilon. "
-        "epsilon_rdp is the looser Renyi bound with the conversion of Balle et al. (arXiv 1905.09982), for comparison with papers."
+        "Privacy loss distribution, pessimistic (Doroshenko et al., arXiv 2207.04380): an upper "
+        "bound on the true epsilon. epsilon_rdp is the looser Renyi bound with the conversion "
+        "of Balle et al. (arXiv 1905.09982), for comparison with papers."
     )
 
 
@@ -227,7 +319,8 @@ def sampling_assumed(plan: DPPlan) -> str:
     q, one = f"probability {plan.sample_rate:.6g}", plan.sampling_unit
     return {
         "poisson": f"Poisson: in each step each {one} is sampled independently, with {q}.",
-        "truncated_poisson": f"Truncated Poisson: each {one} sampled independently, with {q}; a random {plan.max_batch_size} at most.",
+        "truncated_poisson": f"Truncated Poisson: each {one} sampled independently, with {q}; a "
+        f"random {plan.max_batch_size} at most.",
         "full_batch": f"Full batch: every {one} in every step.",
     }[plan.sampling]
 
@@ -238,17 +331,22 @@ def sampling_executed(plan: DPPlan) -> str:
         return sampling_assumed(plan)
     several = "records" if plan.sampling_unit == "record" else "people"
     drawn = {
-        "poisson": f"drawn by geometric gaps between chosen {several}, which is exactly the assumed law; batches vary in size and may be "
-        "empty",
-        "truncated_poisson": "drawn by geometric gaps, then cut to a uniformly random subset where the cap was exceeded",
+        "poisson": f"drawn by geometric gaps between chosen {several}, which is exactly the "
+        "assumed law; batches vary in size and may be empty",
+        "truncated_poisson": "drawn by geometric gaps, then cut to a uniformly random subset where "
+        "the cap was exceeded",
         "full_batch": f"all {several} of the store",
     }[plan.sampling]
-    return f"The object that draws the batches is the one accounted for: {drawn}. Keys are new from the operating system at every start."
+    return (
+        f"The object that draws the batches is the one accounted for: {drawn}. Keys are new from "
+        "the operating system at every start."
+    )
 
 
 CLIPPED = {
     "hard": "scaled down to the clip norm if it is longer",
-    "automatic": "divided by its norm plus 0.01 and multiplied by the clip norm, so that it is always shorter",
+    "automatic": "divided by its norm plus 0.01 and multiplied by the clip norm, so that it is "
+    "always shorter",
 }
 """How a gradient is clipped, by ``DPPlan.clipping``."""
 
@@ -259,8 +357,8 @@ def clipping(plan: DPPlan) -> str:
         return "None."
     factor = CLIPPED[plan.clipping]
     return (
-        f"Each record's whole gradient, all trained parameters together, is {factor} (norms in float32 or wider). Augmented views of a "
-        "record are averaged first."
+        f"Each record's whole gradient, all trained parameters together, is {factor} (norms in "
+        "float32 or wider). Augmented views of a record are averaged first."
     )
 
 
@@ -269,23 +367,35 @@ LARGEST_FOUND = 0.9950005
 
 
 def sensitivity(plan: DPPlan, config: dict[str, Any]) -> str:
-    """Return how far one record can move a step's sum as computed, and whether that is proven (docs/clipping.md)."""
+    """Return how far one record can move a step's sum as computed, and whether that is proven
+    (docs/clipping.md).
+    """
     if plan.max_grad_norm is None:
         return "Unbounded."
-    moved = f"One {plan.sampling_unit} moves the sum of a step by at most {plan.max_grad_norm:g} in Euclidean norm"
+    moved = (
+        f"One {plan.sampling_unit} moves the sum of a step by at most {plan.max_grad_norm:g} in "
+        "Euclidean norm"
+    )
     if config["model"].get("kind") == "head":
-        return f"{moved}, including rounding: contributions are clipped to 4 millionths less and summed in float64."
+        return (
+            f"{moved}, including rounding: contributions are clipped to 4 millionths less and "
+            "summed in float64."
+        )
     kept = f"gradients are clipped to {100 * RESERVE:g}% less"
     hardware = config["hardware"]
-    proven = (hardware["precision"] == "float32" or hardware["device"] == "cpu") and config["model"]["encoder"].get("kind") == "vit"
+    proven = (hardware["precision"] == "float32" or hardware["device"] == "cpu") and config[
+        "model"
+    ]["encoder"].get("kind") == "vit"
     if not proven:
         return (
-            f"{moved}, but for rounding this is measured, not proven; {kept}, and the largest move found is {LARGEST_FOUND:.4f} times that."
+            f"{moved}, but for rounding this is measured, not proven; {kept}, and the largest "
+            f"move found is {LARGEST_FOUND:.4f} times that."
         )
     return (
-        f"{moved}, including rounding: {kept}, and rounding is proven to add at most {100 * added_bound():.2f}%. That a record's bits do "
-        "not depend on the other rows of a pass was checked on public records at every start. "
-        f"The largest move found is {LARGEST_FOUND:.4f} times the bound."
+        f"{moved}, including rounding: {kept}, and rounding is proven to add at most "
+        f"{100 * added_bound():.2f}%. That a record's bits do not depend on the other rows of a "
+        "pass was checked on public records at every start. The largest move found is "
+        f"{LARGEST_FOUND:.4f} times the bound."
     )
 
 
@@ -294,24 +404,33 @@ def noise_generator(plan: DPPlan) -> str:
     if plan.noise_multiplier == 0:
         return "No noise."
     return (
-        "ChaCha20, a cryptographic stream cipher, with a 256-bit key from the operating system, new at every start; it also gives the "
-        "draws of batches and every other secret random number. Normal numbers by Box-Muller in float64, up to 9.49 standard deviations "
-        "(exceeded with probability 2e-21). Sum plus noise is rounded in float64 to a public grid, about a millionth of the noise's "
-        "standard deviation, then divided by the expected batch size. The grid is a mitigation of attacks on floating point, not a proof "
-        "against them."
+        "ChaCha20, a cryptographic stream cipher, with a 256-bit key from the operating system, "
+        "new at every start; it also gives the draws of batches and every other secret random "
+        "number. Normal numbers by Box-Muller in float64, up to 9.49 standard deviations "
+        "(exceeded with probability 2e-21). Sum plus noise is rounded in float64 to a public "
+        "grid, about a millionth of the noise's standard deviation, then divided by the "
+        "expected batch size. The grid is a mitigation of attacks on floating point, not a "
+        "proof against them."
     )
 
 
 def ledger_source(from_store: bool) -> str:
     """Return which ledger the steps were counted in."""
     if from_store:
-        return "Counted in the store's ledger, its hash chain verified; the run folder's copy agrees with it."
-    return "Counted in the run folder's copy of the ledger, its hash chain verified; the store's ledger was not available."
+        return (
+            "Counted in the store's ledger, its hash chain verified; the run folder's copy "
+            "agrees with it."
+        )
+    return (
+        "Counted in the run folder's copy of the ledger, its hash chain verified; the store's "
+        "ledger was not available."
+    )
 
 
 TOKENIZER = (
-    "Tokenizer: trained on text declared to be public or synthetic; the command that trains it refuses private stores. It is released with "
-    "the weights. Captions were cleaned and truncated at import, each independently."
+    "Tokenizer: trained on text declared to be public or synthetic; the command that trains it "
+    "refuses private stores. It is released with the weights. Captions were cleaned and "
+    "truncated at import, each independently."
 )
 
 
@@ -319,13 +438,22 @@ def preprocessing(config: dict[str, Any]) -> list[str]:
     """Return what was derived from the data before training."""
     data = config["data"]
     told = config["model"].get("kind") == "captioner"
-    own = "person's own ids" if config["privacy"].get("sampling_unit") == "person" else "record's own id"
+    own = (
+        "person's own ids"
+        if config["privacy"].get("sampling_unit") == "person"
+        else "record's own id"
+    )
     public = tuple(data["mean"]) == IMAGENET_MEAN and tuple(data["std"]) == IMAGENET_STD
     return [
         "Normalisation constants: "
-        f"{'those of ImageNet, public' if public else 'set in the config, declared not to come from private images'}.",
-        "Unreadable and oversized files were left out at import, each independently of the others. Identical files were merged into one "
-        "record.",
+        f"""{
+            "those of ImageNet, public"
+            if public
+            else "set in the config, declared not to come from private images"
+        }.""",
+        "Unreadable and oversized files were left out at import, each independently of the "
+        "others. Identical files were merged into one record.",
         *([TOKENIZER] if told else []),
-        f"Crops, flips{', the choice among captions' if told else ''} and masks depend on the seed, the step and the {own} only.",
+        f"Crops, flips{', the choice among captions' if told else ''} and masks depend on the "
+        f"seed, the step and the {own} only.",
     ]

@@ -1,6 +1,8 @@
-"""The guarantee statement of a run: computed from its ledger, its verified checkpoint and its public scores, never from the config.
+"""The guarantee statement of a run: computed from its ledger, its verified checkpoint and its
+public scores, never from the config.
 
-docs/statement.md explains every field; docs/statement.schema.json is the schema. Nothing from ``confidential/`` is read here.
+docs/statement.md explains every field; docs/statement.schema.json is the schema. Nothing from
+``confidential/`` is read here.
 """
 
 import dataclasses
@@ -50,25 +52,33 @@ class Evidence:
 
 
 def make_statement(
-    run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered", stop: Stop = "not_declared"
+    run_dir: str | Path,
+    *,
+    store_dir: str | Path | None = None,
+    tuning: Tuning = "not_covered",
+    stop: Stop = "not_declared",
 ) -> dict[str, Any]:
     """Return the statement of a run, ready for JSON (schema: docs/statement.schema.json).
 
-    Epsilon follows from the ledger: it is that of the whole plan in its first line once a step has been charged
-    (``DPPlan.stated_steps``). Without a guarantee, on a public store, the statement says first that the run guarantees nothing, or what its
-    weights keep from private runs: post-processing.
+    Epsilon follows from the ledger: it is that of the whole plan in its first line once a step has
+    been charged (``DPPlan.stated_steps``). Without a guarantee, on a public store, the statement
+    says first that the run guarantees nothing, or what its weights keep from private runs:
+    post-processing.
 
     Args:
         run_dir: run folder with at least one checkpoint.
-        store_dir: the store trained on; if None, the path in the run's config if it still exists. With the store, its ledger is read and
-            other runs on it are added up; without it, the run folder's copy is read.
+        store_dir: the store trained on; if None, the path in the run's config if it still exists.
+            With the store, its ledger is read and other runs on it are added up; without it, the
+            run folder's copy is read.
         tuning: the operator's declaration of how settings and checkpoint were chosen.
-        stop: "independent" declares that nothing computed from the private records had an influence on where the run stopped.
+        stop: "independent" declares that nothing computed from the private records had an influence
+            on where the run stopped.
 
     Raises:
         ConfigError: ``stop`` is declared of a run that did not end early.
-        PrivacyError: a run without a guarantee on a private store, a tainted parent, a ledger that was altered or does not lead to
-            this checkpoint, a private score in the public file, or "charged" without a total of the store's runs.
+        PrivacyError: a run without a guarantee on a private store, a tainted parent, a ledger that
+            was altered or does not lead to this checkpoint, a private score in the public file, or
+            "charged" without a total of the store's runs.
         CheckpointError: there is no run or checkpoint, or it was altered.
     """
     evidence = read_evidence(Path(run_dir), None if store_dir is None else Path(store_dir))
@@ -78,7 +88,9 @@ def make_statement(
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """All that a statement says or is computed from, without its files: ``compose`` makes the statement of it."""
+    """All that a statement says or is computed from, without its files: ``compose`` makes the
+    statement of it.
+    """
 
     plan: DPPlan
     steps: int
@@ -104,7 +116,9 @@ class Facts:
     stop: Stop
 
 
-def statement_of(evidence: Evidence, tuning: Tuning = "not_covered", stop: Stop = "not_declared") -> dict[str, Any]:
+def statement_of(
+    evidence: Evidence, tuning: Tuning = "not_covered", stop: Stop = "not_declared"
+) -> dict[str, Any]:
     """Return the statement for given evidence (see ``make_statement``)."""
     manifest, ledger = evidence.manifest, evidence.ledger
     account = None if evidence.store_dir is None else store_account(evidence.store_dir)
@@ -125,7 +139,9 @@ def statement_of(evidence: Evidence, tuning: Tuning = "not_covered", stop: Stop 
             scores=evidence.scores,
             hashes={
                 "code": manifest["versions"]["code_sha256"],
-                "config": hashlib.sha256(json.dumps(manifest["config"], sort_keys=True, separators=(",", ":")).encode()).hexdigest(),
+                "config": hashlib.sha256(
+                    json.dumps(manifest["config"], sort_keys=True, separators=(",", ":")).encode()
+                ).hexdigest(),
                 "ledger": ledger.digest,
                 "lineage": lineage_digest(ledger.lineage),
                 "weights": manifest["tensors"] | manifest.get("files", {}),
@@ -141,21 +157,37 @@ def compose(facts: Facts) -> dict[str, Any]:
     """Return the statement that these facts make."""
     plan, steps, config, tuning = facts.plan, facts.steps, facts.config, facts.tuning
     fixed, store_id, guaranteed = tuning == "none", facts.own["store_id"], plan.guarantee == "dp"
-    guarantee = guarantee_of(plan, steps, facts.inherited, store_id, fixed=fixed, stop=facts.stop) if guaranteed else None
+    guarantee = (
+        guarantee_of(plan, steps, facts.inherited, store_id, fixed=fixed, stop=facts.stop)
+        if guaranteed
+        else None
+    )
     others = other_stores(facts.inherited, store_id if guarantee else None, fixed=fixed)
     head = head_phrases.is_head(config)
     lineage, of_people = _lineage(facts, guarantee), plan.sampling_unit == "person"
     ended_early = None if guarantee is None else choice_phrases.stop(plan, steps, facts.stop)
-    words, kept = head_phrases if head else phrases, [] if guarantee is not None or shaped_in_confidence(lineage) else others
+    words, kept = (
+        head_phrases if head else phrases,
+        [] if guarantee is not None or shaped_in_confidence(lineage) else others,
+    )
     if kept:
-        in_words, not_covered = kept_phrases.in_words(plan, kept), kept_phrases.not_covered(lineage, kept)
+        in_words, not_covered = (
+            kept_phrases.in_words(plan, kept),
+            kept_phrases.not_covered(lineage, kept),
+        )
         released = kept_phrases.released(words.FILES)
     else:
         of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
-        in_words = unit_phrases.in_words(plan, guarantee) if guarantee and of_unit else phrases.in_words(plan, guarantee)
+        in_words = (
+            unit_phrases.in_words(plan, guarantee)
+            if guarantee and of_unit
+            else phrases.in_words(plan, guarantee)
+        )
         released, not_covered = words.released(plan), phrases.not_covered(plan)
     if guarantee is not None:
-        not_covered += choice_phrases.not_covered_of(lineage, tuning, guarantee, ended_early, facts.other_runs)
+        not_covered += choice_phrases.not_covered_of(
+            lineage, tuning, guarantee, ended_early, facts.other_runs
+        )
     return {
         "format": FORMAT,
         "phrases": phrase_version(),
@@ -173,7 +205,11 @@ def compose(facts: Facts) -> dict[str, Any]:
                 "max_records_per_unit": plan.max_records_per_unit,
                 "num_units": plan.num_units,
                 "sampling_unit": plan.sampling_unit,
-                "text": ((head_phrases.unit_of_people if head else unit_phrases.unit) if of_people else phrases.unit)(plan),
+                "text": (
+                    (head_phrases.unit_of_people if head else unit_phrases.unit)
+                    if of_people
+                    else phrases.unit
+                )(plan),
             },
             "dataset_size": {
                 "value": plan.dataset_size,
@@ -194,7 +230,9 @@ def compose(facts: Facts) -> dict[str, Any]:
             "max_batch_size": plan.max_batch_size,
             "steps_planned": plan.steps,
             "steps_executed": steps,
-            "clipping": (head_phrases if head else unit_phrases if of_people else phrases).clipping(plan),
+            "clipping": (head_phrases if head else unit_phrases if of_people else phrases).clipping(
+                plan
+            ),
             "sensitivity": phrases.sensitivity(plan, config),
             "noise_generator": phrases.noise_generator(plan),
             "bad_records": unit_phrases.BAD_IMAGES if of_people else phrases.BAD_RECORDS,
@@ -207,8 +245,14 @@ def compose(facts: Facts) -> dict[str, Any]:
             "restarts": facts.restarts,
             "stop": ended_early,
             "other_runs": facts.other_runs,
-            "tuning": {"declared": tuning, "charged": plan.selection is not None, "text": choice_phrases.tuning(plan, tuning)},
-            "preprocessing": head_phrases.preprocessing(config) if head else phrases.preprocessing(config),
+            "tuning": {
+                "declared": tuning,
+                "charged": plan.selection is not None,
+                "text": choice_phrases.tuning(plan, tuning),
+            },
+            "preprocessing": head_phrases.preprocessing(config)
+            if head
+            else phrases.preprocessing(config),
             "lineage": lineage,
             "heads_and_evaluations": head_phrases.HEADS if head else phrases.HEADS,
             "audits": {"runs": [], "text": phrases.NO_AUDITS},
@@ -225,30 +269,41 @@ def require_declarations(evidence: Evidence, tuning: Tuning, stop: Stop) -> None
     """Refuse declarations that do not fit the run.
 
     Raises:
-        PrivacyError: the choice of a run is declared to be charged, and its store has no total to state.
+        PrivacyError: the choice of a run is declared to be charged, and its store has no total to
+            state.
         ConfigError: a stop is declared of a run that did not end early.
     """
     plan, steps = evidence.plan, evidence.ledger.steps
     if stop == "independent" and not (evidence.guaranteed and 0 < steps < plan.steps):
         raise ConfigError(
-            f"report: --stop independent, steps={steps} of {plan.steps}, guarantee={plan.guarantee}; expected a private run that ended "
-            "early. Drop --stop."
+            f"report: --stop independent, steps={steps} of {plan.steps}, "
+            f"guarantee={plan.guarantee}; expected a private run that ended early. Drop --stop."
         )
     if tuning != "charged":
         return
     account = None if evidence.store_dir is None else store_account(evidence.store_dir)
     if account is None or account.epsilon_filter is None:
-        why = "the store is not there" if account is None else "a run without a guarantee, or without Renyi accounting, used the store"
+        why = (
+            "the store is not there"
+            if account is None
+            else "a run without a guarantee, or without Renyi accounting, used the store"
+        )
         raise PrivacyError(
-            f"report: tuning='charged', and {why}; expected the total of all runs, which covers the choice. Pass --store STORE, or declare "
-            "--tuning not_covered."
+            f"report: tuning='charged', and {why}; expected the total of all runs, which covers "
+            "the choice. Pass --store STORE, or declare --tuning not_covered."
         )
 
 
 def write_statement(
-    run_dir: str | Path, *, store_dir: str | Path | None = None, tuning: Tuning = "not_covered", stop: Stop = "not_declared"
+    run_dir: str | Path,
+    *,
+    store_dir: str | Path | None = None,
+    tuning: Tuning = "not_covered",
+    stop: Stop = "not_declared",
 ) -> Path:
-    """Write ``make_statement``'s result to RUN/statement.json and return the path. Raises as it does."""
+    """Write ``make_statement``'s result to RUN/statement.json and return the path. Raises as it
+    does.
+    """
     statement = make_statement(run_dir, store_dir=store_dir, tuning=tuning, stop=stop)
     path = Path(run_dir) / "statement.json"
     write_json(path, statement)
@@ -256,7 +311,8 @@ def write_statement(
 
 
 def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
-    """Read ledger, manifest and public scores of a run that may be reported, and check them against each other.
+    """Read ledger, manifest and public scores of a run that may be reported, and check them against
+    each other.
 
     Raises:
         PrivacyError, CheckpointError: as ``make_statement``.
@@ -267,34 +323,55 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
     # Loads the tensors too, so that the hashes in the statement are those of the current files.
     checkpoint = load_checkpoint(root)
     manifest = checkpoint.manifest
-    if about["results_visibility"] == "private" and "confidential" in checkpoint.path.relative_to(root).parts:
+    if (
+        about["results_visibility"] == "private"
+        and "confidential" in checkpoint.path.relative_to(root).parts
+    ):
         raise PrivacyError(
-            f"report: {checkpoint.path} was written by the clock, whose steps depend on private batches; expected a checkpoint of the "
-            "plan's end, or of a stop by a signal. Go on with --resume; Ctrl-C then writes one that may leave."
+            f"report: {checkpoint.path} was written by the clock, whose steps depend on private "
+            "batches; expected a checkpoint of the plan's end, or of a stop by a signal. Go on "
+            "with --resume; Ctrl-C then writes one that may leave."
         )
     if manifest["run_id"] != about["run_id"] or not manifest["lineage"]:
-        raise CheckpointError(f"report: {checkpoint.path} is of another run than {root}. Put the run's own checkpoints back.")
+        raise CheckpointError(
+            f"report: {checkpoint.path} is of another run than {root}. Put the run's own "
+            "checkpoints back."
+        )
     store_dir = store_dir or _reachable(config.data.store, about["store_id"])
     ledger = _ledger(root / "ledger.jsonl", about, store_dir)
     if manifest["lineage"][:-1] != ledger.lineage:
         raise PrivacyError(
-            f"report: the lineage of {checkpoint.path} is not the one in the first line of ledger {ledger.path}; expected what the run "
-            "started from. Restore the run's own checkpoints."
+            f"report: the lineage of {checkpoint.path} is not the one in the first line of "
+            f"ledger {ledger.path}; expected what the run started from. Restore the run's own "
+            "checkpoints."
         )
     for entry in manifest["lineage"]:
         spoils_own = about["guarantee"] == "dp" and entry["store_id"] == about["store_id"]
         if entry["guarantee"] is None and (entry["visibility"] == "private" or spoils_own):
-            raise _refused(root, f"comes from store {entry['store_id'][:8]} ({entry['visibility']}) without a guarantee")
+            raise _refused(
+                root,
+                f"comes from store {entry['store_id'][:8]} ({entry['visibility']}) without a "
+                "guarantee",
+            )
     saved = ledger.heads.get(manifest["ledger_digest"])
     if saved is None or saved.steps != manifest["ledger_steps"]:
         raise PrivacyError(
-            f"report: ledger {ledger.path} does not lead to {checkpoint.path}; expected the checkpoint's ledger_digest after "
-            f"{manifest['ledger_steps']} steps. Restore the ledger from its newest copy."
+            f"report: ledger {ledger.path} does not lead to {checkpoint.path}; expected the "
+            f"checkpoint's ledger_digest after {manifest['ledger_steps']} steps. Restore the "
+            "ledger from its newest copy."
         )
-    if not DPPlan.from_dict(manifest["plan"]).same_mechanism(ledger.plan) or about["guarantee"] != ledger.plan.guarantee:
-        raise PrivacyError(f"report: plan of {checkpoint.path} differs from the ledger's; expected one plan. Restore the run's own files.")
+    if (
+        not DPPlan.from_dict(manifest["plan"]).same_mechanism(ledger.plan)
+        or about["guarantee"] != ledger.plan.guarantee
+    ):
+        raise PrivacyError(
+            f"report: plan of {checkpoint.path} differs from the ledger's; expected one plan. "
+            "Restore the run's own files."
+        )
     ledger.plan.require_settings(config.privacy, root / "config.json")
-    return Evidence(manifest, ledger, store_dir is not None, store_dir, _public_scores(root / "scores.json"))
+    return Evidence(
+        manifest, ledger, store_dir is not None, store_dir, _public_scores(root / "scores.json")
+    )
 
 
 def _public_scores(path: Path) -> list[dict[str, Any]]:
@@ -302,15 +379,26 @@ def _public_scores(path: Path) -> list[dict[str, Any]]:
     for score in scores:
         if score["visibility"] != "public":
             raise PrivacyError(
-                f"report: {path} holds a score of {score['name']!r} on a private store; expected public ones. Move it to "
-                "confidential/scores.json."
+                f"report: {path} holds a score of {score['name']!r} on a private store; expected "
+                "public ones. Move it to confidential/scores.json."
             )
     # The run's encoder before the baselines.
-    return sorted(scores, key=lambda s: (s["test_data"], s["protocol"].rpartition(", ")[0], not is_of_the_run(s["name"]), s["name"]))
+    return sorted(
+        scores,
+        key=lambda s: (
+            s["test_data"],
+            s["protocol"].rpartition(", ")[0],
+            not is_of_the_run(s["name"]),
+            s["name"],
+        ),
+    )
 
 
 def _refused(root: Path, why: str) -> PrivacyError:
-    return PrivacyError(f"report: {root} {why}; expected a run with guarantee=dp, or public stores only. Do not release it.")
+    return PrivacyError(
+        f"report: {root} {why}; expected a run with guarantee=dp, or public stores only. Do not "
+        "release it."
+    )
 
 
 def _check_parents(contents: LedgerContents, known: dict[str, LedgerContents]) -> None:
@@ -321,10 +409,16 @@ def _check_parents(contents: LedgerContents, known: dict[str, LedgerContents]) -
         parent = known.get(entry["run_id"])
         plan, steps = DPPlan.from_dict(entry["guarantee"].get("plan")), entry["guarantee"]["steps"]
         # A parent that is said to have no step would cost nothing.
-        if parent is None or not parent.plan.same_mechanism(plan) or not min(parent.steps, 1) <= steps <= parent.steps:
+        if (
+            parent is None
+            or not parent.plan.same_mechanism(plan)
+            or not min(parent.steps, 1) <= steps <= parent.steps
+        ):
             raise PrivacyError(
-                f"report: lineage of {contents.path} contradicts the store's ledger of run {entry['run_id']}; expected that run's plan and "
-                "its charged steps, at most all and not none. Restore the LEDGERS folder, or train again from the parent's checkpoint."
+                f"report: lineage of {contents.path} contradicts the store's ledger of run "
+                f"{entry['run_id']}; expected that run's plan and its charged steps, at most all "
+                "and not none. Restore the LEDGERS folder, or train again from the parent's "
+                "checkpoint."
             )
 
 
@@ -338,33 +432,58 @@ def _reachable(path: str | None, store_id: str) -> Path | None:
 
 
 def _ledger(copy: Path, about: dict[str, Any], store_dir: Path | None) -> LedgerContents:
-    """Return the store's ledger if the store is given, which must continue the copy; otherwise the copy."""
+    """Return the store's ledger if the store is given, which must continue the copy; otherwise the
+    copy.
+    """
     contents = read_ledger(copy)
     if store_dir is not None:
         ledgers = StoreLedgers.of(store_dir)
         if ledgers.store_id != about["store_id"]:
-            raise PrivacyError(f"report: {store_dir} is another store than the run's. Give the store that the run was trained on.")
+            raise PrivacyError(
+                f"report: {store_dir} is another store than the run's. Give the store that the "
+                "run was trained on."
+            )
         known = ledgers.read_all()
         truth = known.get(about["run_id"])
         if truth is None or not truth.continues(contents):
-            raise PrivacyError(f"report: {copy} does not agree with the ledger of {store_dir}. Restore the LEDGERS folder.")
+            raise PrivacyError(
+                f"report: {copy} does not agree with the ledger of {store_dir}. Restore the "
+                "LEDGERS folder."
+            )
         contents = truth
         _check_parents(contents, known)
     if (contents.run_id, contents.store_id) != (about["run_id"], about["store_id"]):
-        raise PrivacyError(f"report: ledger {contents.path} is of another run or store than run.json says. Restore the run's own files.")
+        raise PrivacyError(
+            f"report: ledger {contents.path} is of another run or store than run.json says. "
+            "Restore the run's own files."
+        )
     return contents
 
 
 def _lineage(facts: Facts, guarantee: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return every store in the lineage of the weights, oldest first. This run's guarantee comes from the ledger, not the manifest."""
+    """Return every store in the lineage of the weights, oldest first. This run's guarantee comes
+    from the ledger, not the manifest.
+    """
     own = dict(facts.own)
     if guarantee is not None:
-        figures = {name: guarantee["this_run"][name] for name in ("epsilon", "delta", "epsilon_rdp")}
-        total = {name: guarantee[name] for name in ("epsilon", "delta")} | {"method": guarantee["composition"]["methods"]["epsilon"]}
-        own["guarantee"] = {**figures, "steps": facts.steps, "plan": facts.plan.to_dict(), "total": total}
+        figures = {
+            name: guarantee["this_run"][name] for name in ("epsilon", "delta", "epsilon_rdp")
+        }
+        total = {name: guarantee[name] for name in ("epsilon", "delta")} | {
+            "method": guarantee["composition"]["methods"]["epsilon"]
+        }
+        own["guarantee"] = {
+            **figures,
+            "steps": facts.steps,
+            "plan": facts.plan.to_dict(),
+            "total": total,
+        }
     entries = [{"licence": None, **entry} for entry in [*facts.inherited, own]]
     more = [
-        {"deduplicated": phrases.deduplicated(entry.get("deduplicated")), "declared": phrases.declared(entry.get("declared"))}
+        {
+            "deduplicated": phrases.deduplicated(entry.get("deduplicated")),
+            "declared": phrases.declared(entry.get("declared")),
+        }
         for entry in entries
     ]
     last = len(entries) - 1
@@ -373,5 +492,7 @@ def _lineage(facts: Facts, guarantee: dict[str, Any] | None) -> list[dict[str, A
 
 
 def versions_of(manifest: dict[str, Any]) -> dict[str, str]:
-    """Return the versions of the software that made a checkpoint, without the digest of the code."""
+    """Return the versions of the software that made a checkpoint, without the digest of the
+    code.
+    """
     return {key: value for key, value in manifest["versions"].items() if key != "code_sha256"}

@@ -1,4 +1,5 @@
-"""Images for a page, as data: URIs: normalised tensors to pixels, pixels to a row of images, files to one image.
+"""Images for a page, as data: URIs: normalised tensors to pixels, pixels to a row of images, files
+to one image.
 
 Legend: B images, C channels, H height, W width.
 """
@@ -23,7 +24,9 @@ _PNG_UP_TO_PX = 64
 def pixels_of(x_BCHW: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
     """Return the pixels of normalised images, uint8 (B, H, W, 3)."""
     mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (mean, std))
-    return ((x_BCHW * std_C11 + mean_C11).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    return (
+        ((x_BCHW * std_C11 + mean_C11).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    )
 
 
 def strip_of(image_BHWC: np.ndarray) -> str:
@@ -40,7 +43,9 @@ def strip_of(image_BHWC: np.ndarray) -> str:
         here[..., :C], here[..., 3] = image, image[..., 3] if C == 4 else 255
     picture = Image.fromarray(strip)
     if H > _LARGEST_PX:
-        picture = picture.resize((round(picture.width * _LARGEST_PX / H), _LARGEST_PX), Image.Resampling.LANCZOS)
+        picture = picture.resize(
+            (round(picture.width * _LARGEST_PX / H), _LARGEST_PX), Image.Resampling.LANCZOS
+        )
     file = io.BytesIO()
     picture.save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
@@ -58,5 +63,10 @@ def image_uri(data: bytes) -> str:
         raise DataError(f"report: {error}") from None
     image.thumbnail((_LARGEST_ALONE_PX, _LARGEST_ALONE_PX), Image.Resampling.LANCZOS)
     small, file = max(image.size) <= _PNG_UP_TO_PX, io.BytesIO()
-    image.save(file, "PNG" if small else "JPEG", **({"optimize": True} if small else {"quality": 88}))
-    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
+    image.save(
+        file, "PNG" if small else "JPEG", **({"optimize": True} if small else {"quality": 88})
+    )
+    return (
+        f"data:image/{'png' if small else 'jpeg'};base64,"
+        f"{base64.b64encode(file.getvalue()).decode()}"
+    )

@@ -6,7 +6,8 @@ from dpvision.privacy.printed import up
 
 
 class EpsilonMeter:
-    """Epsilon of a run that was charged some steps, for display: that of its whole plan from the first step on (``plan.stated_steps``).
+    """Epsilon of a run that was charged some steps, for display: that of its whole plan from the
+    first step on (``plan.stated_steps``).
 
     Args:
         behind: the private runs on the same store that the weights come from.
@@ -17,7 +18,9 @@ class EpsilonMeter:
         self._known: dict[tuple[bool, int], tuple[float, float | None]] = {}
 
     def at_most(self, steps: int) -> float | None:
-        """Epsilon that is stated after ``steps`` steps, with all runs behind the weights; None for a plan without a guarantee."""
+        """Epsilon that is stated after ``steps`` steps, with all runs behind the weights; None for
+        a plan without a guarantee.
+        """
         return self._bound(steps)[0]
 
     def this_run_at_most(self, steps: int) -> float | None:
@@ -30,8 +33,15 @@ class EpsilonMeter:
 
     def entry(self, steps: int) -> dict[str, int | float | None]:
         """Public log entry for ``steps`` steps."""
-        line: dict[str, int | float | None] = {"step": steps, "epsilon_at_most": self.at_most(steps)}
-        line |= {"unit_epsilon_at_most": self.unit_at_most(steps)} if self._plan.num_units is not None else {}
+        line: dict[str, int | float | None] = {
+            "step": steps,
+            "epsilon_at_most": self.at_most(steps),
+        }
+        line |= (
+            {"unit_epsilon_at_most": self.unit_at_most(steps)}
+            if self._plan.num_units is not None
+            else {}
+        )
         return line | ({"this_run_at_most": self.this_run_at_most(steps)} if self._behind else {})
 
     def text(self, steps: int) -> str:
@@ -40,9 +50,17 @@ class EpsilonMeter:
             return "no guarantee"
         said = f"epsilon <= {up(self.at_most(steps), 2)}"
         if (unit := self.unit_at_most(steps)) is not None:
-            image = "" if self._plan.sampling_unit == "person" else f" ({up(self.at_most(steps), 2)} for an image)"
+            image = (
+                ""
+                if self._plan.sampling_unit == "person"
+                else f" ({up(self.at_most(steps), 2)} for an image)"
+            )
             said = f"epsilon <= {up(unit, 2)} for a person{image}"
-        return said + (f" with the runs before (this run {up(self.this_run_at_most(steps), 2)})" if self._behind else "")
+        return said + (
+            f" with the runs before (this run {up(self.this_run_at_most(steps), 2)})"
+            if self._behind
+            else ""
+        )
 
     def _bound(self, steps: int, *, alone: bool = False) -> tuple[float | None, float | None]:
         if self._plan.guarantee != "dp":

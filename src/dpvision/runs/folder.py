@@ -1,4 +1,6 @@
-"""The run folder: public files at its top level, everything that depends on private records under ``confidential/``."""
+"""The run folder: public files at its top level, everything that depends on private records under
+``confidential/``.
+"""
 
 import contextlib
 import fcntl
@@ -20,15 +22,17 @@ if TYPE_CHECKING:
 FORMAT = "dpvision-run-1"
 _SHOWN = 8
 _PATHS = "paths.json"
-"""Under ``confidential/``: where the store is. A folder's name may tell what its images are, and whose."""
+"""Under ``confidential/``: where the store is. A folder's name may tell what its images are, and
+whose.
+"""
 
 
 @dataclass
 class RunFolder:
     """An open run folder, locked against a second process until ``close``.
 
-    ``base`` holds the run's files: the folder itself, or its ``confidential/`` if the run has no guarantee and its store is private
-    (docs/privacy.md).
+    ``base`` holds the run's files: the folder itself, or its ``confidential/`` if the run has no
+    guarantee and its store is private (docs/privacy.md).
     """
 
     root: Path
@@ -41,8 +45,10 @@ class RunFolder:
         return self.root / "confidential"
 
     def checkpoints(self, *, timed: bool = False) -> Path:
-        """Folder of the checkpoints; of those that a clock asked for under ``confidential/``, because steps take as long as their secret
-        batches are large, and a checkpoint's name is its step."""
+        """Folder of the checkpoints; of those that a clock asked for under ``confidential/``,
+        because steps take as long as their secret batches are large, and a checkpoint's name is its
+        step.
+        """
         return (self.confidential if timed else self.base) / "checkpoints"
 
     def close(self) -> None:
@@ -50,14 +56,16 @@ class RunFolder:
         self._lock.close()
 
     def copy_ledger(self, source: Path) -> None:
-        """Copy the ledger into the run folder (the authoritative one stays beside the store). Not when a clock asked for a checkpoint: its
-        number of lines is that checkpoint's step."""
+        """Copy the ledger into the run folder (the authoritative one stays beside the store). Not
+        when a clock asked for a checkpoint: its number of lines is that checkpoint's step.
+        """
         with replacing(self.base / "ledger.jsonl") as partial:
             shutil.copyfile(source, partial)
 
 
 def require_space(root: Path, num_bytes: int) -> None:
-    """Refuse to start without room for checkpoints: a full disk after the last step would lose the whole run.
+    """Refuse to start without room for checkpoints: a full disk after the last step would lose the
+    whole run.
 
     Raises:
         CheckpointError: the disk of ``root`` has less than ``num_bytes`` free.
@@ -66,21 +74,28 @@ def require_space(root: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if not free >= num_bytes:
         raise CheckpointError(
-            f"run: {free / 1e6:,.0f} MB free for {root}; expected {num_bytes / 1e6:,.0f} MB, two checkpoints. Free space, or change --runs."
+            f"run: {free / 1e6:,.0f} MB free for {root}; expected {num_bytes / 1e6:,.0f} MB, two "
+            "checkpoints. Free space, or change --runs."
         )
 
 
 def require_new(root: Path) -> None:
     """Raise CheckpointError if the folder holds a run already."""
     if run_base(root) is not None:
-        raise CheckpointError(f"run: {root} holds a run already; expected a new name. Use --resume to continue it, or another --name.")
+        raise CheckpointError(
+            f"run: {root} holds a run already; expected a new name. Use --resume to continue it, "
+            "or another --name."
+        )
 
 
-def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_confidential: bool) -> RunFolder:
+def create_run(
+    root: Path, config: RunConfig, about: dict[str, Any], *, wholly_confidential: bool
+) -> RunFolder:
     """Make and lock a new run folder.
 
     Args:
-        about: store_id, store_visibility, results_visibility and guarantee; written to run.json with a random run_id.
+        about: store_id, store_visibility, results_visibility and guarantee; written to run.json
+            with a random run_id.
 
     Raises:
         CheckpointError: the folder holds a run already, or is in use.
@@ -103,26 +118,40 @@ def create_run(root: Path, config: RunConfig, about: dict[str, Any], *, wholly_c
 
 
 def public_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings as they may leave: a plain dict, ready for JSON, without the path of the store."""
+    """Return the settings as they may leave: a plain dict, ready for JSON, without the path of the
+    store.
+    """
     return to_dict(replace(config, data=replace(config.data, store=None)))
 
 
 def settings_of_checkpoint(checkpoint: "Checkpoint") -> RunConfig:
-    """Return the settings that a checkpoint's weights were trained with; the store's path only if it lies in its run's folder.
+    """Return the settings that a checkpoint's weights were trained with; the store's path only if
+    it lies in its run's folder.
 
     Raises:
         ConfigError: its manifest has other settings than those of a run.
     """
-    return _settings(checkpoint.manifest["config"], checkpoint.path.absolute().parent.parent, f"{checkpoint.path}: config")
+    return _settings(
+        checkpoint.manifest["config"],
+        checkpoint.path.absolute().parent.parent,
+        f"{checkpoint.path}: config",
+    )
 
 
 def _settings(values: Any, base: Path, where: str) -> RunConfig:
-    """Settings from ``public_settings``, with the path of the store if ``base``, the folder of the run's files, has it."""
+    """Settings from ``public_settings``, with the path of the store if ``base``, the folder of the
+    run's files, has it.
+    """
     config = from_dict(RunConfig, values, where)
     if config.data.store is None:  # earlier versions kept it there
         for folder in (base, base / "confidential"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                return replace(config, data=replace(config.data, store=parse_json((folder / _PATHS).read_bytes())["store"]))
+                return replace(
+                    config,
+                    data=replace(
+                        config.data, store=parse_json((folder / _PATHS).read_bytes())["store"]
+                    ),
+                )
     return config
 
 
@@ -139,13 +168,15 @@ def require_confidential(out: Path, where: str, what: str, remedy: str = "") -> 
     """
     if "confidential" not in out.absolute().parent.parts:
         raise ConfigError(
-            f"{where}: out={str(out)!r} would hold {what}; expected a folder called confidential in its path. "
-            f"Use {out.parent / 'confidential' / out.name}{remedy}."
+            f"{where}: out={str(out)!r} would hold {what}; expected a folder called confidential "
+            f"in its path. Use {out.parent / 'confidential' / out.name}{remedy}."
         )
 
 
 def discard_run(folder: RunFolder, files: Iterable[str]) -> None:
-    """Remove the folder of a run that could not start: its description, ``files``, and the folders if they are then empty."""
+    """Remove the folder of a run that could not start: its description, ``files``, and the folders
+    if they are then empty.
+    """
     (folder.confidential / _PATHS).unlink(missing_ok=True)
     for name in ("config.json", "run.json", *files):
         (folder.base / name).unlink(missing_ok=True)
@@ -173,12 +204,19 @@ def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
     """
     base = run_base(root)
     if base is None:
-        raise CheckpointError(f"run: {root} holds no run; expected a run's folder, with config.json. {_runs_in(root.parent)}")
+        raise CheckpointError(
+            f"run: {root} holds no run; expected a run's folder, with config.json. "
+            f"{_runs_in(root.parent)}"
+        )
     try:
         about = parse_json((base / "run.json").read_bytes())
         if about["format"] != FORMAT or not about["run_id"]:
             raise ValueError("unknown format")
-        return base, _settings(parse_json((base / "config.json").read_bytes()), base, "config.json"), about
+        return (
+            base,
+            _settings(parse_json((base / "config.json").read_bytes()), base, "config.json"),
+            about,
+        )
     except (OSError, ValueError, KeyError) as error:
         remedy = remedy_for(error, "Restore run.json and config.json as the run wrote them.")
         raise CheckpointError(f"run: {base} cannot be read ({error!r}). {remedy}") from None
@@ -195,8 +233,15 @@ def _runs_in(folder: Path) -> str:
     with contextlib.suppress(OSError):
         names = sorted(path.name for path in folder.iterdir() if run_base(path) is not None)
     if not names:
-        return f"There is no run in {folder}: correct the path (--runs and --name), or start a run without --resume."
-    return f"The runs in {folder} are {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}: give one of them (--name)."
+        return (
+            f"There is no run in {folder}: correct the path (--runs and --name), or start a run "
+            "without --resume."
+        )
+    return (
+        f"The runs in {folder} are "
+        f"{', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}: give one of them "
+        "(--name)."
+    )
 
 
 def require_parent(init_from: str | None) -> None:
@@ -208,7 +253,11 @@ def require_parent(init_from: str | None) -> None:
     if init_from is None or Path(init_from).exists():
         return
     name = Path(init_from).name
-    make = f"Make it with `dpvision train {name}`" if name.startswith("synthetic.") else "Change --init-from"
+    make = (
+        f"Make it with `dpvision train {name}`"
+        if name.startswith("synthetic.")
+        else "Change --init-from"
+    )
     raise CheckpointError(
         f"run: init_from={init_from!r} does not exist; expected the run that this one starts from. "
         f"{make}, or pass --init-from None for random weights."
@@ -221,5 +270,8 @@ def _lock(root: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        raise CheckpointError(f"run: {root} is in use by another process. Wait for it, stop it, or choose another --name.") from None
+        raise CheckpointError(
+            f"run: {root} is in use by another process. Wait for it, stop it, or choose another "
+            "--name."
+        ) from None
     return lock

@@ -1,9 +1,12 @@
-"""The lineage that a run inherits from its initial weights, and which weights a private run refuses (docs/privacy.md).
+"""The lineage that a run inherits from its initial weights, and which weights a private run refuses
+(docs/privacy.md).
 
-A lineage is a list of entries, oldest first, one for each run that trained the weights, or for weights without a lineage:
+A lineage is a list of entries, oldest first, one for each run that trained the weights, or for
+weights without a lineage:
 
-    store_id, visibility ("private", "public", or "undeclared": weights without a lineage or a declaration), licence, run_id,
-    guarantee: None, or the run's {epsilon, epsilon_rdp, delta, steps, plan, total}; the plan lets runs be composed, and total covers all
+    store_id, visibility ("private", "public", or "undeclared": weights without a lineage or a
+    declaration), licence, run_id, guarantee: None, or the run's {epsilon, epsilon_rdp, delta,
+    steps, plan, total}; the plan lets runs be composed, and total covers all
         runs up to this one on the same store,
     declared: for weights without a lineage, who declared them public, and their source.
 """
@@ -42,7 +45,8 @@ class Declaration:
         parts = [part.strip() for part in text.split(";")]
         if len(parts) != 3 or not all(parts):
             raise ConfigError(
-                f"run: public_weights={text!r}; expected three parts, {_FORM!r}. E.g. --public-weights 'MAE ViT-B; CC-BY-NC 4.0; "
+                f"run: public_weights={text!r}; expected three parts, {_FORM!r}. E.g. "
+                "--public-weights 'MAE ViT-B; CC-BY-NC 4.0; "
                 "https://github.com/facebookresearch/mae'."
             )
         return cls(*parts)
@@ -57,7 +61,8 @@ def inherit(
     allow_weak: bool = False,
     tensors: Iterable[Tensor] = (),
 ) -> Lineage:
-    """Return the lineage of a new run's initial weights, with the operator's declaration; refuse weights that spoil the guarantee.
+    """Return the lineage of a new run's initial weights, with the operator's declaration; refuse
+    weights that spoil the guarantee.
 
     Args:
         lineage: lineage of the weights.
@@ -65,20 +70,23 @@ def inherit(
         plan: this run's plan.
         declaration: ``RunConfig.public_weights``.
         allow_weak: ``PrivacyConfig.allow_weak_guarantee``.
-        tensors: the weights, compared with those of earlier runs without a guarantee on ``store`` and on its neighbours.
+        tensors: the weights, compared with those of earlier runs without a guarantee on ``store``
+            and on its neighbours.
 
     Returns:
         The entries, oldest first.
 
     Raises:
         ConfigError: a declaration for weights that carry a lineage, which decides.
-        PrivacyError: weights without a lineage and without a declaration; or this run is private and the weights were trained on this
-            store, or any private one, without a guarantee; or the total of all runs is refused.
+        PrivacyError: weights without a lineage and without a declaration; or this run is private
+            and the weights were trained on this store, or any private one, without a guarantee; or
+            the total of all runs is refused.
     """
     declared = None if declaration is None else Declaration.parse(declaration)
     if declared is not None and not any(entry["visibility"] == "undeclared" for entry in lineage):
         raise ConfigError(
-            f"run: public_weights={declaration!r}; expected none: these weights carry their own lineage, which decides. Leave it out."
+            f"run: public_weights={declaration!r}; expected none: these weights carry their own "
+            "lineage, which decides. Leave it out."
         )
     made = [_declare(entry, declared) for entry in lineage]
     if plan.guarantee != "dp":
@@ -86,23 +94,29 @@ def inherit(
     for entry in made:
         if _spoils(entry, store):
             raise PrivacyError(
-                f"lineage: the parent touched store {entry['store_id'][:8]} ({entry['visibility']}) without a guarantee; expected a parent "
-                "trained on public stores or with differential privacy. Start from another checkpoint, or from scratch."
+                f"lineage: the parent touched store {entry['store_id'][:8]} "
+                f"({entry['visibility']}) without a guarantee; expected a parent trained on "
+                "public stores or with differential privacy. Start from another checkpoint, or "
+                "from scratch."
             )
     for entry in runs_with_these_weights(store, tensors):
         if _spoils(entry, store):
             raise PrivacyError(
-                f"lineage: the parent has tensors of run {entry['run_id'][:8]}, which trained on store {entry['store_id'][:8]} "
-                f"({entry['visibility']}) without a guarantee; expected none of them. Start from another checkpoint, or from scratch."
+                f"lineage: the parent has tensors of run {entry['run_id'][:8]}, which trained on "
+                f"store {entry['store_id'][:8]} ({entry['visibility']}) without a guarantee; "
+                "expected none of them. Start from another checkpoint, or from scratch."
             )
     for store_id in private_stores(made):
         runs_on(made, store_id)  # raises before a step is charged if something is missing
-    check_total(parts_of([*runs_on(made, store.store_id), (plan, plan.steps)]), allow_weak=allow_weak)
+    check_total(
+        parts_of([*runs_on(made, store.store_id), (plan, plan.steps)]), allow_weak=allow_weak
+    )
     return made
 
 
 def runs_on(lineage: Iterable[dict[str, Any]], store_id: str) -> tuple[Part, ...]:
-    """Return plans and stated steps (``composition.parts_of``) of the private runs on a store in a lineage.
+    """Return plans and stated steps (``composition.parts_of``) of the private runs on a store in a
+    lineage.
 
     Raises:
         PrivacyError: an entry has a guarantee without its plan or steps.
@@ -114,8 +128,9 @@ def runs_on(lineage: Iterable[dict[str, Any]], store_id: str) -> tuple[Part, ...
             continue
         if "plan" not in guarantee or "steps" not in guarantee:
             raise PrivacyError(
-                f"lineage: run {entry['run_id']} on store {store_id[:8]} has a guarantee without its plan and steps; expected both, to add "
-                "up later runs. Train the parent with this version."
+                f"lineage: run {entry['run_id']} on store {store_id[:8]} has a guarantee without "
+                "its plan and steps; expected both, to add up later runs. Train the parent with "
+                "this version."
             )
         found.append((DPPlan.from_dict(guarantee["plan"]), int(guarantee["steps"])))
     return parts_of(found)
@@ -123,37 +138,63 @@ def runs_on(lineage: Iterable[dict[str, Any]], store_id: str) -> tuple[Part, ...
 
 def private_stores(lineage: Iterable[dict[str, Any]]) -> list[str]:
     """Ids of the private stores that the weights were trained on with a guarantee, in order."""
-    return list(dict.fromkeys(e["store_id"] for e in lineage if e["visibility"] == "private" and e["guarantee"] is not None))
+    return list(
+        dict.fromkeys(
+            e["store_id"]
+            for e in lineage
+            if e["visibility"] == "private" and e["guarantee"] is not None
+        )
+    )
 
 
 def shaped_in_confidence(lineage: Iterable[dict[str, Any]]) -> bool:
-    """Return whether weights were trained on private records without a guarantee: everything computed with them is then private too."""
+    """Return whether weights were trained on private records without a guarantee: everything
+    computed with them is then private too.
+    """
     return any(entry["visibility"] == "private" and entry["guarantee"] is None for entry in lineage)
 
 
-def own_entry(plan: DPPlan, store: Store, run_id: str | None, steps: int, inherited: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Lineage entry of a run itself, after ``steps`` charged steps of ``plan`` on ``store``; ``inherited`` is its start's lineage. Its
-    epsilons are the stated ones, of the whole plan."""
+def own_entry(
+    plan: DPPlan,
+    store: Store,
+    run_id: str | None,
+    steps: int,
+    inherited: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Lineage entry of a run itself, after ``steps`` charged steps of ``plan`` on ``store``;
+    ``inherited`` is its start's lineage. Its epsilons are the stated ones, of the whole plan.
+    """
     guarantee = None
     if plan.guarantee == "dp":
         spent = plan.spent(plan.stated_steps(steps))
-        epsilon, delta, method = total_epsilon(parts_of([*runs_on(inherited, store.store_id), (plan, steps)]))
+        epsilon, delta, method = total_epsilon(
+            parts_of([*runs_on(inherited, store.store_id), (plan, steps)])
+        )
         guarantee = {
-            "epsilon": spent.epsilon, "epsilon_rdp": spent.epsilon_rdp, "delta": plan.delta, "steps": steps, "plan": plan.to_dict(),
+            "epsilon": spent.epsilon,
+            "epsilon_rdp": spent.epsilon_rdp,
+            "delta": plan.delta,
+            "steps": steps,
+            "plan": plan.to_dict(),
             "total": {"epsilon": epsilon, "delta": delta, "method": method},
-        }  # fmt: skip
+        }
     return {
-        "store_id": store.store_id, "visibility": store.visibility, "licence": store.licence, "run_id": run_id, "guarantee": guarantee,
+        "store_id": store.store_id,
+        "visibility": store.visibility,
+        "licence": store.licence,
+        "run_id": run_id,
+        "guarantee": guarantee,
         **({"deduplicated": store.meta["deduplicated"]} if "deduplicated" in store.meta else {}),
         **({SHARED_KEPT: store.meta[SHARED_KEPT]} if SHARED_KEPT in store.meta else {}),
-    }  # fmt: skip
+    }
 
 
 def named_weights(name: str, licence: str | None) -> dict[str, Any]:
     """Lineage entry of weights that a library downloaded under a public name.
 
     Args:
-        name: the encoder's name in tables, e.g. "timm:vit_base_patch16_224.augreg_in21k"; not a path of the operator's machine.
+        name: the encoder's name in tables, e.g. "timm:vit_base_patch16_224.augreg_in21k"; not a
+            path of the operator's machine.
         licence: as stated by the library, or None.
     """
     declared = {"by": "name", "name": name, "source": "the library's cache"}
@@ -161,7 +202,9 @@ def named_weights(name: str, licence: str | None) -> dict[str, Any]:
 
 
 def public_weights(name: str, licence: str | None) -> dict[str, Any]:
-    """Lineage entry of weights that dpvision computes from public data, such as the constants of patches."""
+    """Lineage entry of weights that dpvision computes from public data, such as the constants of
+    patches.
+    """
     return _weights_entry(name, "public", licence)
 
 
@@ -172,17 +215,23 @@ def image_files(name: str, *, public: bool) -> dict[str, Any]:
         name: name of their file or folder, without the path.
         public: whether the operator declared them public.
     """
-    return _weights_entry(name, "public" if public else "private", None) | {"store_id": f"images:{name}"}
+    return _weights_entry(name, "public" if public else "private", None) | {
+        "store_id": f"images:{name}"
+    }
 
 
 def undeclared_weights(name: str) -> dict[str, Any]:
-    """Lineage entry of weights from a file without a lineage: a run that starts from them needs a declaration (``inherit``)."""
+    """Lineage entry of weights from a file without a lineage: a run that starts from them needs a
+    declaration (``inherit``).
+    """
     return _weights_entry(name, "undeclared", None)
 
 
 def _spoils(entry: dict[str, Any], store: Store) -> bool:
     """Return whether a private run on ``store`` must not start from weights with this entry."""
-    return entry["guarantee"] is None and (entry["visibility"] == "private" or entry["store_id"] == store.store_id)
+    return entry["guarantee"] is None and (
+        entry["visibility"] == "private" or entry["store_id"] == store.store_id
+    )
 
 
 def _declare(entry: dict[str, Any], declared: Declaration | None) -> dict[str, Any]:
@@ -191,10 +240,15 @@ def _declare(entry: dict[str, Any], declared: Declaration | None) -> dict[str, A
     if declared is None:
         name = entry["store_id"].removeprefix("weights:")
         raise PrivacyError(
-            f"lineage: {name} carries no lineage, so the images it was trained on are unknown; expected your declaration that they are "
-            f"public, which the statement repeats. Pass --public-weights '{_FORM}', or name a run folder."
+            f"lineage: {name} carries no lineage, so the images it was trained on are unknown; "
+            "expected your declaration that they are public, which the statement repeats. Pass "
+            f"--public-weights '{_FORM}', or name a run folder."
         )
-    return entry | {"visibility": "public", "licence": declared.licence, "declared": {"by": "operator", **_without_licence(declared)}}
+    return entry | {
+        "visibility": "public",
+        "licence": declared.licence,
+        "declared": {"by": "operator", **_without_licence(declared)},
+    }
 
 
 def _without_licence(declared: Declaration) -> dict[str, str]:
@@ -202,4 +256,10 @@ def _without_licence(declared: Declaration) -> dict[str, str]:
 
 
 def _weights_entry(name: str, visibility: str, licence: str | None) -> dict[str, Any]:
-    return {"store_id": f"weights:{name}", "visibility": visibility, "licence": licence, "run_id": None, "guarantee": None}
+    return {
+        "store_id": f"weights:{name}",
+        "visibility": visibility,
+        "licence": licence,
+        "run_id": None,
+        "guarantee": None,
+    }

@@ -1,4 +1,6 @@
-"""One start of a run: its folder, its ledger, the lineage of its weights, its keys and its checkpoints."""
+"""One start of a run: its folder, its ledger, the lineage of its weights, its keys and its
+checkpoints.
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,7 +10,13 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from dpvision.checkpoint import Checkpoint, keep_newest, list_checkpoints, load_checkpoint, save_checkpoint
+from dpvision.checkpoint import (
+    Checkpoint,
+    keep_newest,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.store import Store
 from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
@@ -18,7 +26,15 @@ from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.privacy.stream import Key, new_key
-from dpvision.runs.folder import RunFolder, create_run, discard_run, open_run, public_settings, read_run, require_space
+from dpvision.runs.folder import (
+    RunFolder,
+    create_run,
+    discard_run,
+    open_run,
+    public_settings,
+    read_run,
+    require_space,
+)
 from dpvision.runs.lineage import own_entry, runs_on
 from dpvision.runs.unprotected import remember_weights
 from dpvision.runs.versions import code_versions
@@ -30,7 +46,9 @@ _PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class Secrets:
-    """Keys of one start, from the operating system's entropy: never written, logged, restored or used for another. Tests inject them."""
+    """Keys of one start, from the operating system's entropy: never written, logged, restored or
+    used for another. Tests inject them.
+    """
 
     draw: Key = field(default_factory=new_key, repr=False)
     noise: Key = field(default_factory=new_key, repr=False)
@@ -38,7 +56,9 @@ class Secrets:
 
 @dataclass
 class Run:
-    """The open folder and ledger of one start of a run, in one process; made by ``new_run`` and ``Stopped.resumed``."""
+    """The open folder and ledger of one start of a run, in one process; made by ``new_run`` and
+    ``Stopped.resumed``.
+    """
 
     config: RunConfig
     plan: DPPlan
@@ -66,15 +86,18 @@ class Run:
         timed: bool = False,
         **more: Any,
     ) -> Path:
-        """Write a checkpoint, record digests of its weights if there is no guarantee, and copy the ledger into the run folder.
+        """Write a checkpoint, record digests of its weights if there is no guarantee, and copy the
+        ledger into the run folder.
 
         Args:
             tensors: the model's tensors.
             updates: number of steps whose update is in them.
-            start: digests (``weights.contents``) of the weights that a run without a guarantee started from.
+            start: digests (``weights.contents``) of the weights that a run without a guarantee
+                started from.
             config: the config that a private selection chose; if None, the run's.
             files: further files of the checkpoint, by name.
-            timed: a clock asked for it, not the plan's end nor a signal: it is for resuming only, and lies under ``confidential/``.
+            timed: a clock asked for it, not the plan's end nor a signal: it is for resuming only,
+                and lies under ``confidential/``.
             more: further fields of the manifest.
 
         Returns:
@@ -91,9 +114,16 @@ class Run:
             "config": public_settings(config or self.config),
             "plan": self.plan.to_dict(),
             "ledger_digest": self.ledger.digest,
-            "lineage": [*self.lineage, own_entry(self.plan, self.store, run_id, steps, self.lineage)],
+            "lineage": [
+                *self.lineage,
+                own_entry(self.plan, self.store, run_id, steps, self.lineage),
+            ],
             # Declared or public; the classifier's scores are in this order.
-            **({"class_names": self.store.label_names} if isinstance(self.config.model, ClassifierConfig | HeadConfig) else {}),
+            **(
+                {"class_names": self.store.label_names}
+                if isinstance(self.config.model, ClassifierConfig | HeadConfig)
+                else {}
+            ),
             # Declared: files that are read for prediction have the same range.
             **({} if self.store.window is None else {"window": list(self.store.window)}),
             **more,
@@ -102,7 +132,9 @@ class Run:
         if self.plan.guarantee != "dp":
             remember_weights(self.store, run_id, [*tensors.values(), *(ema or {}).values()], start)
         path = self.folder.checkpoints(timed=timed) / f"step-{steps:08d}"
-        save_checkpoint(path, manifest, tensors, ema=ema, optimizer=optimizer, files=dict(files or {}))
+        save_checkpoint(
+            path, manifest, tensors, ema=ema, optimizer=optimizer, files=dict(files or {})
+        )
         keep_newest(self.folder.base, self.config.hardware.keep_checkpoints)
         if not timed:
             self.folder.copy_ledger(self.ledger.path)
@@ -121,24 +153,29 @@ def new_run(
     secluded: bool,
     files: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:
-    """Open a new run in folder ``root`` for the duration of the block; a refused run leaves nothing behind.
+    """Open a new run in folder ``root`` for the duration of the block; a refused run leaves nothing
+    behind.
 
     Args:
         lineage: lineage of the weights that it starts from.
         num_bytes: required free space.
-        secluded: those weights were trained on private records without a guarantee, so what is made from them is private too.
+        secluded: those weights were trained on private records without a guarantee, so what is made
+            from them is private too.
         files: further objects to write as JSON, by name.
 
     Raises:
-        CheckpointError: the folder holds a run, or its disk is full. PrivacyError: the ledger refuses the plan. ConfigError: the versions
-            of the code cannot be read (``code_versions``).
+        CheckpointError: the folder holds a run, or its disk is full. PrivacyError: the ledger
+            refuses the plan. ConfigError: the versions of the code cannot be read
+            (``code_versions``).
     """
     code_versions()  # else the first checkpoint fails, after its steps were charged
     require_space(root, num_bytes)
     about = {
-        "store_id": store.store_id, "store_visibility": store.visibility, "results_visibility": store.results_visibility,
+        "store_id": store.store_id,
+        "store_visibility": store.visibility,
+        "results_visibility": store.results_visibility,
         "guarantee": plan.guarantee,
-    }  # fmt: skip
+    }
     private = store.visibility == "private" or secluded
     folder = create_run(root, config, about, wholly_confidential=plan.guarantee != "dp" and private)
     described = {_PLAN: plan.to_dict(), **(files or {})}
@@ -147,10 +184,14 @@ def new_run(
         try:
             for name, value in described.items():
                 write_json(folder.base / name, value)
-            ledger = stack.enter_context(Ledger.open(store.path, folder.run_id, plan, resume=False, lineage=lineage))
+            ledger = stack.enter_context(
+                Ledger.open(store.path, folder.run_id, plan, resume=False, lineage=lineage)
+            )
             write_file(StoreLedgers.of(store.path).name_path(folder.run_id), str(root).encode())
         except DPVisionError:
-            discard_run(folder, described)  # refused, by the owner's cap for example: the name stays free
+            discard_run(
+                folder, described
+            )  # refused, by the owner's cap for example: the name stays free
             raise
         yield Run(config, plan, store, lineage, folder, ledger)
 
@@ -172,22 +213,29 @@ class Stopped:
         """Read the run in folder ``root``.
 
         Args:
-            hardware: HardwareConfig fields to change, the only settings that a resumed run may change.
+            hardware: HardwareConfig fields to change, the only settings that a resumed run may
+                change.
 
         Raises:
-            CheckpointError: there is no run, its files cannot be read, or its checkpoint is of another run.
+            CheckpointError: there is no run, its files cannot be read, or its checkpoint is of
+                another run.
             PrivacyError: its settings are not those of its plan.
         """
         base, config, about = read_run(root)
         config = replace(config, hardware=replace(config.hardware, **(hardware or {})))
         checkpoint = load_checkpoint(base) if list_checkpoints(base) else None
         if checkpoint is not None and checkpoint.manifest["run_id"] != about["run_id"]:
-            raise CheckpointError(f"checkpoint: {checkpoint.path} is of another run; expected one of this run. Remove it.")
+            raise CheckpointError(
+                f"checkpoint: {checkpoint.path} is of another run; expected one of this run. "
+                "Remove it."
+            )
         values = read_object(base / _PLAN)
         try:
             plan = DPPlan.from_dict(values)
         except ValueError as error:
-            raise CheckpointError(f"run: {base / _PLAN} cannot be read ({error}). Restore it as the run wrote it.") from None
+            raise CheckpointError(
+                f"run: {base / _PLAN} cannot be read ({error}). Restore it as the run wrote it."
+            ) from None
         plan.require_settings(config.privacy, base / "config.json")
         plan.require_true()
         return cls(root, base, config, plan, about["store_id"], checkpoint)
@@ -195,7 +243,10 @@ class Stopped:
     def require_store(self, store: Store) -> None:
         """Raise DataError if ``store`` is not the run's."""
         if store.store_id != self.store_id:
-            raise DataError(f"store: {store.path} is not the store of this run. Restore the original, or start a new run.")
+            raise DataError(
+                f"store: {store.path} is not the store of this run. Restore the original, or "
+                "start a new run."
+            )
 
     @contextlib.contextmanager
     def resumed(self, store: Store, lineage: Lineage, *, num_bytes: int) -> Iterator[Run]:
@@ -206,20 +257,23 @@ class Stopped:
             num_bytes: required free space.
 
         Raises:
-            CheckpointError: the run is in use, or its disk is full. PrivacyError: the ledger is not the run's, or older
-                than its checkpoint. ConfigError: as ``new_run``.
+            CheckpointError: the run is in use, or its disk is full. PrivacyError: the ledger is not
+                the run's, or older than its checkpoint. ConfigError: as ``new_run``.
         """
         code_versions()
         require_space(self.root, num_bytes)
         with contextlib.ExitStack() as stack:
             folder = open_run(self.root)
             stack.callback(folder.close)
-            ledger = stack.enter_context(Ledger.open(store.path, folder.run_id, self.plan, resume=True, lineage=lineage))
+            ledger = stack.enter_context(
+                Ledger.open(store.path, folder.run_id, self.plan, resume=True, lineage=lineage)
+            )
             saved = 0 if self.checkpoint is None else self.checkpoint.manifest["ledger_steps"]
             if saved > ledger.steps:
                 raise PrivacyError(
                     f"ledger: {ledger.steps} steps, yet a checkpoint was written after {saved}; "
-                    "expected the newer ledger. Restore the LEDGERS folder that belongs to this store."
+                    "expected the newer ledger. Restore the LEDGERS folder that belongs to this "
+                    "store."
                 )
             yield Run(self.config, ledger.plan, store, lineage, folder, ledger)
 
@@ -232,4 +286,6 @@ def read_object(path: Path) -> dict[str, Any]:
             raise ValueError("not an object")
         return found
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"run: {path} cannot be read ({error}). Restore it as the run wrote it.") from None
+        raise CheckpointError(
+            f"run: {path} cannot be read ({error}). Restore it as the run wrote it."
+        ) from None

@@ -1,4 +1,5 @@
-"""Stop on a signal: SIGINT (Ctrl-C), SIGTERM and SIGUSR1 let the work in progress be finished and saved; a second SIGINT stops at once.
+"""Stop on a signal: SIGINT (Ctrl-C), SIGTERM and SIGUSR1 let the work in progress be finished and
+saved; a second SIGINT stops at once.
 
 Charged steps count whether or not they are saved, so stopping at once has a cost, which is printed.
 """
@@ -17,7 +18,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopRequest:
     """A context in which signals only set ``asked``. Does nothing outside of the main thread.
 
-    A second SIGINT raises KeyboardInterrupt in the block, and the number of lost steps is printed to standard error.
+    A second SIGINT raises KeyboardInterrupt in the block, and the number of lost steps is printed
+    to standard error.
 
     Args:
         doing: the work that is finished first, for the message on standard error.
@@ -40,16 +42,30 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._ask) for number in _SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         if kind is not None and issubclass(kind, KeyboardInterrupt) and (lost := self._lost()):
-            print(f"\nStopped at once: {lost} charged steps were not saved and are lost. They count in epsilon.", file=sys.stderr)
+            print(
+                "\n"
+                f"Stopped at once: {lost} charged steps were not saved and are lost. They count "
+                "in epsilon.",
+                file=sys.stderr,
+            )
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
         self._interrupted |= number == signal.SIGINT
         self._asked.set()
-        again = "; Ctrl-C again stops at once and loses what is not saved" if number == signal.SIGINT else ""
+        again = (
+            "; Ctrl-C again stops at once and loses what is not saved"
+            if number == signal.SIGINT
+            else ""
+        )
         os.write(2, f"\n{self._doing}{again}\n".encode())

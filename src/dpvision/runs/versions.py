@@ -12,7 +12,8 @@ from dpvision.errors import ConfigError
 
 @cache
 def code_versions() -> dict[str, str]:
-    """Return versions for the manifest and the statement; all of them public. Runs read them before the first charge.
+    """Return versions for the manifest and the statement; all of them public. Runs read them before
+    the first charge.
 
     Raises:
         ConfigError: a package can be imported, but is not installed, so its version is unknown.
@@ -22,10 +23,15 @@ def code_versions() -> dict[str, str]:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            install = f"pip install {Path(dpvision.__file__).parents[2]}" if name == "dpvision" else f"pip install {name}"
+            install = (
+                f"pip install {Path(dpvision.__file__).parents[2]}"
+                if name == "dpvision"
+                else f"pip install {name}"
+            )
             raise ConfigError(
-                f"versions: {name} is found by its path alone (PYTHONPATH, say); expected an installed package, whose version the "
-                f"checkpoints and the statement name. Run {install}."
+                f"versions: {name} is found by its path alone (PYTHONPATH, say); expected an "
+                "installed package, whose version the checkpoints and the statement name. Run "
+                f"{install}."
             ) from None
     return {**found, "python": platform.python_version(), "code_sha256": _code_digest()}
 

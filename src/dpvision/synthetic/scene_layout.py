@@ -1,7 +1,9 @@
-"""The layout of a scene, drawn from an integer: objects, their attributes and positions, and the light.
+"""The layout of a scene, drawn from an integer: objects, their attributes and positions, and the
+light.
 
-Lengths are fractions of the image's side, x to the right, y downwards. Only integers, + - * / and the square root are
-used (no sine, no library generator), which IEEE 754 rounds exactly: the same integer gives the same bits everywhere.
+Lengths are fractions of the image's side, x to the right, y downwards. Only integers, + - * / and
+the square root are used (no sine, no library generator), which IEEE 754 rounds exactly: the same
+integer gives the same bits everywhere.
 """
 
 import math
@@ -23,24 +25,37 @@ RELATIONS = ("left of", "right of", "above", "below")
 RADIUS = {"small": (0.085, 0.115), "large": (0.15, 0.2)}
 """Range of the radius for each size word; the ranges do not overlap."""
 RELATION_MARGIN = 0.15
-"""A relation's coordinate differs by at least this much, and by at least as much as the other coordinate."""
+"""A relation's coordinate differs by at least this much, and by at least as much as the other
+coordinate.
+"""
 MAIN_MARGIN = 1.08
-"""The largest object's radius is at least this many times the next one's, so that the scene's label is visible."""
+"""The largest object's radius is at least this many times the next one's, so that the scene's label
+is visible.
+"""
 
-# Centres closer than the first would leave a pair without a clear relation: 0.22 / sqrt(2) > RELATION_MARGIN. Centres closer
-# than the second fraction of the radii's sum would let one object hide more than a small part of another.
+# Centres closer than the first would leave a pair without a clear relation: 0.22 / sqrt(2) >
+# RELATION_MARGIN. Centres closer than the second fraction of the radii's sum would let one object
+# hide more than a small part of another.
 _MIN_DISTANCE = 0.22
 _MIN_SEPARATION = 0.86
 _BORDER = 0.03
 _MASK = (1 << 64) - 1
-_LIGHT_TOWARDS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "top": (0.0, -1.0), "bottom": (0.0, 1.0)}
+_LIGHT_TOWARDS = {
+    "left": (-1.0, 0.0),
+    "right": (1.0, 0.0),
+    "top": (0.0, -1.0),
+    "bottom": (0.0, 1.0),
+}
 
 
 class Draws:
-    """Random numbers of one scene: splitmix64 (Steele, Lea and Flood, 2014) seeded with the hash of an integer."""
+    """Random numbers of one scene: splitmix64 (Steele, Lea and Flood, 2014) seeded with the hash of
+    an integer.
+    """
 
     def __init__(self, seed: int) -> None:
-        self._state = 0x5CE4E5  # a constant of this module, so that other users of splitmix64 do not share the stream
+        # a constant of this module, so that other users of splitmix64 do not share the stream
+        self._state = 0x5CE4E5
         self._state = self.bits() ^ seed
         self._state = self.bits()
 
@@ -68,7 +83,9 @@ class Draws:
         return items
 
     def direction(self, towards: tuple[float, float], spread: float) -> tuple[float, float]:
-        """Return the vector ``towards`` (length 1) turned by an angle with half tangent uniform on (-spread, spread): no sine is needed."""
+        """Return the vector ``towards`` (length 1) turned by an angle with half tangent uniform on
+        (-spread, spread): no sine is needed.
+        """
         t = self.uniform(-spread, spread)
         cos, sin = (1 - t * t) / (1 + t * t), 2 * t / (1 + t * t)
         x, y = towards
@@ -77,7 +94,9 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class SceneObject:
-    """One shape. ``x``, ``y`` (centre) and ``radius`` are fractions of the image's side; y grows downwards."""
+    """One shape. ``x``, ``y`` (centre) and ``radius`` are fractions of the image's side; y grows
+    downwards.
+    """
 
     shape: str
     """One of SHAPES."""
@@ -91,7 +110,9 @@ class SceneObject:
     y: float
     radius: float
     turn: tuple[float, float]
-    """Cosine and sine of a tilt of at most 13 degrees (a square stays a square, a diamond a diamond)."""
+    """Cosine and sine of a tilt of at most 13 degrees (a square stays a square, a diamond a
+    diamond).
+    """
     tint: tuple[float, float, float]
     """Added to the colour's red, green and blue; small."""
     phase: tuple[float, float]
@@ -104,7 +125,9 @@ class Layout:
 
     objects: tuple[SceneObject, ...]
     relations: tuple[tuple[int, str, int], ...]
-    """(i, relation, j) reads "object i is `relation` object j": exactly one for each ordered pair."""
+    """(i, relation, j) reads "object i is `relation` object j": exactly one for each ordered
+    pair.
+    """
     background: str
     """One of BACKGROUNDS."""
     background_tint: tuple[float, float, float]
@@ -116,10 +139,14 @@ class Layout:
 
 
 def draw_layout(draws: Draws) -> Layout:
-    """Draw the layout of a scene; every attribute is uniform on its vocabulary and independent of the others."""
+    """Draw the layout of a scene; every attribute is uniform on its vocabulary and independent of
+    the others.
+    """
     num = 1 + draws.choice(range(len(COUNTS)))
     kinds: list[tuple[str, str]] = []
-    while len(kinds) < num:  # colour and shape together name an object, so no two objects share both
+    while (
+        len(kinds) < num
+    ):  # colour and shape together name an object, so no two objects share both
         kind = (draws.choice(SHAPES), draws.choice(COLOURS))
         if kind not in kinds:
             kinds.append(kind)
@@ -144,7 +171,12 @@ def draw_layout(draws: Draws) -> Layout:
     )
     return Layout(
         objects=objects,
-        relations=tuple((i, relation(a, b), j) for i, a in enumerate(objects) for j, b in enumerate(objects) if i != j),
+        relations=tuple(
+            (i, relation(a, b), j)
+            for i, a in enumerate(objects)
+            for j, b in enumerate(objects)
+            if i != j
+        ),
         background=draws.choice(BACKGROUNDS),
         background_tint=_draw_tint(draws, 0.09),
         light=light,
@@ -154,7 +186,9 @@ def draw_layout(draws: Draws) -> Layout:
 
 
 def relation(a: SceneObject, b: SceneObject) -> str:
-    """Return the relation of ``a`` to ``b``, one of RELATIONS, along the coordinate in which they differ most."""
+    """Return the relation of ``a`` to ``b``, one of RELATIONS, along the coordinate in which they
+    differ most.
+    """
     dx, dy = b.x - a.x, b.y - a.y
     if abs(dx) >= abs(dy):
         return "left of" if dx > 0 else "right of"
@@ -162,7 +196,11 @@ def relation(a: SceneObject, b: SceneObject) -> str:
 
 
 def _draw_tint(draws: Draws, spread: float) -> tuple[float, float, float]:
-    return draws.uniform(-spread, spread), draws.uniform(-spread, spread), draws.uniform(-spread, spread)
+    return (
+        draws.uniform(-spread, spread),
+        draws.uniform(-spread, spread),
+        draws.uniform(-spread, spread),
+    )
 
 
 def _draw_radii(draws: Draws, sizes: list[str]) -> list[float]:
@@ -174,14 +212,18 @@ def _draw_radii(draws: Draws, sizes: list[str]) -> list[float]:
 
 
 def _draw_centres(draws: Draws, radii: list[float]) -> list[tuple[float, float]]:
-    """Draw centres uniformly among arrangements that keep the distances, by rejection of whole arrangements."""
+    """Draw centres uniformly among arrangements that keep the distances, by rejection of whole
+    arrangements.
+    """
     while True:
         centres: list[tuple[float, float]] = []
         for radius in radii:
             margin = radius + _BORDER
             x, y = draws.uniform(margin, 1 - margin), draws.uniform(margin, 1 - margin)
             for (other_x, other_y), other_radius in zip(centres, radii, strict=False):
-                if math.sqrt((x - other_x) ** 2 + (y - other_y) ** 2) < max(_MIN_DISTANCE, _MIN_SEPARATION * (radius + other_radius)):
+                if math.sqrt((x - other_x) ** 2 + (y - other_y) ** 2) < max(
+                    _MIN_DISTANCE, _MIN_SEPARATION * (radius + other_radius)
+                ):
                     break
             else:
                 centres.append((x, y))

@@ -1,7 +1,9 @@
-"""Render scenes: signed distances on the pixels near each shape, anti-aliased over one pixel, lit from one side.
+"""Render scenes: signed distances on the pixels near each shape, anti-aliased over one pixel, lit
+from one side.
 
-The distance functions follow Inigo Quilez (iquilezles.org/articles/distfunctions2d); a distance is negative inside. All
-arithmetic is elementwise + - * / sqrt, floor, min and max in float32, without reductions, so that it is the same everywhere.
+The distance functions follow Inigo Quilez (iquilezles.org/articles/distfunctions2d); a distance is
+negative inside. All arithmetic is elementwise + - * / sqrt, floor, min and max in float32, without
+reductions, so that it is the same everywhere.
 
 Legend: C channels, H height, W width of the whole image; h, w of the box around one object.
 """
@@ -37,7 +39,9 @@ def render(layout: Layout, size_px: int) -> np.ndarray:
     lx, ly = layout.towards_light
     # Brightest on the lit side: the gradient runs over the whole image.
     glow_HW = (axis - 0.5)[None, :] * (0.3 * lx) + ((axis - 0.5) * (0.3 * ly))[:, None]
-    base = [b + t for b, t in zip(_BACKGROUND[layout.background], layout.background_tint, strict=True)]
+    base = [
+        b + t for b, t in zip(_BACKGROUND[layout.background], layout.background_tint, strict=True)
+    ]
     image_CHW = (glow_HW + 1) * _column(base)
     for obj in layout.objects:
         _paint(image_CHW, obj, axis, layout)
@@ -48,7 +52,9 @@ def render(layout: Layout, size_px: int) -> np.ndarray:
 
 
 def coverage(obj: SceneObject, size_px: int) -> np.ndarray:
-    """Return the fraction of each pixel that the unoccluded object covers, float32 (size_px, size_px) in [0, 1]."""
+    """Return the fraction of each pixel that the unoccluded object covers, float32 (size_px,
+    size_px) in [0, 1].
+    """
     full_HW = np.zeros((size_px, size_px), np.float32)
     rows, columns = _box(obj, size_px)
     axis = _axis(size_px)
@@ -82,7 +88,9 @@ def _turned(obj: SceneObject, dx_w: np.ndarray, dy_h: np.ndarray) -> tuple[np.nd
 
 
 def _smooth_step(inside: np.ndarray, size_px: int) -> np.ndarray:
-    """Return the covered fraction of a pixel from the distance inside the edge, by a ramp one pixel wide."""
+    """Return the covered fraction of a pixel from the distance inside the edge, by a ramp one pixel
+    wide.
+    """
     inside = inside * size_px
     inside += 0.5
     return np.clip(inside, 0, 1, out=inside)
@@ -98,14 +106,17 @@ def _paint(image_CHW: np.ndarray, obj: SceneObject, axis: np.ndarray, layout: La
         _cast_shadow(image_CHW, obj, distance_hw, rows.start, columns.start, layout.towards_light)
     lx, ly = layout.towards_light
     shade_hw = dx_w * (0.2 * lx / obj.radius) + (dy_h * (0.2 * ly / obj.radius))[:, None]
-    rim_hw = np.maximum(distance_hw / (0.3 * obj.radius) + 1, 0)  # 0 well inside, 1 at the edge: rounds the edge off
+    rim_hw = np.maximum(
+        distance_hw / (0.3 * obj.radius) + 1, 0
+    )  # 0 well inside, 1 at the edge: rounds the edge off
     shade_hw -= rim_hw * rim_hw * 0.16
     shade_hw += 1.03
     first = _column([c + t for c, t in zip(_RGB[obj.colour], obj.tint, strict=True)])
     if obj.texture == "solid":
         colour_Chw = first * shade_hw
     else:
-        # The second tone is a darker or lighter version of the first, so that the object keeps its colour word.
+        # The second tone is a darker or lighter version of the first, so that the object keeps its
+        # colour word.
         second = first * 0.42 if obj.colour in _LIGHT_COLOURS else first + (0.97 - first) * 0.6
         colour_Chw = (first + (second - first) * _pattern(obj, u_hw, v_hw, size_px)) * shade_hw
     target_Chw = image_CHW[:, rows, columns]
@@ -115,9 +126,16 @@ def _paint(image_CHW: np.ndarray, obj: SceneObject, axis: np.ndarray, layout: La
 
 
 def _cast_shadow(
-    image_CHW: np.ndarray, obj: SceneObject, distance_hw: np.ndarray, top: int, left: int, towards_light: tuple[float, float]
+    image_CHW: np.ndarray,
+    obj: SceneObject,
+    distance_hw: np.ndarray,
+    top: int,
+    left: int,
+    towards_light: tuple[float, float],
 ) -> None:
-    """Darken the image behind the object, shifted away from the light by whole pixels (so that distances are reused)."""
+    """Darken the image behind the object, shifted away from the light by whole pixels (so that
+    distances are reused).
+    """
     size_px = image_CHW.shape[1]
     reach = _SHADOW_OFFSET * obj.radius * size_px
     top += math.floor(0.5 - towards_light[1] * reach)
@@ -126,25 +144,45 @@ def _cast_shadow(
     dark_hw = np.clip((soft * 0.5 - distance_hw) / soft, 0, 1) * -_SHADOW_STRENGTH
     dark_hw += 1
     h, w = dark_hw.shape
-    rows, columns = slice(max(top, 0), min(top + h, size_px)), slice(max(left, 0), min(left + w, size_px))
-    image_CHW[:, rows, columns] *= dark_hw[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
+    rows, columns = (
+        slice(max(top, 0), min(top + h, size_px)),
+        slice(max(left, 0), min(left + w, size_px)),
+    )
+    image_CHW[:, rows, columns] *= dark_hw[
+        rows.start - top : rows.stop - top, columns.start - left : columns.stop - left
+    ]
 
 
 def _pattern(obj: SceneObject, u_hw: np.ndarray, v_hw: np.ndarray, size_px: int) -> np.ndarray:
-    """Return the weight of the second tone, (h, w) in [0, 1]. A period is at least 3.8 pixels in an image of 48."""
+    """Return the weight of the second tone, (h, w) in [0, 1]. A period is at least 3.8 pixels in an
+    image of 48.
+    """
     period = max(0.6 * obj.radius, 0.08)
     sharpness = period * size_px  # a ramp of one pixel, as at the edge of a shape
     across_hw = _wave(v_hw, period, obj.phase[0])
     if obj.texture == "striped":
-        return np.clip((across_hw - 0.29) * sharpness + 0.5, 0, 1)  # 0.21 of 0.5: the object's colour keeps the larger part
+        return np.clip(
+            (across_hw - 0.29) * sharpness + 0.5, 0, 1
+        )  # 0.21 of 0.5: the object's colour keeps the larger part
     along_hw = _wave(u_hw, period, obj.phase[1])
     if obj.texture == "dotted":
-        return np.clip((0.31 - np.sqrt(across_hw * across_hw + along_hw * along_hw)) * sharpness + 0.5, 0, 1)
-    return np.clip(np.minimum((across_hw - 0.25) * sharpness, 0.5) * np.minimum((along_hw - 0.25) * sharpness, 0.5) * 2 + 0.5, 0, 1)
+        return np.clip(
+            (0.31 - np.sqrt(across_hw * across_hw + along_hw * along_hw)) * sharpness + 0.5, 0, 1
+        )
+    return np.clip(
+        np.minimum((across_hw - 0.25) * sharpness, 0.5)
+        * np.minimum((along_hw - 0.25) * sharpness, 0.5)
+        * 2
+        + 0.5,
+        0,
+        1,
+    )
 
 
 def _wave(x: np.ndarray, period: float, phase: float) -> np.ndarray:
-    """Return a triangle wave between 0 and 0.5: the distance to the nearest multiple of the period, in periods."""
+    """Return a triangle wave between 0 and 0.5: the distance to the nearest multiple of the period,
+    in periods.
+    """
     turns = x / period + phase
     turns -= np.floor(turns + 0.5)
     return np.abs(turns, out=turns)
@@ -176,7 +214,9 @@ def _cross(u: np.ndarray, v: np.ndarray, radius: float) -> np.ndarray:
 
 
 def _star(u: np.ndarray, v: np.ndarray, radius: float) -> np.ndarray:
-    """Pentagram, rounded: the points outside at most one of the five lines that bound the inner pentagon."""
+    """Pentagram, rounded: the points outside at most one of the five lines that bound the inner
+    pentagon.
+    """
     u = np.abs(u)
     sides = (
         v * 1.0,

@@ -1,7 +1,8 @@
-"""Captions of scenes: every claim is true of the layout, and every object named is identified uniquely.
+"""Captions of scenes: every claim is true of the layout, and every object named is identified
+uniquely.
 
-Colour and shape are always mentioned and are unique in a scene; size and texture are optional. An object that was already named
-is referred to as "the red disc".
+Colour and shape are always mentioned and are unique in a scene; size and texture are optional. An
+object that was already named is referred to as "the red disc".
 """
 
 from dpvision.synthetic.scene_layout import Draws, Layout, SceneObject
@@ -12,14 +13,21 @@ RELATION_PHRASES = {
     "above": ("above", "over"),
     "below": ("below", "under"),
 }
-LIGHT_PHRASES = {"left": "from the left", "right": "from the right", "top": "from above", "bottom": "from below"}
+LIGHT_PHRASES = {
+    "left": "from the left",
+    "right": "from the right",
+    "top": "from above",
+    "bottom": "from below",
+}
 
 
 def make_caption(layout: Layout, draws: Draws) -> str:
     """Return a lower-case English caption (a sentence or a noun phrase) of the layout."""
     order = draws.shuffled(range(len(layout.objects)))
     phrases = {i: _with_article(_describe(layout.objects[i], draws)) for i in order}
-    between = {(i, j): draws.choice(RELATION_PHRASES[relation]) for i, relation, j in layout.relations}
+    between = {
+        (i, j): draws.choice(RELATION_PHRASES[relation]) for i, relation, j in layout.relations
+    }
 
     def again(i: int) -> str:
         return f"the {layout.objects[i].colour} {layout.objects[i].shape}"
@@ -57,10 +65,22 @@ def make_caption(layout: Layout, draws: Draws) -> str:
         options += [
             f"four shapes: {listed}",
             f"{a} {between[i, j]} {b}, and {c} {between[k, m]} {d}",
-            f"{a} is {between[i, j]} {b}, {c} is {between[k, j]} {again(j)}, and {d} is {between[m, i]} {again(i)}",
+            f"{a} is {between[i, j]} {b}, {c} is {between[k, j]} {again(j)}, and {d} is "
+            f"{between[m, i]} {again(i)}",
             f"{listed}, where {again(i)} is {between[i, m]} {again(m)}",
         ]
-    ending = draws.choice(("", "", "", "", "", "", f", lit {LIGHT_PHRASES[layout.light]}", f", on a {layout.background} background"))
+    ending = draws.choice(
+        (
+            "",
+            "",
+            "",
+            "",
+            "",
+            "",
+            f", lit {LIGHT_PHRASES[layout.light]}",
+            f", on a {layout.background} background",
+        )
+    )
     return draws.choice(options) + ending
 
 
@@ -83,8 +103,24 @@ def _list_of(phrases: list[str]) -> str:
 
 def _place(obj: SceneObject) -> str:
     """Return the object's position in the image as text, or "" if it is not clear."""
-    column = "left" if obj.x < 0.38 else "right" if obj.x > 0.62 else "middle" if 0.42 < obj.x < 0.58 else ""
-    row = "top" if obj.y < 0.38 else "bottom" if obj.y > 0.62 else "middle" if 0.42 < obj.y < 0.58 else ""
+    column = (
+        "left"
+        if obj.x < 0.38
+        else "right"
+        if obj.x > 0.62
+        else "middle"
+        if 0.42 < obj.x < 0.58
+        else ""
+    )
+    row = (
+        "top"
+        if obj.y < 0.38
+        else "bottom"
+        if obj.y > 0.62
+        else "middle"
+        if 0.42 < obj.y < 0.58
+        else ""
+    )
     if not column or not row:
         return ""
     if column == row:

@@ -1,4 +1,5 @@
-"""Captioned scenes: an unlimited number of images of one to four coloured shapes, each with a true caption, from an integer.
+"""Captioned scenes: an unlimited number of images of one to four coloured shapes, each with a true
+caption, from an integer.
 
     >>> scene = make_scene(7)
     >>> scene.image.shape
@@ -27,7 +28,15 @@ from dpvision.synthetic.scene_layout import (
 from dpvision.synthetic.scene_render import render
 from dpvision.synthetic.scene_text import make_caption
 
-__all__ = ["ATTRIBUTES", "LABELS", "OBJECT_ATTRIBUTES", "RELATIONS", "Scene", "SceneObject", "make_scene"]
+__all__ = [
+    "ATTRIBUTES",
+    "LABELS",
+    "OBJECT_ATTRIBUTES",
+    "RELATIONS",
+    "Scene",
+    "SceneObject",
+    "make_scene",
+]
 
 LABELS = SHAPES
 """Names of the classes of ``Scene.label``."""
@@ -41,9 +50,12 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "light": LIGHTS,
     "background": BACKGROUNDS,
 }
-"""Vocabulary of each attribute of ``Scene.attributes``; all values are equally likely, so chance is 1 / len.
+"""Vocabulary of each attribute of ``Scene.attributes``; all values are equally likely, so chance is
+1 / len.
 
-The size word is not included, because the largest of several objects is mostly "large". It is in ``SceneObject.size``."""
+The size word is not included, because the largest of several objects is mostly "large". It is in
+``SceneObject.size``.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,9 @@ class Scene:
     objects: tuple[SceneObject, ...]
     """One to four, no two of the same colour and shape; later ones are in front."""
     relations: tuple[tuple[int, str, int], ...]
-    """(i, relation, j) reads "object i is `relation` object j": exactly one of RELATIONS for each ordered pair."""
+    """(i, relation, j) reads "object i is `relation` object j": exactly one of RELATIONS for each
+    ordered pair.
+    """
     light: str
     background: str
 
@@ -72,7 +86,9 @@ class Scene:
 
     @property
     def attributes(self) -> dict[str, int]:
-        """Indices into ATTRIBUTES, for the largest object (shape, colour, texture) and the scene (count, light, background)."""
+        """Indices into ATTRIBUTES, for the largest object (shape, colour, texture) and the scene
+        (count, light, background).
+        """
         main = self.main
         words = {
             "shape": main.shape,
@@ -85,14 +101,19 @@ class Scene:
         return {name: ATTRIBUTES[name].index(word) for name, word in words.items()}
 
     def all_of(self, attribute: str) -> list[int]:
-        """Indices into ``ATTRIBUTES[attribute]`` of all objects, sorted; one for an attribute of the scene."""
+        """Indices into ``ATTRIBUTES[attribute]`` of all objects, sorted; one for an attribute of
+        the scene.
+        """
         if attribute not in OBJECT_ATTRIBUTES:
             return [self.attributes[attribute]]
-        return sorted({ATTRIBUTES[attribute].index(getattr(thing, attribute)) for thing in self.objects})
+        return sorted(
+            {ATTRIBUTES[attribute].index(getattr(thing, attribute)) for thing in self.objects}
+        )
 
 
 def make_scene(i: int, size_px: int = 48) -> Scene:
-    """Return scene number ``i``: a pure function of the integer, bit-identical on every machine with IEEE 754 arithmetic.
+    """Return scene number ``i``: a pure function of the integer, bit-identical on every machine
+    with IEEE 754 arithmetic.
 
     Args:
         i: number of the scene, 0 to 2^63 - 1.
@@ -102,9 +123,14 @@ def make_scene(i: int, size_px: int = 48) -> Scene:
         ConfigError: ``i`` or ``size_px`` is out of range.
     """
     if not 0 <= i < 1 << 63:
-        raise ConfigError(f"scenes: i={i!r}; expected an integer from 0 to 2^63 - 1. Number the scenes from 0.")
+        raise ConfigError(
+            f"scenes: i={i!r}; expected an integer from 0 to 2^63 - 1. Number the scenes from 0."
+        )
     if not 16 <= size_px <= 4096:
-        raise ConfigError(f"scenes: size_px={size_px!r}; expected 16 to 4096 pixels. Use 48, or the image size of the model.")
+        raise ConfigError(
+            f"scenes: size_px={size_px!r}; expected 16 to 4096 pixels. Use 48, or the image size "
+            "of the model."
+        )
     draws = Draws(i)
     layout = draw_layout(draws)
     return Scene(

@@ -1,7 +1,8 @@
 """The processes of one run under torchrun: joining, sums over ranks, broadcasts from rank 0.
 
-Every rank makes the same number of collective calls in the same order, whatever its share of a batch; an empty share contributes zeros.
-With a single process the functions return their argument. ``same.py`` compares what the ranks must agree on.
+Every rank makes the same number of collective calls in the same order, whatever its share of a
+batch; an empty share contributes zeros. With a single process the functions return their argument.
+``same.py`` compares what the ranks must agree on.
 """
 
 import contextlib
@@ -52,31 +53,44 @@ def join(device: str) -> Group:
         PrivacyError: some ranks have a GPU and others do not.
     """
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    # Float32 convolutions are TF32 on a GPU unless this is said: ten bits of mantissa, where the bounds and a CPU have 23.
+    # Float32 convolutions are TF32 on a GPU unless this is said: ten bits of mantissa, where the
+    # bounds and a CPU have 23.
     torch.backends.cudnn.allow_tf32 = False
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and not dist.is_initialized():
-        # Compared before the process group is made: a backend would wait forever for ranks with another backend.
+        # Compared before the process group is made: a backend would wait forever for ranks with
+        # another backend.
         store, rank, world_size = next(dist.rendezvous("env://"))
         _check_devices(dist.PrefixStore("devices", store), rank, world_size, kind)
     if device == "cuda":
         require_cuda()
     if world_size == 1:
         return Group(0, 1, torch.device(kind))
-    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
+    place = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if kind == "cuda"
+        else torch.device("cpu")
+    )
     if kind == "cuda":
         if place.index >= torch.cuda.device_count():
             count = torch.cuda.device_count()
-            raise ConfigError(f"ranks: LOCAL_RANK={place.index} with {count} GPUs; expected a GPU for each. Pass --nproc-per-node {count}.")
+            raise ConfigError(
+                f"ranks: LOCAL_RANK={place.index} with {count} GPUs; expected a GPU for each. "
+                f"Pass --nproc-per-node {count}."
+            )
         torch.cuda.set_device(place)
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size)
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size
+        )
     return Group(dist.get_rank(), world_size, place)
 
 
 def _check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> None:
-    """Refuse a run whose ranks have different kinds of device: their sums and their noise would differ in the last bits."""
+    """Refuse a run whose ranks have different kinds of device: their sums and their noise would
+    differ in the last bits.
+    """
     store.set(str(rank), kind)
     kinds = [store.get(str(other)).decode() for other in range(world_size)]
     store.set(f"{rank} has read", "")
@@ -94,7 +108,8 @@ def leave() -> None:
 
 
 def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
-    """Add up the ranks' clipped sums, on every rank, in float64. Norms, losses and ids remain those of this rank: buckets are disjoint.
+    """Add up the ranks' clipped sums, on every rank, in float64. Norms, losses and ids remain those
+    of this rank: buckets are disjoint.
 
     Raises:
         PrivacyError: a sum made or edited by hand.
@@ -103,11 +118,20 @@ def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
         return total
     require_seal(total, "clip", "Give the sum of ClippedSum.add_up.")
     names = sorted(total.grads)
-    flat = torch.cat([total.grads[name].flatten().double() for name in names] or [torch.zeros(0, dtype=torch.float64)]).to(group.device)
+    flat = torch.cat(
+        [total.grads[name].flatten().double() for name in names]
+        or [torch.zeros(0, dtype=torch.float64)]
+    ).to(group.device)
     dist.all_reduce(flat)
     pieces = flat.split([total.grads[name].numel() for name in names])
-    grads = {name: piece.view_as(total.grads[name]) for name, piece in zip(names, pieces, strict=True)}
-    count = int(all_reduce_vector(torch.tensor([float(total.num_records)], dtype=torch.float64), group).item())
+    grads = {
+        name: piece.view_as(total.grads[name]) for name, piece in zip(names, pieces, strict=True)
+    }
+    count = int(
+        all_reduce_vector(
+            torch.tensor([float(total.num_records)], dtype=torch.float64), group
+        ).item()
+    )
     return seal(replace(total, grads=grads, num_records=count))
 
 
@@ -124,7 +148,11 @@ def broadcast_bytes(value: bytes, size: int, group: Group) -> bytes:
     """Return rank 0's ``size`` bytes on every rank."""
     if group.world_size == 1:
         return value
-    start = torch.frombuffer(bytearray(value), dtype=torch.uint8) if group.is_main else torch.zeros(size, dtype=torch.uint8)
+    start = (
+        torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        if group.is_main
+        else torch.zeros(size, dtype=torch.uint8)
+    )
     moved = start.to(group.device)
     dist.broadcast(moved, src=0)
     return bytes(moved.cpu().numpy())
@@ -134,7 +162,9 @@ def broadcast_int(value: int, group: Group) -> int:
     """Return rank 0's integer on every rank."""
     if group.world_size == 1:
         return value
-    return int.from_bytes(broadcast_bytes(value.to_bytes(8, "little", signed=True), 8, group), "little", signed=True)
+    return int.from_bytes(
+        broadcast_bytes(value.to_bytes(8, "little", signed=True), 8, group), "little", signed=True
+    )
 
 
 def gather_texts(text: str, group: Group) -> list[str]:
@@ -144,7 +174,9 @@ def gather_texts(text: str, group: Group) -> list[str]:
     mine = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
     longest = torch.tensor([len(mine)], device=group.device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    lines = torch.zeros(group.world_size, int(longest.item()), dtype=torch.uint8, device=group.device)
+    lines = torch.zeros(
+        group.world_size, int(longest.item()), dtype=torch.uint8, device=group.device
+    )
     lines[group.rank, : len(mine)] = mine.to(group.device)
     dist.all_reduce(lines)  # all other ranks have zeros in this rank's line
     return [bytes(line).rstrip(b"\0").decode() for line in lines.cpu().numpy()]
@@ -152,12 +184,14 @@ def gather_texts(text: str, group: Group) -> list[str]:
 
 @contextlib.contextmanager
 def together(group: Group) -> Iterator[None]:
-    """A block that succeeds on all ranks or raises on all: if one rank fails, the others must not wait for it forever.
+    """A block that succeeds on all ranks or raises on all: if one rank fails, the others must not
+    wait for it forever.
 
     Collective calls inside the block must raise on all ranks or on none.
 
     Raises:
-        DPVisionError: the block's own error; on a rank where the block succeeded, PrivacyError with the first failed rank's message.
+        DPVisionError: the block's own error; on a rank where the block succeeded, PrivacyError with
+            the first failed rank's message.
     """
     refused: Exception | None = None
     try:

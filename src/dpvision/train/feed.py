@@ -1,4 +1,5 @@
-"""Physical batches on their way to the device: copied as uint8 while the batch before is computed, normalised there.
+"""Physical batches on their way to the device: copied as uint8 while the batch before is computed,
+normalised there.
 
 Legend: B records (rows).
 """
@@ -14,17 +15,22 @@ from dpvision.data.transform import normalise_tensor
 from dpvision.devices import send
 
 
-def on_device(batches: Iterable[Batch], device: torch.device, data: DataConfig) -> Iterator[tuple[Batch, HostRows]]:
+def on_device(
+    batches: Iterable[Batch], device: torch.device, data: DataConfig
+) -> Iterator[tuple[Batch, HostRows]]:
     """Yield batches on ``device``, with what the host keeps of their rows.
 
     Args:
-        batches: from ``loader.physical_batches``, float32 or uint8; ids and validity are on the CPU.
+        batches: from ``loader.physical_batches``, float32 or uint8; ids and validity are on the
+            CPU.
         data: mean and standard deviation, for uint8 images.
     """
     for batch, rows in _copied(batches, device):
         if batch.image_BVCHW.dtype == torch.uint8:
             image = normalise_tensor(batch.image_BVCHW, data.mean, data.std)
-            image = image.masked_fill_(~batch.valid_B[:, None, None, None, None], 0.0)  # as the loader has it
+            image = image.masked_fill_(
+                ~batch.valid_B[:, None, None, None, None], 0.0
+            )  # as the loader has it
             batch = batch._replace(image_BVCHW=image)
         yield batch, rows
 
@@ -43,9 +49,14 @@ def _copied(batches: Iterable[Batch], device: torch.device) -> Iterator[tuple[Ba
             if batch is None:
                 return None
             with torch.cuda.stream(stream):
-                return to_device(batch, device), HostRows(batch.record_id_B, batch.valid_B), stream.record_event()
+                return (
+                    to_device(batch, device),
+                    HostRows(batch.record_id_B, batch.valid_B),
+                    stream.record_event(),
+                )
 
-    # In a thread: copying a batch into pinned memory would keep this one, which launches the passes, for milliseconds.
+    # In a thread: copying a batch into pinned memory would keep this one, which launches the
+    # passes, for milliseconds.
     with ThreadPoolExecutor(1, "copy") as thread:
         ahead = thread.submit(fetch)
         while (sent := ahead.result()) is not None:
@@ -53,8 +64,12 @@ def _copied(batches: Iterable[Batch], device: torch.device) -> Iterator[tuple[Ba
             yield _arrived(*sent, device)
 
 
-def _arrived(batch: Batch, rows: HostRows, copied: torch.cuda.Event, device: torch.device) -> tuple[Batch, HostRows]:
-    """Let the computing stream, not the host, wait for the copy; and the allocator keep the memory until that stream is done with it."""
+def _arrived(
+    batch: Batch, rows: HostRows, copied: torch.cuda.Event, device: torch.device
+) -> tuple[Batch, HostRows]:
+    """Let the computing stream, not the host, wait for the copy; and the allocator keep the memory
+    until that stream is done with it.
+    """
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     for value in batch:

@@ -1,8 +1,10 @@
-"""The gates that a private run passes before its first step, on public records: ``dp.support`` for a run's model and loss.
+"""The gates that a private run passes before its first step, on public records: ``dp.support`` for
+a run's model and loss.
 
-Three records go through the run's own network. As many as a physical batch go through a small network of the same kind: what mixes
-records at some batch sizes only is code, which does not depend on widths and depths, while float64 at those of a large run takes minutes
-of CPU and more memory than the run has.
+Three records go through the run's own network. As many as a physical batch go through a small
+network of the same kind: what mixes records at some batch sizes only is code, which does not depend
+on widths and depths, while float64 at those of a large run takes minutes of CPU and more memory
+than the run has.
 """
 
 from dataclasses import replace
@@ -33,7 +35,8 @@ _VOCABULARY = 4096
 
 
 def check_gates(config: RunConfig, model: nn.Module, loss_fn: LossFn) -> None:
-    """Refuse a run whose records' gradients are not functions of one record each, or are not computed exactly.
+    """Refuse a run whose records' gradients are not functions of one record each, or are not
+    computed exactly.
 
     Args:
         model: the run's, at its first weights, on the CPU.
@@ -48,22 +51,38 @@ def check_gates(config: RunConfig, model: nn.Module, loss_fn: LossFn) -> None:
     small = replace(config, model=small_model(config.model))
     if small.model != config.model:
         perturbed = perturb_zeros(make_model(small.model, config.seed))
-    check_at_sizes(loss_fn, perturbed, example_batch(small, config.hardware.physical_batch_size), key)
+    check_at_sizes(
+        loss_fn, perturbed, example_batch(small, config.hardware.physical_batch_size), key
+    )
 
 
 def small_model(cfg: ModelConfig) -> ModelConfig:
-    """Return a small network of the same kind and options: stacks of one or two blocks of width 16, on up to 4 x 4 patches. timm's networks
-    stay as they are, since their options have no common names.
+    """Return a small network of the same kind and options: stacks of one or two blocks of width 16,
+    on up to 4 x 4 patches. timm's networks stay as they are, since their options have no common
+    names.
     """
     match cfg:
         case MAEConfig():
             depth = min(cfg.decoder_depth, _DEPTH)
-            return replace(cfg, encoder=_small_vit(cfg.encoder), decoder_depth=depth, decoder_width=_WIDTH, decoder_num_heads=_HEADS)
+            return replace(
+                cfg,
+                encoder=_small_vit(cfg.encoder),
+                decoder_depth=depth,
+                decoder_width=_WIDTH,
+                decoder_num_heads=_HEADS,
+            )
         case CrossMAEConfig():
-            return replace(cfg, encoder=_small_vit(cfg.encoder), decoder=_small_decoder(cfg.decoder))
+            return replace(
+                cfg, encoder=_small_vit(cfg.encoder), decoder=_small_decoder(cfg.decoder)
+            )
         case CaptionerConfig():
             vocabulary = min(cfg.vocab_size, _VOCABULARY)
-            return replace(cfg, encoder=_small_vit(cfg.encoder), decoder=_small_decoder(cfg.decoder), vocab_size=vocabulary)
+            return replace(
+                cfg,
+                encoder=_small_vit(cfg.encoder),
+                decoder=_small_decoder(cfg.decoder),
+                vocab_size=vocabulary,
+            )
         case ClassifierConfig(encoder=ViTConfig() as encoder):
             return replace(cfg, encoder=_small_vit(encoder), last_blocks=1)
         case ClassifierConfig(encoder=ResNetConfig() as encoder):
@@ -73,7 +92,13 @@ def small_model(cfg: ModelConfig) -> ModelConfig:
 
 def _small_vit(cfg: ViTConfig) -> ViTConfig:
     side = min(cfg.image_size // cfg.patch_size, _SIDE)
-    return replace(cfg, image_size=side * cfg.patch_size, depth=min(cfg.depth, _DEPTH), width=_WIDTH, num_heads=_HEADS)
+    return replace(
+        cfg,
+        image_size=side * cfg.patch_size,
+        depth=min(cfg.depth, _DEPTH),
+        width=_WIDTH,
+        num_heads=_HEADS,
+    )
 
 
 def _small_decoder(cfg: CrossDecoderConfig) -> CrossDecoderConfig:
@@ -86,4 +111,11 @@ def _small_resnet(cfg: ResNetConfig) -> ResNetConfig:
     size = min(cfg.image_size, _SIDE * 2 ** (len(depths) - 1) * (4 if cfg.stem == "7x7" else 1))
     # The first stage has a shortcut of its own if it changes the number of channels.
     stem = _WIDTH if cfg.stem_width == cfg.widths[0] else _WIDTH // 2
-    return replace(cfg, image_size=size, depths=depths, widths=(_WIDTH,) * len(depths), stem_width=stem, groups=_SIDE)
+    return replace(
+        cfg,
+        image_size=size,
+        depths=depths,
+        widths=(_WIDTH,) * len(depths),
+        stem_width=stem,
+        groups=_SIDE,
+    )

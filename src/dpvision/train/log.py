@@ -1,7 +1,9 @@
-"""Progress of a run, on the terminal, in JSONL and in TensorBoard, public and confidential figures apart.
+"""Progress of a run, on the terminal, in JSONL and in TensorBoard, public and confidential figures
+apart.
 
-Public: the step and the epsilon spent. Confidential: loss, norms, clip fraction, realised batch size, times (docs/privacy.md). For a
-private store, loss and throughput are marked "operator only" on a terminal and omitted from a job's log.
+Public: the step and the epsilon spent. Confidential: loss, norms, clip fraction, realised batch
+size, times (docs/privacy.md). For a private store, loss and throughput are marked "operator only"
+on a terminal and omitted from a job's log.
 """
 
 import json
@@ -43,7 +45,8 @@ class RunLog:
     """Writes a run's log files and draws its progress; used as a context manager by rank 0.
 
     Args:
-        private: the store is private: loss and throughput are printed on a terminal only, marked "operator only".
+        private: the store is private: loss and throughput are printed on a terminal only, marked
+            "operator only".
         show_confidential: print them even if standard error is not a terminal.
         behind: as for ``EpsilonMeter``.
     """
@@ -81,7 +84,12 @@ class RunLog:
             self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._progress.stop()
         for file in (self._public, self._private, self._board):
             file.close()
@@ -97,7 +105,10 @@ class RunLog:
         rate = metrics.batch_size / metrics.step_s
         _line(self._public, self._meter.entry(done))
         values = {key: _finite(value) for key, value in vars(metrics).items()}
-        _line(self._private, {"step": done, **values, "images_per_s": _finite(rate), "time": time.time()})
+        _line(
+            self._private,
+            {"step": done, **values, "images_per_s": _finite(rate), "time": time.time()},
+        )
         for name, value in values.items():
             if value is not None:
                 self._board.add_scalar(name, value, done)
@@ -132,4 +143,8 @@ def _finite(value: float) -> float | None:
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+    return (
+        f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+        if minutes >= 60
+        else f"{minutes}:{rest:02d}"
+    )

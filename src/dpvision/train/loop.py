@@ -1,6 +1,8 @@
-"""The one loop, for private, non-private and simulated plans: charge, draw, clip, sum, add noise, divide, apply.
+"""The one loop, for private, non-private and simulated plans: charge, draw, clip, sum, add noise,
+divide, apply.
 
-The ledger is charged before a step runs and the budget is the loop's condition, so no uncharged step can run.
+The ledger is charged before a step runs and the budget is the loop's condition, so no uncharged
+step can run.
 """
 
 import contextlib
@@ -21,7 +23,13 @@ from dpvision.optim.schedule import learning_rate
 from dpvision.privacy.stream import KEY_BYTES
 from dpvision.runs.run import Run, Secrets
 from dpvision.runs.stop import StopRequest
-from dpvision.train.distributed import Group, all_reduce_vector, broadcast_bytes, broadcast_int, together
+from dpvision.train.distributed import (
+    Group,
+    all_reduce_vector,
+    broadcast_bytes,
+    broadcast_int,
+    together,
+)
 from dpvision.train.heap import keep_freed_memory
 from dpvision.train.log import RunLog
 from dpvision.train.same import check_same_weights
@@ -40,48 +48,72 @@ class Session(Training):
     ema: dict[str, Tensor] | None
     lineage: list[dict[str, Any]]
     updates: int
-    """Number of steps whose update is in the weights; the ledger may count more (charged, then lost in a crash)."""
+    """Number of steps whose update is in the weights; the ledger may count more (charged, then lost
+    in a crash).
+    """
     saved_steps: int | None
     """The ledger's step count in the newest checkpoint; None before the first."""
     run: Run | None = None
     start: frozenset[str] | None = None
-    """Digests of the initial weights of this start, for a run without a guarantee; None with a guarantee."""
+    """Digests of the initial weights of this start, for a run without a guarantee; None with a
+    guarantee.
+    """
 
     def unsaved(self) -> int:
         """Number of steps charged since the newest checkpoint; 0 on ranks other than 0."""
         return self.run.ledger.steps - (self.saved_steps or 0) if self.run is not None else 0
 
 
-def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False, show_confidential: bool = False) -> bool:
-    """Train until the plan's steps are spent, or until SIGINT (Ctrl-C), SIGTERM or SIGUSR1 asks to save and stop.
+def fit(
+    session: Session,
+    *,
+    secrets: Secrets | None = None,
+    quiet: bool = False,
+    show_confidential: bool = False,
+) -> bool:
+    """Train until the plan's steps are spent, or until SIGINT (Ctrl-C), SIGTERM or SIGUSR1 asks to
+    save and stop.
 
     Args:
         quiet: print no progress.
-        show_confidential: print loss and throughput of a private store even if standard error is not a terminal.
+        show_confidential: print loss and throughput of a private store even if standard error is
+            not a terminal.
 
     Returns:
         True if the plan is complete, False if stopped by a signal (continue with --resume).
 
     Raises:
-        CheckpointError: a checkpoint cannot be written; earlier ones are untouched and the ledger is correct.
+        CheckpointError: a checkpoint cannot be written; earlier ones are untouched and the ledger
+            is correct.
         ConfigError: out of memory on the GPU; the step is charged.
-        KeyboardInterrupt: a second SIGINT; unsaved steps are lost, and their number is printed to standard error.
+        KeyboardInterrupt: a second SIGINT; unsaved steps are lost, and their number is printed to
+            standard error.
     """
     plan, group = session.plan, session.group
     if group.device.type == "cpu":
         keep_freed_memory()
     secrets = _share(secrets or Secrets(), group)
     saved = time.monotonic()
-    with StopRequest("finishing this step, then saving", session.unsaved) as stop, contextlib.ExitStack() as stack:
-        log = None if session.run is None else stack.enter_context(_log(session.run, quiet=quiet, show_confidential=show_confidential))
+    with (
+        StopRequest("finishing this step, then saving", session.unsaved) as stop,
+        contextlib.ExitStack() as stack,
+    ):
+        log = (
+            None
+            if session.run is None
+            else stack.enter_context(
+                _log(session.run, quiet=quiet, show_confidential=show_confidential)
+            )
+        )
         while (step := _charge(session)) is not None:  # before anything is computed
             try:
                 total, metrics = step_sum(step, session, secrets.draw)
             except torch.OutOfMemoryError:  # it fitted at the start
                 size = session.config.hardware.physical_batch_size
                 raise ConfigError(
-                    f"hardware: physical_batch_size={size}; out of memory on {group.device} in step {step}, though it fitted at the start. "
-                    f"Stop other processes on the GPU, or pass --resume --hardware.physical-batch-size {max(1, size // 2)}."
+                    f"hardware: physical_batch_size={size}; out of memory on {group.device} in "
+                    f"step {step}, though it fitted at the start. Stop other processes on the "
+                    f"GPU, or pass --resume --hardware.physical-batch-size {max(1, size // 2)}."
                 ) from None
             gradient = privatize(total, plan, step, secrets.noise, owners=group)
             session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))
@@ -91,7 +123,13 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
             session.updates += 1
             if log is not None:
                 log.step(step, metrics)
-            stopping, due = _any([stop.asked, time.monotonic() - saved >= session.config.hardware.checkpoint_every_s], group)
+            stopping, due = _any(
+                [
+                    stop.asked,
+                    time.monotonic() - saved >= session.config.hardware.checkpoint_every_s,
+                ],
+                group,
+            )
             if stopping or due:
                 with together(group):
                     save(session, timed=not stopping and step + 1 < plan.steps)
@@ -107,7 +145,8 @@ def fit(session: Session, *, secrets: Secrets | None = None, quiet: bool = False
 
 
 def save(session: Session, *, timed: bool = False) -> Path | None:
-    """Write a checkpoint of the session (rank 0), after all ranks checked that their weights are the same.
+    """Write a checkpoint of the session (rank 0), after all ranks checked that their weights are
+    the same.
 
     Args:
         timed: as for ``Run.save``.
@@ -116,10 +155,16 @@ def save(session: Session, *, timed: bool = False) -> Path | None:
     run, path = session.run, None
     if run is not None:
         path = run.save(
-            state_tensors(session.model), updates=session.updates, ema=session.ema, optimizer=session.optimizer.tensors(),
-            start=session.start or (), files={} if session.words is None else {TOKENIZER_FILE: session.words.tokenizer.to_bytes()},
+            state_tensors(session.model),
+            updates=session.updates,
+            ema=session.ema,
+            optimizer=session.optimizer.tensors(),
+            start=session.start or (),
+            files={}
+            if session.words is None
+            else {TOKENIZER_FILE: session.words.tokenizer.to_bytes()},
             timed=timed,
-        )  # fmt: skip
+        )
     session.saved_steps = broadcast_int(run.ledger.steps if run is not None else 0, session.group)
     return path
 
@@ -127,9 +172,15 @@ def save(session: Session, *, timed: bool = False) -> Path | None:
 def _log(run: Run, *, quiet: bool, show_confidential: bool) -> RunLog:
     private = run.store.results_visibility == "private"
     return RunLog(
-        run.folder.base, run.folder.confidential, run.plan, run.ledger.steps,
-        quiet=quiet, private=private, show_confidential=show_confidential, behind=run.behind,
-    )  # fmt: skip
+        run.folder.base,
+        run.folder.confidential,
+        run.plan,
+        run.ledger.steps,
+        quiet=quiet,
+        private=private,
+        show_confidential=show_confidential,
+        behind=run.behind,
+    )
 
 
 def _share(secrets: Secrets, group: Group) -> Secrets:
@@ -142,7 +193,8 @@ def _share(secrets: Secrets, group: Group) -> Secrets:
 
 
 def _charge(session: Session) -> int | None:
-    """Charge the next step on rank 0 and return its number on all ranks, None if the plan is used up: a step's only broadcast.
+    """Charge the next step on rank 0 and return its number on all ranks, None if the plan is used
+    up: a step's only broadcast.
 
     Raises:
         DPVisionError: rank 0 could not charge the step; all ranks stop.
@@ -157,7 +209,10 @@ def _charge(session: Session) -> int | None:
     if error is not None:
         raise error
     if word == _REFUSED:
-        raise CheckpointError("ledger: rank 0 could not charge the next step; expected it. All ranks stop: see the error of rank 0.")
+        raise CheckpointError(
+            "ledger: rank 0 could not charge the next step; expected it. All ranks stop: see "
+            "the error of rank 0."
+        )
     return None if word == _FINISHED else word
 
 

@@ -15,8 +15,11 @@ from dpvision.train.objectives import example_batch
 from dpvision.train.step import autocast
 
 
-def require_fit(config: RunConfig, model: nn.Module, loss_fn: LossFn, device: torch.device, world_size: int = 1) -> None:
-    """Run one pass over random images at the physical batch size, uncompiled, with room for all else that a step holds.
+def require_fit(
+    config: RunConfig, model: nn.Module, loss_fn: LossFn, device: torch.device, world_size: int = 1
+) -> None:
+    """Run one pass over random images at the physical batch size, uncompiled, with room for all
+    else that a step holds.
 
     Args:
         world_size: number of ranks; several exchange a flat float64 copy of the sum.
@@ -24,18 +27,28 @@ def require_fit(config: RunConfig, model: nn.Module, loss_fn: LossFn, device: to
     Raises:
         ConfigError: out of memory; names a size that was tried and fits.
     """
-    norm, key = config.privacy.max_grad_norm if config.privacy.guarantee != "none" else None, StepKey(config.seed, 0)
+    norm, key = (
+        config.privacy.max_grad_norm if config.privacy.guarantee != "none" else None,
+        StepKey(config.seed, 0),
+    )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
     def run(num: int) -> None:
         room = torch.empty(held_bytes(config, model), dtype=torch.uint8, device=device)
         batch = to_device(example_batch(config, num), device)
         with autocast(config.hardware.precision, device):
-            parts = (clipped_sum(loss_fn, model, batch, key, max_grad_norm=norm, check_separability=False) for _ in range(1))
+            parts = (
+                clipped_sum(
+                    loss_fn, model, batch, key, max_grad_norm=norm, check_separability=False
+                )
+                for _ in range(1)
+            )
             total = ClippedSum.add_up(model, norm, parts)
         del batch
         # After the passes, beside the total: the ranks' flat copy, or the gradient in float32.
-        torch.empty(trained, dtype=torch.float64 if world_size > 1 else torch.float32, device=device)
+        torch.empty(
+            trained, dtype=torch.float64 if world_size > 1 else torch.float32, device=device
+        )
         del room, total
 
     size = config.hardware.physical_batch_size
@@ -45,15 +58,21 @@ def require_fit(config: RunConfig, model: nn.Module, loss_fn: LossFn, device: to
 
 
 def held_bytes(config: RunConfig, model: nn.Module) -> int:
-    """Bytes that a session keeps from step to step beside the model: the optimizer's moments and the averaged weights, float32."""
+    """Bytes that a session keeps from step to step beside the model: the optimizer's moments and
+    the averaged weights, float32.
+    """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     moments = {"adamw": 2, "lamb": 2, "sgd": int(config.optim.momentum > 0)}[config.optim.name]
-    averaged = sum(value.numel() for value in model.state_dict().values()) if config.optim.averages else 0
+    averaged = (
+        sum(value.numel() for value in model.state_dict().values()) if config.optim.averages else 0
+    )
     return 4 * (moments * trained + averaged)
 
 
 def largest(run: Callable[[int], None], size: int) -> int:
-    """Return ``size``, or the first of its halves (rounded down) for which ``run`` has memory enough; 0 if there is none."""
+    """Return ``size``, or the first of its halves (rounded down) for which ``run`` has memory
+    enough; 0 if there is none.
+    """
     while size:
         try:
             run(size)
@@ -67,8 +86,16 @@ def largest(run: Callable[[int], None], size: int) -> int:
 
 
 def too_large(size: int, fits: int, device: torch.device) -> str:
-    """The message for a physical batch of ``size`` records on a device where ``fits`` records have memory enough."""
+    """The message for a physical batch of ``size`` records on a device where ``fits`` records have
+    memory enough.
+    """
     what = f"hardware: physical_batch_size={size}; out of memory on {device}"
     if not fits:
-        return f"{what}, even with one record; expected a model that fits. Use a smaller model or image_size, or a larger GPU."
-    return f"{what}, where {fits} fits. Pass --hardware.physical-batch-size {fits}: the guarantee and the result stay the same."
+        return (
+            f"{what}, even with one record; expected a model that fits. Use a smaller model or "
+            "image_size, or a larger GPU."
+        )
+    return (
+        f"{what}, where {fits} fits. Pass --hardware.physical-batch-size {fits}: the guarantee "
+        "and the result stay the same."
+    )

@@ -1,25 +1,51 @@
 """Initialise a new run's network from a parent run: all weights, or the parts that both have.
 
-One case is the transfer of DP-Cap (Sander et al., ICML 2024, appendix A.1): a captioner takes encoder and decoder from its warm start as a
-masked autoencoder, uses the decoder with causal attention, and starts with new token embeddings.
+One case is the transfer of DP-Cap (Sander et al., ICML 2024, appendix A.1): a captioner takes
+encoder and decoder from its warm start as a masked autoencoder, uses the decoder with causal
+attention, and starts with new token embeddings.
 """
 
 from torch import Tensor, nn
 
 from dpvision.checkpoint import Checkpoint
-from dpvision.config import CaptionerConfig, ClassifierConfig, CrossMAEConfig, MAEConfig, ModelConfig, RunConfig, to_dict
+from dpvision.config import (
+    CaptionerConfig,
+    ClassifierConfig,
+    CrossMAEConfig,
+    MAEConfig,
+    ModelConfig,
+    RunConfig,
+    to_dict,
+)
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.tuned import merged, plain_names
 
 _PARTS = {
     ("classifier", "classifier"): ("encoder", "head"),
-    ("captioner", "captioner"): ("encoder", "decoder", "word_embed", "word_norm", "word_head", "hidden_word", "patch_head"),
+    ("captioner", "captioner"): (
+        "encoder",
+        "decoder",
+        "word_embed",
+        "word_norm",
+        "word_head",
+        "hidden_word",
+        "patch_head",
+    ),
     ("captioner", "cross_mae"): ("encoder", "decoder", "patch_head"),
     ("cross_mae", "cross_mae"): ("encoder", "decoder", "patch_head"),
-    ("mae", "mae"): ("encoder", "decoder_embed", "mask_token", "decoder_blocks", "decoder_norm", "head"),
+    ("mae", "mae"): (
+        "encoder",
+        "decoder_embed",
+        "mask_token",
+        "decoder_blocks",
+        "decoder_norm",
+        "head",
+    ),
 }
-"""Parts taken, by (kind of the new run's model, kind of its parent's); only the encoder for all other pairs."""
+"""Parts taken, by (kind of the new run's model, kind of its parent's); only the encoder for all
+other pairs.
+"""
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -34,10 +60,12 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
     """Load a parent run's weights into a new run's ``model``.
 
-    From a parent of the same kind all weights are taken, but a classifier keeps its head if the parent has another number of classes, and
-    a captioner keeps its weights of a second loss or of parallel prediction if the parent has none. A captioner takes encoder and decoder
-    of its warm start; every other pair shares the encoder only. Images may have another size: our encoders have no position weights, and
-    those of timm are interpolated. The parent's added tuning weights are merged into the layers; this run's are newly initialised.
+    From a parent of the same kind all weights are taken, but a classifier keeps its head if the
+    parent has another number of classes, and a captioner keeps its weights of a second loss or of
+    parallel prediction if the parent has none. A captioner takes encoder and decoder of its warm
+    start; every other pair shares the encoder only. Images may have another size: our encoders have
+    no position weights, and those of timm are interpolated. The parent's added tuning weights are
+    merged into the layers; this run's are newly initialised.
 
     Raises:
         CheckpointError: sizes that shapes do not show differ, or a name or shape differs.
@@ -51,9 +79,17 @@ def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
     own = {name: value.detach() for name, value in model.state_dict().items()}
     given = _fitted(model, merged(parent.model, theirs.get("lora_scale", 1.0)))
     names = plain_names(model)
-    taken = {names.get(n, n): value for n, value in given.items() if n.split(".")[0] in parts and _wanted(n, own, cfg)}
+    taken = {
+        names.get(n, n): value
+        for n, value in given.items()
+        if n.split(".")[0] in parts and _wanted(n, own, cfg)
+    }
     added = set(own) - set(names.values())
-    kept = {name: value for name, value in own.items() if name.split(".")[0] not in parts or name in added or _optional(name, cfg)}
+    kept = {
+        name: value
+        for name, value in own.items()
+        if name.split(".")[0] not in parts or name in added or _optional(name, cfg)
+    }
     _load(model, parent, kept | taken)
 
 
@@ -68,7 +104,8 @@ def check_constants(config: RunConfig, parent: Checkpoint) -> None:
         mine = list(getattr(config.data, name))
         if (got := list(theirs.get(name, mine))) != mine:
             raise ConfigError(
-                f"data: {name}={mine}; expected {got}, with which {parent.path} was trained. Pass --data.{name} {' '.join(map(str, got))}."
+                f"data: {name}={mine}; expected {got}, with which {parent.path} was trained. "
+                f"Pass --data.{name} {' '.join(map(str, got))}."
             )
 
 
@@ -77,7 +114,13 @@ def _fitted(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     encoder = getattr(model, "encoder", None)
     if not isinstance(encoder, TimmEncoder):
         return weights
-    own = encoder.fitted({name.removeprefix("encoder."): value for name, value in weights.items() if name.startswith("encoder.")})
+    own = encoder.fitted(
+        {
+            name.removeprefix("encoder."): value
+            for name, value in weights.items()
+            if name.startswith("encoder.")
+        }
+    )
     return weights | {f"encoder.{name}": value for name, value in own.items()}
 
 
@@ -90,8 +133,12 @@ def _wanted(name: str, own: dict[str, Tensor], cfg: ModelConfig) -> bool:
     return name in own or not _optional(name, cfg)
 
 
-def _check_sizes(cfg: ModelConfig, theirs: dict, parts: tuple[str, ...], parent: Checkpoint) -> None:
-    """Refuse a parent with other attention heads or targets: shapes do not show these, so its weights would load."""
+def _check_sizes(
+    cfg: ModelConfig, theirs: dict, parts: tuple[str, ...], parent: Checkpoint
+) -> None:
+    """Refuse a parent with other attention heads or targets: shapes do not show these, so its
+    weights would load.
+    """
     wanted = _flat("encoder", to_dict(cfg.encoder))
     found = _flat("encoder", theirs.get("encoder", {}))
     wanted.pop("encoder.image_size")
@@ -107,8 +154,9 @@ def _check_sizes(cfg: ModelConfig, theirs: dict, parts: tuple[str, ...], parent:
     for name, value in wanted.items():
         if (got := found.get(name, value)) != value:
             raise CheckpointError(
-                f"checkpoint: {parent.path} is of another size: {name}={got!r}; expected {value!r}, as in this run. "
-                f"Start from another checkpoint, or change --model.{name.replace('_', '-')}."
+                f"checkpoint: {parent.path} is of another size: {name}={got!r}; expected "
+                f"{value!r}, as in this run. Start from another checkpoint, or change "
+                f"--model.{name.replace('_', '-')}."
             )
 
 
@@ -122,5 +170,6 @@ def _load(model: nn.Module, checkpoint: Checkpoint, weights: dict[str, Tensor]) 
     except RuntimeError as error:
         first = str(error).splitlines()[-1].strip()
         raise CheckpointError(
-            f"checkpoint: {checkpoint.path} is of another model ({first}). Use the recipe that it was trained with."
+            f"checkpoint: {checkpoint.path} is of another model ({first}). Use the recipe that "
+            "it was trained with."
         ) from None

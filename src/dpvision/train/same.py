@@ -1,8 +1,10 @@
-"""Compare what the ranks of one run must agree on: before anything is charged, at every start, and with every checkpoint.
+"""Compare what the ranks of one run must agree on: before anything is charged, at every start, and
+with every checkpoint.
 
-Ranks that read different stores would train on records that no ledger charges; ranks that hold one store in different orders would draw the
-same record twice, and it would change the sum by twice the clipping norm. The compared values stay in memory: the digest of the records is
-a function of private data and is never written, logged or shown.
+Ranks that read different stores would train on records that no ledger charges; ranks that hold one
+store in different orders would draw the same record twice, and it would change the sum by twice the
+clipping norm. The compared values stay in memory: the digest of the records is a function of
+private data and is never written, logged or shown.
 """
 
 import hashlib
@@ -23,18 +25,26 @@ from dpvision.train.distributed import Group, gather_texts
 
 _ROWS_AT_ONCE = 1 << 16
 _OF_A_MACHINE = ("data.store", "data.tokenizer", "init_from", "hardware.device", "hardware.workers")
-"""Settings that may differ between ranks. For paths the contents are compared; the kind of device is compared when the ranks join."""
+"""Settings that may differ between ranks. For paths the contents are compared; the kind of device
+is compared when the ranks join.
+"""
 _COMPUTED = ("epsilon", "epsilon_rdp")
-"""Fields of a plan whose last digits may differ between machines, and which do not affect execution."""
+"""Fields of a plan whose last digits may differ between machines, and which do not affect
+execution.
+"""
 _SHOWN = ("store", "config", "plan", "version", "processor")
 """Facts whose values an error may show; all others are only named."""
 _NAMED_AT_MOST = 4
 _START = "Give all ranks one store (or exact copies of it), one command and one installation."
-_WEIGHTS = "A device, a library or dpvision computes differently on that rank: start again from an earlier checkpoint, without it."
+_WEIGHTS = (
+    "A device, a library or dpvision computes differently on that rank: start again from an "
+    "earlier checkpoint, without it."
+)
 
 
 def check_same_weights(tensors: Mapping[str, Tensor], group: Group) -> None:
-    """Refuse, on every rank, weights that are not bitwise equal on all ranks: each rank adds the same noise to the same sum.
+    """Refuse, on every rank, weights that are not bitwise equal on all ranks: each rank adds the
+    same noise to the same sum.
 
     Raises:
         PrivacyError: names the tensors and the ranks.
@@ -58,15 +68,24 @@ def check_same_everywhere(facts: Mapping[str, str], group: Group, remedy: str = 
     digests = gather_texts(_digest_of_text(json.dumps(sorted(facts.items()))), group)
     if len(set(digests)) == 1:
         return
-    ranks = [dict(json.loads(text)) for text in gather_texts(json.dumps(sorted(facts.items())), group)]
+    ranks = [
+        dict(json.loads(text)) for text in gather_texts(json.dumps(sorted(facts.items())), group)
+    ]
     first, found = ranks[0], []
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         others = [i for i, rank in enumerate(ranks) if rank.get(name) != first.get(name)]
         if others:
-            shown = f" ({ranks[others[0]].get(name)}; rank 0 has {first.get(name)})" if name.split(".")[0] in _SHOWN else ""
+            shown = (
+                f" ({ranks[others[0]].get(name)}; rank 0 has {first.get(name)})"
+                if name.split(".")[0] in _SHOWN
+                else ""
+            )
             found.append(f"{name} on rank {', '.join(map(str, others))}{shown}")
     more = f", and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
-    raise PrivacyError(f"ranks: these differ from rank 0: {'; '.join(found[:_NAMED_AT_MOST])}{more}; expected the same on all. {remedy}")
+    raise PrivacyError(
+        f"ranks: these differ from rank 0: {'; '.join(found[:_NAMED_AT_MOST])}{more}; expected "
+        f"the same on all. {remedy}"
+    )
 
 
 def facts_of_start(
@@ -80,21 +99,28 @@ def facts_of_start(
     progress: str,
     device: torch.device,
 ) -> dict[str, str]:
-    """Collect what is compared at a start: store, records in their order, settings, plan, code, lineage and weights.
+    """Collect what is compared at a start: store, records in their order, settings, plan, code,
+    lineage and weights.
 
     Args:
         rows: int64 rows that may be drawn.
         tensors: tensors of the model, the optimizer and the average at this start.
         progress: updates and steps of the checkpoint that the run continues from.
     """
-    settings = {name: value for name, value in _flat(to_dict(config), "") if name not in _OF_A_MACHINE}
+    settings = {
+        name: value for name, value in _flat(to_dict(config), "") if name not in _OF_A_MACHINE
+    }
     versions = code_versions()
     return {
         "store": store.store_id,
         "visibility of the store": store.visibility,
         "records": _digest_of_records(store, rows),
         **{f"config.{name}": value for name, value in settings.items()},
-        **{f"plan.{name}": value for name, value in _flat(plan.to_dict(), "") if name not in _COMPUTED},
+        **{
+            f"plan.{name}": value
+            for name, value in _flat(plan.to_dict(), "")
+            if name not in _COMPUTED
+        },
         **{f"version.{name}": value for name, value in versions.items()},
         "processor": _processor(device),
         "precision of products": torch.get_float32_matmul_precision(),
@@ -106,7 +132,9 @@ def facts_of_start(
 
 
 def facts_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Digest the type, shape and bits of each tensor: NaNs with equal bits are equal, others differ."""
+    """Digest the type, shape and bits of each tensor: NaNs with equal bits are equal, others
+    differ.
+    """
     return {f"tensor {name}": _digest_of_tensor(value) for name, value in tensors.items()}
 
 
@@ -118,7 +146,9 @@ def _digest_of_tensor(value: Tensor) -> str:
 
 
 def _digest_of_records(store: Store, rows: np.ndarray) -> str:
-    """Digest ids, units, sizes and labels of ``rows`` in order, and the rows themselves, because a draw gives positions among them."""
+    """Digest ids, units, sizes and labels of ``rows`` in order, and the rows themselves, because a
+    draw gives positions among them.
+    """
     digest = hashlib.sha256()
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         part = rows[start : start + _ROWS_AT_ONCE]
@@ -127,12 +157,17 @@ def _digest_of_records(store: Store, rows: np.ndarray) -> str:
                 continue  # a store of textures
             digest.update(np.ascontiguousarray(store.index[name][part]).astype("<i8").tobytes())
         for part_M in (part, *store.classes(part)):
-            digest.update(len(part_M).to_bytes(8, "little") + np.ascontiguousarray(part_M).astype("<i8").tobytes())
+            digest.update(
+                len(part_M).to_bytes(8, "little")
+                + np.ascontiguousarray(part_M).astype("<i8").tobytes()
+            )
     return digest.hexdigest()
 
 
 def _processor(device: torch.device) -> str:
-    """The instruction set by which kernels are chosen: others round differently, and the ranks' weights would diverge."""
+    """The instruction set by which kernels are chosen: others round differently, and the ranks'
+    weights would diverge.
+    """
     if device.type == "cuda":
         return "cuda {}.{}".format(*torch.cuda.get_device_capability())
     return f"cpu {torch.backends.cpu.get_cpu_capability()}"

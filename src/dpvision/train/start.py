@@ -1,4 +1,6 @@
-"""Make a session from a config: every check that can refuse a run comes before the first step is charged."""
+"""Make a session from a config: every check that can refuse a run comes before the first step is
+charged.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -46,18 +48,22 @@ from dpvision.weights import Lineage, contents
 
 OpenParent = Callable[[str], Checkpoint]
 _COMPARED = 16
-"""Records on which compiled blocks are compared, in float32, where the run is in lower precision: its programs differ in any case, and a
-physical batch that fits in bfloat16 may not fit in float32."""
+"""Records on which compiled blocks are compared, in float32, where the run is in lower precision:
+its programs differ in any case, and a physical batch that fits in bfloat16 may not fit in float32.
+"""
 
 
-def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> tuple[DPPlan, Store, int, Lineage]:
+def check_run(
+    config: RunConfig, open_parent: OpenParent = load_checkpoint
+) -> tuple[DPPlan, Store, int, Lineage]:
     """Make every check of a new run without starting it (``--dry-run``).
 
     Args:
         open_parent: as for ``new_session``.
 
     Returns:
-        The plan, the store, the number of records that may be drawn, and the lineage of the initial weights.
+        The plan, the store, the number of records that may be drawn, and the lineage of the initial
+        weights.
 
     Raises:
         DPVisionError: as ``new_session``.
@@ -72,12 +78,14 @@ def check_run(config: RunConfig, open_parent: OpenParent = load_checkpoint) -> t
 
 
 @contextlib.contextmanager
-def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_checkpoint) -> Iterator[Session]:
+def new_session(
+    config: RunConfig, root: Path, open_parent: OpenParent = load_checkpoint
+) -> Iterator[Session]:
     """Open a session for a new run in folder ``root``.
 
     Args:
-        open_parent: opens the checkpoint named by ``init_from``: a run's folder; with ``encoders.starting_weights.open_parent`` also
-            timm:NAME.
+        open_parent: opens the checkpoint named by ``init_from``: a run's folder; with
+            ``encoders.starting_weights.open_parent`` also timm:NAME.
 
     Raises:
         DPVisionError: the run is impossible or unsafe; no step was charged.
@@ -92,16 +100,24 @@ def new_session(config: RunConfig, root: Path, open_parent: OpenParent = load_ch
         with together(group):
             if group.is_main:
                 made = new_run(
-                    root, config, plan, session.store, session.lineage,
-                    num_bytes=_space(session), secluded=shaped_in_confidence(session.lineage),
-                )  # fmt: skip
+                    root,
+                    config,
+                    plan,
+                    session.store,
+                    session.lineage,
+                    num_bytes=_space(session),
+                    secluded=shaped_in_confidence(session.lineage),
+                )
                 session.run = stack.enter_context(made)
         yield session
 
 
 @contextlib.contextmanager
-def resumed_session(root: Path, hardware: dict[str, Any] | None = None, open_parent: OpenParent = load_checkpoint) -> Iterator[Session]:
-    """Open a session for an existing run: its config and plan, its newest checkpoint, the ledger's step count, new keys.
+def resumed_session(
+    root: Path, hardware: dict[str, Any] | None = None, open_parent: OpenParent = load_checkpoint
+) -> Iterator[Session]:
+    """Open a session for an existing run: its config and plan, its newest checkpoint, the ledger's
+    step count, new keys.
 
     Args:
         hardware: HardwareConfig fields to change, the only settings that a resumed run may change.
@@ -120,7 +136,9 @@ def resumed_session(root: Path, hardware: dict[str, Any] | None = None, open_par
         _check_same(session)
         with together(group):
             if group.is_main:
-                session.run = stack.enter_context(stopped.resumed(session.store, session.lineage, num_bytes=_space(session)))
+                session.run = stack.enter_context(
+                    stopped.resumed(session.store, session.lineage, num_bytes=_space(session))
+                )
         yield session
 
 
@@ -134,7 +152,9 @@ def _joined(device: str) -> Iterator[distributed.Group]:
 
 
 def _check_same(session: Session) -> None:
-    """Refuse ranks that differ in anything that the guarantee depends on, before anything is charged."""
+    """Refuse ranks that differ in anything that the guarantee depends on, before anything is
+    charged.
+    """
     if session.group.world_size == 1:
         return
     tensors = {
@@ -143,21 +163,39 @@ def _check_same(session: Session) -> None:
         **{f"average {name}": value for name, value in (session.ema or {}).items()},
     }
     facts = facts_of_start(
-        session.config, session.plan, session.store, session.rows,
+        session.config,
+        session.plan,
+        session.store,
+        session.rows,
         None if session.words is None else session.words.tokenizer.to_bytes(),
-        session.lineage, tensors, f"{session.updates} updates, {session.saved_steps} steps", session.group.device,
-    )  # fmt: skip
+        session.lineage,
+        tensors,
+        f"{session.updates} updates, {session.saved_steps} steps",
+        session.group.device,
+    )
     check_same_everywhere(facts, session.group)
 
 
-def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, open_parent: OpenParent, group: distributed.Group) -> Session:
-    """Make store, model, optimizer and lineage on this process's device. No collective call: any rank may fail here."""
+def _prepare(
+    config: RunConfig,
+    plan: DPPlan,
+    checkpoint: Checkpoint | None,
+    open_parent: OpenParent,
+    group: distributed.Group,
+) -> Session:
+    """Make store, model, optimizer and lineage on this process's device. No collective call: any
+    rank may fail here.
+    """
     assert config.data.store is not None, "_check_paths refused that"
     store = open_store(Path(config.data.store))
     if config.data.images == "public":
         require_public(store, config.recipe)
     by_person = plan.sampling_unit == "person"
-    rows = np.arange(store.num_records) if by_person else store.eligible_rows(plan.max_records_per_unit, config.seed)
+    rows = (
+        np.arange(store.num_records)
+        if by_person
+        else store.eligible_rows(plan.max_records_per_unit, config.seed)
+    )
     check_store(plan, store, rows)
     if by_person:
         check_people(store)
@@ -166,32 +204,58 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
     require_precision(config.hardware.precision, group.device)
     model = make_model(config.model, config.seed)
     lineage: Lineage = []
-    parent = open_parent(config.init_from) if checkpoint is None and config.init_from is not None else None
+    parent = (
+        open_parent(config.init_from)
+        if checkpoint is None and config.init_from is not None
+        else None
+    )
     words = open_words(config, store, rows, checkpoint or parent)
     if checkpoint is not None:
         lineage = checkpoint.manifest["lineage"][:-1]
         load_weights(model, checkpoint)
     elif parent is not None:
         lineage = inherit(
-            parent.manifest["lineage"], store, plan, declaration=config.public_weights,
-            allow_weak=config.privacy.allow_weak_guarantee, tensors=parent.model.values(),
-        )  # fmt: skip
+            parent.manifest["lineage"],
+            store,
+            plan,
+            declaration=config.public_weights,
+            allow_weak=config.privacy.allow_weak_guarantee,
+            tensors=parent.model.values(),
+        )
         check_constants(config, parent)
         start_from(model, config.model, parent)
     loss_fn = loss_function(config)
     if plan.guarantee == "dp" and group.is_main:
-        # The same on every rank, and in float64 twice the memory of the weights several times over: once is enough.
+        # The same on every rank, and in float64 twice the memory of the weights several times over:
+        # once is enough.
         check_gates(config, model, loss_fn)
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     model.to(group.device)
     if plan.guarantee == "dp":
         with autocast(config.hardware.precision, group.device):
-            # On public records: private ones must not decide which parameters are slow, nor whether the warning about them is logged.
-            route_of(loss_fn, model, to_device(example_batch(config), group.device), StepKey(config.seed, 0))
+            # On public records: private ones must not decide which parameters are slow, nor whether
+            # the warning about them is logged.
+            route_of(
+                loss_fn,
+                model,
+                to_device(example_batch(config), group.device),
+                StepKey(config.seed, 0),
+            )
     if group.device.type != "cpu":
         require_fit(config, model, loss_fn, group.device, group.world_size)
     blocks = _compile(config, model, loss_fn, group) if config.hardware.compile else None
-    training = Training(config, plan, store, rows, words, model, loss_fn, group, blocks, People.of(store) if by_person else None)
+    training = Training(
+        config,
+        plan,
+        store,
+        rows,
+        words,
+        model,
+        loss_fn,
+        group,
+        blocks,
+        People.of(store) if by_person else None,
+    )
     check_reference_bits(training)
     optimizer = Optimizer(config.optim, model)
     ema = make_ema(model) if config.optim.averages else None
@@ -199,14 +263,28 @@ def _prepare(config: RunConfig, plan: DPPlan, checkpoint: Checkpoint | None, ope
         optimizer.load(checkpoint.optimizer or {})
         if ema is not None and checkpoint.ema is not None:
             ema = {name: value.to(group.device) for name, value in checkpoint.ema.items()}
-    updates, saved = (0, None) if checkpoint is None else (checkpoint.manifest["updates"], checkpoint.manifest["ledger_steps"])
+    updates, saved = (
+        (0, None)
+        if checkpoint is None
+        else (checkpoint.manifest["updates"], checkpoint.manifest["ledger_steps"])
+    )
     return Session(
-        **vars(training), optimizer=optimizer, ema=ema, lineage=lineage, updates=updates, saved_steps=saved, start=start,
-    )  # fmt: skip
+        **vars(training),
+        optimizer=optimizer,
+        ema=ema,
+        lineage=lineage,
+        updates=updates,
+        saved_steps=saved,
+        start=start,
+    )
 
 
-def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distributed.Group) -> CompiledBlocks:
-    """Compile the model's blocks for full physical batches. Before a private run, compare compiled blocks with uncompiled ones."""
+def _compile(
+    config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distributed.Group
+) -> CompiledBlocks:
+    """Compile the model's blocks for full physical batches. Before a private run, compare compiled
+    blocks with uncompiled ones.
+    """
     size = config.hardware.physical_batch_size
     blocks = compile_blocks(model, size)
     if config.privacy.guarantee == "dp":
@@ -215,28 +293,45 @@ def _compile(config: RunConfig, model: nn.Module, loss_fn: LossFn, group: distri
             size = _COMPARED
             compared = compile_blocks(model, size)
         try:
-            check_compiled(loss_fn, model, to_device(example_batch(config, size), group.device), StepKey(config.seed, 0), compared)
+            check_compiled(
+                loss_fn,
+                model,
+                to_device(example_batch(config, size), group.device),
+                StepKey(config.seed, 0),
+                compared,
+            )
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"hardware: compile=True; out of memory on {group.device} while compiled blocks are compared with uncompiled ones, on "
-                f"{size} records. Lower --hardware.physical-batch-size, or leave out --hardware.compile."
+                f"hardware: compile=True; out of memory on {group.device} while compiled blocks "
+                f"are compared with uncompiled ones, on {size} records. Lower "
+                "--hardware.physical-batch-size, or leave out --hardware.compile."
             ) from None
     return blocks
 
 
 def _space(session: Session) -> int:
-    """Size of two checkpoints in bytes: weights, their average if there is one, two moments of the optimizer."""
+    """Size of two checkpoints in bytes: weights, their average if there is one, two moments of the
+    optimizer.
+    """
     copies = 3 + (session.ema is not None)
     return 2 * copies * sum(p.numel() * p.element_size() for p in session.model.parameters())
 
 
 def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
-    """Refuse missing files, and settings that are not read, before the plan is made: calibrating its noise can take half a minute."""
+    """Refuse missing files, and settings that are not read, before the plan is made: calibrating
+    its noise can take half a minute.
+    """
     if config.data.store is None:
-        raise ConfigError("data: store=None; expected a folder made by `dpvision data import`. Pass --data STORE.")
+        raise ConfigError(
+            "data: store=None; expected a folder made by `dpvision data import`. Pass --data STORE."
+        )
     require_read(config, textures=isinstance(open_store(Path(config.data.store)), TextureStore))
     init_from = config.init_from
-    if init_from is not None and init_from.startswith("timm:") and open_parent is not load_checkpoint:
+    if (
+        init_from is not None
+        and init_from.startswith("timm:")
+        and open_parent is not load_checkpoint
+    ):
         open_parent(init_from)  # raises with the reason
     else:
         require_parent(init_from)

@@ -1,8 +1,9 @@
-"""One logical step's clipped sum: the plan draws the batch, each process takes its buckets, nothing is divided by the realised size.
+"""One logical step's clipped sum: the plan draws the batch, each process takes its buckets, nothing
+is divided by the realised size.
 
-Physical batches are buckets of records by a public hash (``dp.buckets``): one record more or less changes the sum of its own bucket
-only, bit for bit, whatever the number of other records. The number of buckets follows from the expected batch size, never from the drawn
-one.
+Physical batches are buckets of records by a public hash (``dp.buckets``): one record more or less
+changes the sum of its own bucket only, bit for bit, whatever the number of other records. The
+number of buckets follows from the expected batch size, never from the drawn one.
 """
 
 import contextlib
@@ -43,7 +44,9 @@ class Training:
     plan: DPPlan
     store: Store
     rows: np.ndarray
-    """int64 rows of the store that this run may draw (contribution bound applied; where people are drawn, all)."""
+    """int64 rows of the store that this run may draw (contribution bound applied; where people are
+    drawn, all).
+    """
     words: CaptionReader | None
     """Reads captions as tokens; None for a model without captions."""
     model: nn.Module
@@ -66,18 +69,31 @@ def step_sum(step: int, t: Training, draw_key: Key) -> tuple[ClippedSum, StepMet
         The sum (secret; the same on all ranks) and the metrics (confidential).
     """
     start, plan, key = time.monotonic(), t.plan, StepKey(t.config.seed, step)
-    drawn_B = plan.draw(step, len(t.rows if t.people is None else t.people), derive_rng(draw_key, step))
+    drawn_B = plan.draw(
+        step, len(t.rows if t.people is None else t.people), derive_rng(draw_key, step)
+    )
     with autocast(t.config.hardware.precision, t.group.device):
         scale = _loss_scale(t, key)
-        total = ClippedSum.add_up(t.model, plan.max_grad_norm, (
-            clipped_sum(
-                t.loss_fn, t.model, batch, key,
-                max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=scale, blocks=t.blocks, host=host,
-                check_separability=False,  # start.py made every check
-                rows=t.config.hardware.physical_batch_size,
-            )
-            for batch, host in _batches(t, drawn_B, key)
-        ))  # fmt: skip
+        total = ClippedSum.add_up(
+            t.model,
+            plan.max_grad_norm,
+            (
+                clipped_sum(
+                    t.loss_fn,
+                    t.model,
+                    batch,
+                    key,
+                    max_grad_norm=plan.max_grad_norm,
+                    rule=plan.clipping,
+                    loss_scale=scale,
+                    blocks=t.blocks,
+                    host=host,
+                    check_separability=False,  # start.py made every check
+                    rows=t.config.hardware.physical_batch_size,
+                )
+                for batch, host in _batches(t, drawn_B, key)
+            ),
+        )
     metrics = _metrics(total, plan, t.group, start)
     return all_reduce_sum(total, t.group), metrics
 
@@ -91,20 +107,31 @@ def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[tuple[B
         drawn = t.rows[drawn_B]
         id_B = t.store.index["id"][drawn]
     else:
-        drawn, id_B = t.people.images(drawn_B, key, t.plan.max_records_per_unit), t.people.id_P[drawn_B]
+        drawn, id_B = (
+            t.people.images(drawn_B, key, t.plan.max_records_per_unit),
+            t.people.id_P[drawn_B],
+        )
     mine = [drawn[part] for part in passes(key, id_B, count, most, group.rank, group.world_size)]
     batches = physical_batches(
-        t.store, np.concatenate([drawn[:0], *mine]), key, t.config.data, model.encoder.image_size,
-        physical_batch_size=[len(part) for part in mine], workers=loader_threads(hardware.workers, group.device),
-        device=group.device, captions=t.words,
-        labels=isinstance(model, ClassifierConfig), num_classes=model.num_classes if isinstance(model, ClassifierConfig) else None,
+        t.store,
+        np.concatenate([drawn[:0], *mine]),
+        key,
+        t.config.data,
+        model.encoder.image_size,
+        physical_batch_size=[len(part) for part in mine],
+        workers=loader_threads(hardware.workers, group.device),
+        device=group.device,
+        captions=t.words,
+        labels=isinstance(model, ClassifierConfig),
+        num_classes=model.num_classes if isinstance(model, ClassifierConfig) else None,
         normalised=group.device.type == "cpu",
-    )  # fmt: skip
+    )
     yield from on_device(batches, group.device, t.config.data)
 
 
 def check_reference_bits(t: Training) -> None:
-    """Check, on public images, that a record's bits do not depend on the other rows of a pass, before any step; none without clipping.
+    """Check, on public images, that a record's bits do not depend on the other rows of a pass,
+    before any step; none without clipping.
 
     Compiled blocks are for full passes only, so others are padded to full ones.
 
@@ -115,35 +142,67 @@ def check_reference_bits(t: Training) -> None:
     if plan.max_grad_norm is None:
         return
     most = hardware.physical_batch_size
-    sizes = [] if hardware.compile else pass_sizes(plan.expected_batch_size, most, plan.steps, t.group.world_size)
+    sizes = (
+        []
+        if hardware.compile
+        else pass_sizes(plan.expected_batch_size, most, plan.steps, t.group.world_size)
+    )
     public = to_device(example_batch(t.config, most), t.group.device)
     with autocast(hardware.precision, t.group.device):
         check_bits(
-            t.loss_fn, t.model, public, key, sizes,
-            max_grad_norm=plan.max_grad_norm, rule=plan.clipping, loss_scale=_loss_scale(t, key), blocks=t.blocks,
-        )  # fmt: skip
+            t.loss_fn,
+            t.model,
+            public,
+            key,
+            sizes,
+            max_grad_norm=plan.max_grad_norm,
+            rule=plan.clipping,
+            loss_scale=_loss_scale(t, key),
+            blocks=t.blocks,
+        )
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
     """Autocast of the forward pass for ``hardware.precision``."""
     if precision == "float32":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, {"bfloat16": torch.bfloat16, "float16": torch.float16}[precision])
+    return torch.autocast(
+        device.type, {"bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
+    )
 
 
 def _loss_scale(t: Training, key: StepKey) -> float:
-    """Factor of the losses for float16, the same on every rank, because weights, key and public batch are."""
+    """Factor of the losses for float16, the same on every rank, because weights, key and public
+    batch are.
+    """
     if t.config.hardware.precision != "float16":
         return 1.0
-    return public_loss_scale(t.loss_fn, t.model, to_device(example_batch(t.config), t.group.device), key)
+    return public_loss_scale(
+        t.loss_fn, t.model, to_device(example_batch(t.config), t.group.device), key
+    )
 
 
 def _metrics(total: ClippedSum, plan: DPPlan, group: Group, start: float) -> StepMetrics:
-    norms, losses = torch.cat([total.norms_B, total.losses_B]).cpu().double().split([len(total.norms_B), len(total.losses_B)])
+    norms, losses = (
+        torch.cat([total.norms_B, total.losses_B])
+        .cpu()
+        .double()
+        .split([len(total.norms_B), len(total.losses_B)])
+    )
     good = torch.isfinite(norms)
-    clipped = norms > plan.max_grad_norm if plan.max_grad_norm is not None else torch.zeros_like(good)
+    clipped = (
+        norms > plan.max_grad_norm if plan.max_grad_norm is not None else torch.zeros_like(good)
+    )
     sums = torch.tensor(
-        [len(losses), losses.nansum(), good.sum(), norms[good].sum(), clipped[good].sum(), (~good).sum()], dtype=torch.float64
+        [
+            len(losses),
+            losses.nansum(),
+            good.sum(),
+            norms[good].sum(),
+            clipped[good].sum(),
+            (~good).sum(),
+        ],
+        dtype=torch.float64,
     )
     count, loss, num_good, norm, num_clipped, num_bad = all_reduce_vector(sums, group).tolist()
     nan = float("nan")

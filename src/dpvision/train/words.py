@@ -15,7 +15,9 @@ TOKENIZER_FILE = "tokenizer.json"
 """Name of the tokenizer's copy in a checkpoint."""
 
 
-def open_words(config: RunConfig, store: Store, rows: np.ndarray, before: Checkpoint | None) -> CaptionReader | None:
+def open_words(
+    config: RunConfig, store: Store, rows: np.ndarray, before: Checkpoint | None
+) -> CaptionReader | None:
     """Open the caption reader of a run, or return None for a model without captions.
 
     Args:
@@ -32,8 +34,9 @@ def open_words(config: RunConfig, store: Store, rows: np.ndarray, before: Checkp
     theirs = None if before is None else before.files.get(TOKENIZER_FILE)
     if before is not None and theirs is not None and theirs != tokenizer.to_bytes():
         raise CheckpointError(
-            f"checkpoint: {before.path} was trained with another tokenizer than {config.data.tokenizer}; expected the same, because token "
-            f"ids differ. Pass --data.tokenizer {before.path / TOKENIZER_FILE}."
+            f"checkpoint: {before.path} was trained with another tokenizer than "
+            f"{config.data.tokenizer}; expected the same, because token ids differ. Pass "
+            f"--data.tokenizer {before.path / TOKENIZER_FILE}."
         )
     check_captions(store, rows)
     return CaptionReader(tokenizer, config.model.num_tokens)
@@ -44,13 +47,14 @@ def open_tokenizer(config: RunConfig) -> CaptionTokenizer:
     assert isinstance(config.model, CaptionerConfig)
     if config.data.tokenizer is None:
         raise ConfigError(
-            "data: tokenizer=None; expected a tokenizer file for a captioner. Make one from public text with "
-            "`dpvision data tokenizer FILE`, then pass --data.tokenizer FILE."
+            "data: tokenizer=None; expected a tokenizer file for a captioner. Make one from "
+            "public text with `dpvision data tokenizer FILE`, then pass --data.tokenizer FILE."
         )
     tokenizer = CaptionTokenizer.load(Path(config.data.tokenizer))
     if tokenizer.vocab_size != config.model.vocab_size:
         raise ConfigError(
-            f"model: vocab_size={config.model.vocab_size}; expected {tokenizer.vocab_size}, the entries of {config.data.tokenizer}. "
-            f"Pass --model.vocab-size {tokenizer.vocab_size}, or use another tokenizer."
+            f"model: vocab_size={config.model.vocab_size}; expected {tokenizer.vocab_size}, the "
+            f"entries of {config.data.tokenizer}. Pass --model.vocab-size "
+            f"{tokenizer.vocab_size}, or use another tokenizer."
         )
     return tokenizer

@@ -11,9 +11,18 @@ CATEGORIES = [{"id": 3, "name": "red"}, {"id": 7, "name": "green"}, {"id": 9, "n
 
 
 def write_shapes(
-    root: Path, num: int, *, height: int = 48, width: int = 64, seed: int = 0, shuffled: bool = False, per_image: int = 2
+    root: Path,
+    num: int,
+    *,
+    height: int = 48,
+    width: int = 64,
+    seed: int = 0,
+    shuffled: bool = False,
+    per_image: int = 2,
 ) -> tuple[Path, Path]:
-    """``num`` images, one rectangle in each half; the file and the folder. ``shuffled``: each class is one of the other two."""
+    """``num`` images, one rectangle in each half; the file and the folder. ``shuffled``: each class
+    is one of the other two.
+    """
     rng = np.random.Generator(np.random.PCG64(seed))
     images = root / "pictures"
     images.mkdir(parents=True)
@@ -22,8 +31,14 @@ def write_shapes(
         pixels = np.full((height, width, 3), 128, dtype=np.uint8)
         for k in range(per_image):
             half = width // per_image
-            w, h = int(rng.integers(half // 2, half - 3)), int(rng.integers(height // 3, height - 6))
-            left, top = k * half + int(rng.integers(1, half - w - 1)), int(rng.integers(1, height - h - 1))
+            w, h = (
+                int(rng.integers(half // 2, half - 3)),
+                int(rng.integers(height // 3, height - 6)),
+            )
+            left, top = (
+                k * half + int(rng.integers(1, half - w - 1)),
+                int(rng.integers(1, height - h - 1)),
+            )
             c = int(rng.integers(0, 3))
             pixels[top : top + h, left : left + w] = COLOURS[c]
             said = (c + int(rng.integers(1, 3))) % 3 if shuffled else c
@@ -40,9 +55,14 @@ def mark(number: int, image: int, category: int, box: tuple[float, float, float,
     left, top, w, h = box
     polygon = [left, top, left + w, top, left + w, top + h, left, top + h]
     return {
-        "id": number, "image_id": image, "category_id": category, "bbox": [left, top, w, h], "area": w * h, "iscrowd": 0,
+        "id": number,
+        "image_id": image,
+        "category_id": category,
+        "bbox": [left, top, w, h],
+        "area": w * h,
+        "iscrowd": 0,
         "segmentation": [polygon],
-    }  # fmt: skip
+    }
 
 
 def changed(file: Path, change) -> Path:

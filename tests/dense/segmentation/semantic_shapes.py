@@ -1,4 +1,6 @@
-"""Images of coloured shapes with a mask of ids beside each, and an untrained small encoder: for tests of segmentation."""
+"""Images of coloured shapes with a mask of ids beside each, and an untrained small encoder: for
+tests of segmentation.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +24,9 @@ _COLOURS = np.array([(60, 60, 60), (220, 40, 40), (40, 90, 230)])
 
 
 def draw(number: int, width: int = 48, height: int = 40) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels uint8 (H, W, 3) and ids uint8 (H, W): a red disc and a blue square on grey, their places by ``number``."""
+    """Pixels uint8 (H, W, 3) and ids uint8 (H, W): a red disc and a blue square on grey, their
+    places by ``number``.
+    """
     rng = np.random.default_rng(number)
     y, x = np.mgrid[:height, :width]
     ids = np.full((height, width), IDS[0], dtype=np.uint8)
@@ -38,14 +42,20 @@ def draw(number: int, width: int = 48, height: int = 40) -> tuple[np.ndarray, np
 
 
 def write_shapes(root: Path, count: int, first: int = 0, *, shuffled: bool = False) -> Path:
-    """``root/images``, ``root/masks`` and ``root/classes.json``; shuffled: each image has another's mask."""
+    """``root/images``, ``root/masks`` and ``root/classes.json``; shuffled: each image has another's
+    mask.
+    """
     for name in ("images", "masks"):
         (root / name).mkdir(parents=True)
     drawn = [draw(first + n) for n in range(count)]
     for n, (pixels, _) in enumerate(drawn):
         Image.fromarray(pixels).save(root / "images" / f"{n:03}.png")
-        Image.fromarray(drawn[(n + 1) % count][1] if shuffled else drawn[n][1]).save(root / "masks" / f"{n:03}.png")
-    (root / "classes.json").write_text(json.dumps({"0": "unlabeled"} | {str(i): name for i, name in zip(IDS, NAMES, strict=True)}))
+        Image.fromarray(drawn[(n + 1) % count][1] if shuffled else drawn[n][1]).save(
+            root / "masks" / f"{n:03}.png"
+        )
+    (root / "classes.json").write_text(
+        json.dumps({"0": "unlabeled"} | {str(i): name for i, name in zip(IDS, NAMES, strict=True)})
+    )
     return root
 
 
@@ -57,11 +67,25 @@ def shapes(root: Path, count: int, first: int = 0, *, shuffled: bool = False) ->
 
 def tiny_encoder(seed: int = 0, **more: object) -> Encoder:
     """A transformer of 8 px patches with random weights."""
-    config: dict = {"image_size": 32, "patch_size": 8, "depth": 3, "width": 32, "num_heads": 2} | more
+    config: dict = {
+        "image_size": 32,
+        "patch_size": 8,
+        "depth": 3,
+        "width": 32,
+        "num_heads": 2,
+    } | more
     vit = ViT(ViTConfig(**config))
     init_weights(vit, torch.Generator().manual_seed(seed))
     encoder = pooled_network(vit).eval().requires_grad_(False)
-    return Encoder("tiny", config["image_size"], (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), encoder.poolings, "transformer", lambda: _copy(encoder))
+    return Encoder(
+        "tiny",
+        config["image_size"],
+        (0.5, 0.4, 0.3),
+        (0.2, 0.25, 0.3),
+        encoder.poolings,
+        "transformer",
+        lambda: _copy(encoder),
+    )
 
 
 def _copy(encoder: PooledNetwork) -> PooledNetwork:

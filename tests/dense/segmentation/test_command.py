@@ -1,4 +1,6 @@
-"""``dpvision evaluate segmentation``: the whole way, where scores go, what a dry run says, and one clear error for wrong input."""
+"""``dpvision evaluate segmentation``: the whole way, where scores go, what a dry run says, and one
+clear error for wrong input.
+"""
 
 import json
 from pathlib import Path
@@ -19,17 +21,39 @@ from .semantic_shapes import write_shapes
 
 torch.set_num_threads(1)
 SMALL = [
-    "--segmentation.crop-size", "16", "--segmentation.epochs", "3", "--segmentation.batch-size", "4", "--segmentation.warmup-steps", "1",
-    "--segmentation.channels", "16", "--segmentation.learning-rate", "3e-3", "--hardware.physical-batch-size", "2",
-    "--hardware.workers", "1",
-]  # fmt: skip
+    "--segmentation.crop-size",
+    "16",
+    "--segmentation.epochs",
+    "3",
+    "--segmentation.batch-size",
+    "4",
+    "--segmentation.warmup-steps",
+    "1",
+    "--segmentation.channels",
+    "16",
+    "--segmentation.learning-rate",
+    "3e-3",
+    "--hardware.physical-batch-size",
+    "2",
+    "--hardware.workers",
+    "1",
+]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("data")
     train, test = write_shapes(root / "train", 4), write_shapes(root / "test", 5, first=50)
-    argv = ["--train", train / "images", "--train-masks", train / "masks", "--test", test / "images", "--test-masks", test / "masks"]
+    argv = [
+        "--train",
+        train / "images",
+        "--train-masks",
+        train / "masks",
+        "--test",
+        test / "images",
+        "--test-masks",
+        test / "masks",
+    ]
     return [*map(str, [*argv, "--classes", train / "classes.json"]), "--ignore-ids", "0", "255"]
 
 
@@ -37,16 +61,33 @@ def write_run(root: Path, *, guarantee: bool = True) -> str:
     encoder = ViTConfig(image_size=16, patch_size=4, depth=2, width=16, num_heads=2)
     config = RunConfig(
         recipe="vip.micro",
-        privacy=PrivacyConfig(dataset_size=60, expected_batch_size=20, steps=4, noise_multiplier=2.0),
+        privacy=PrivacyConfig(
+            dataset_size=60, expected_batch_size=20, steps=4, noise_multiplier=2.0
+        ),
         model=MAEConfig(encoder=encoder, decoder_depth=1, decoder_width=16, decoder_num_heads=2),
     )
-    lineage = {"store_id": "s", "visibility": "private", "run_id": "r", "guarantee": {"epsilon": 8.0} if guarantee else None}
+    lineage = {
+        "store_id": "s",
+        "visibility": "private",
+        "run_id": "r",
+        "guarantee": {"epsilon": 8.0} if guarantee else None,
+    }
     manifest = {
-        "run_id": "r", "ledger_steps": 4, "updates": 4, "config": to_dict(config), "plan": {}, "ledger_digest": "d", "lineage": [lineage],
-    }  # fmt: skip
+        "run_id": "r",
+        "ledger_steps": 4,
+        "updates": 4,
+        "config": to_dict(config),
+        "plan": {},
+        "ledger_digest": "d",
+        "lineage": [lineage],
+    }
     base = root if guarantee else root / "confidential"
     (root / "confidential").mkdir(parents=True)
-    save_checkpoint(base / "checkpoints" / "step-00000004", manifest, state_tensors(make_model(config.model, seed=5)))
+    save_checkpoint(
+        base / "checkpoints" / "step-00000004",
+        manifest,
+        state_tensors(make_model(config.model, seed=5)),
+    )
     write_json(base / "config.json", to_dict(config))
     return str(root)
 
@@ -67,35 +108,69 @@ def test_two_encoders_are_trained_scored_drawn_and_written(
     data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, sheet, work = tmp_path / "scores.json", tmp_path / "sheet.png", tmp_path / "work"
-    argv = [run, f"random:{run}", *data, "--public", "--out", str(out), "--sheet", str(sheet), "--work", str(work), "--num-shown", "2"]
+    argv = [
+        run,
+        f"random:{run}",
+        *data,
+        "--public",
+        "--out",
+        str(out),
+        "--sheet",
+        str(sheet),
+        "--work",
+        str(work),
+        "--num-shown",
+        "2",
+    ]
     found = _json(capsys, argv)
-    assert {s["name"] for s in found["scores"]} == {run, "random weights"} and len(found["scores"]) == 6
+    assert {s["name"] for s in found["scores"]} == {run, "random weights"} and len(
+        found["scores"]
+    ) == 6
     for score in found["scores"]:
-        assert score["visibility"] == "public" and score["n"] == 5 and score["low"] <= score["value"] <= score["high"]
+        assert (
+            score["visibility"] == "public"
+            and score["n"] == 5
+            and score["low"] <= score["value"] <= score["high"]
+        )
     assert set(found["class_iou"][run]) == {"background", "disc", "square"}
     mean = np.mean(list(found["class_iou"][run].values()))
-    assert next(s["value"] for s in found["scores"] if s["name"] == run and ", mIoU," in s["protocol"]) == pytest.approx(mean)
+    assert next(
+        s["value"] for s in found["scores"] if s["name"] == run and ", mIoU," in s["protocol"]
+    ) == pytest.approx(mean)
     kept = read_scores(Path(run) / "scores.json")
-    assert {e["name"] for e in kept} == {"encoder"} and len(kept) == 3 and len(read_scores(out)) == 6
+    assert (
+        {e["name"] for e in kept} == {"encoder"} and len(kept) == 3 and len(read_scores(out)) == 6
+    )
     assert {(e["train_data"], e["test_data"]) for e in kept} == {("train/masks", "test/masks")}
     assert Image.open(sheet).size[0] == 4 * 248 + 8
     assert len(list(work.glob("*/training.safetensors"))) == 2
-    assert _json(capsys, argv)["scores"] == found["scores"], "from the work folder, without training again"
+    assert _json(capsys, argv)["scores"] == found["scores"], (
+        "from the work folder, without training again"
+    )
 
 
 def test_people_read_a_table(data: list[str], run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "segmentation", run, *data, "--public", *SMALL]) == 0
     out = capsys.readouterr().out
-    assert "mIoU" in out and "pixel accuracy" in out and "5 test images, 3 classes, public" in out and "UPerNet of 16 channels" in out
+    assert (
+        "mIoU" in out
+        and "pixel accuracy" in out
+        and "5 test images, 3 classes, public" in out
+        and "UPerNet of 16 channels" in out
+    )
 
 
 def test_a_dry_run_says_what_would_be_done_and_trains_nothing(
     data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = _json(capsys, [run, *data[:-3], "--public", "--dry-run", "--work", str(tmp_path / "work")])
+    found = _json(
+        capsys, [run, *data[:-3], "--public", "--dry-run", "--work", str(tmp_path / "work")]
+    )
     assert found["data"]["train"] == {"name": "train/masks", "images": 4, "classes": 4}
     plan = found["plans"][0]
-    assert plan["steps"] == 3 and plan["steps_per_day"] == pytest.approx(86400 / plan["seconds_per_step"])
+    assert plan["steps"] == 3 and plan["steps_per_day"] == pytest.approx(
+        86400 / plan["seconds_per_step"]
+    )
     assert "is called 'unlabeled' and counts" in found["notes"][0]
     assert not (Path(run) / "scores.json").exists() and not (tmp_path / "work").exists()
     assert main(["evaluate", "segmentation", run, *data, "--public", "--dry-run", *SMALL]) == 0
@@ -112,10 +187,15 @@ def test_private_images_and_weights_without_a_guarantee_stay_confidential(
     assert main([*argv, "--work", str(tmp_path / "confidential")]) == 0
     assert "not printed where others may read" in capsys.readouterr().out
     assert not (Path(run) / "scores.json").exists()
-    assert {e["visibility"] for e in read_scores(Path(run) / "confidential" / "scores.json")} == {"private"}
+    assert {e["visibility"] for e in read_scores(Path(run) / "confidential" / "scores.json")} == {
+        "private"
+    }
     bare = write_run(tmp_path / "bare", guarantee=False)
     scores = _json(capsys, [bare, f"random:{bare}", *data, "--public"])["scores"]
-    assert {s["name"]: s["visibility"] for s in scores} == {bare: "private", "random weights": "public"}
+    assert {s["name"]: s["visibility"] for s in scores} == {
+        bare: "private",
+        "random weights": "public",
+    }
 
 
 def test_a_class_255_with_a_name_counts_unless_it_is_told_to_be_ignored(
@@ -136,12 +216,18 @@ def test_a_class_255_with_a_name_counts_unless_it_is_told_to_be_ignored(
         assert {part["classes"] for part in made["data"].values()} == {count}
 
 
-def test_wrong_input_gets_one_clear_error(data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_gets_one_clear_error(
+    data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = dict(zip(data[:10:2], data[1:10:2], strict=True))
 
     def but(**changed: str) -> list[str]:
         return [
-            part for name, value in (flags | {f"--{k.replace('_', '-')}": v for k, v in changed.items()}).items() for part in (name, value)
+            part
+            for name, value in (
+                flags | {f"--{k.replace('_', '-')}": v for k, v in changed.items()}
+            ).items()
+            for part in (name, value)
         ]
 
     ignoring = ["--ignore-ids", "0", "255"]
@@ -158,8 +244,14 @@ def test_wrong_input_gets_one_clear_error(data: list[str], run: str, tmp_path: P
         ([run, *but(train_masks=str(tmp_path / "empty")), *ignoring], "has none (png)"),
         ([run, *but(test=str(tmp_path / "empty")), *ignoring], "has none"),
         ([run, *but(classes=str(tmp_path / "none.json")), *ignoring], "No such file"),
-        ([run, *but(test=flags["--train"], test_masks=flags["--train-masks"]), *ignoring], "4 images are in both training and test"),
-        ([run, *data, "--segmentation.crop-size", "18"], "expected a multiple of encoder's patch, 4 px"),
+        (
+            [run, *but(test=flags["--train"], test_masks=flags["--train-masks"]), *ignoring],
+            "4 images are in both training and test",
+        ),
+        (
+            [run, *data, "--segmentation.crop-size", "18"],
+            "expected a multiple of encoder's patch, 4 px",
+        ),
         ([run, *data, "--segmentation.warmup-steps", "1500"], "expected fewer than the steps"),
         ([run, *data, "--hardware.physical-batch-size", "1"], "--segmentation.norm group"),
         ([run, *data, "--hardware.precision", "float16"], "without a GPU"),

@@ -1,4 +1,6 @@
-"""Folders of images and masks: what is read is what was written, and every fault is said in one clear error."""
+"""Folders of images and masks: what is read is what was written, and every fault is said in one
+clear error.
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dpvision.dense.segmentation.semantic_data import IGNORED, ClassMap, load_classes, open_ade20k, open_folder
+from dpvision.dense.segmentation.semantic_data import (
+    IGNORED,
+    ClassMap,
+    load_classes,
+    open_ade20k,
+    open_folder,
+)
 from dpvision.errors import DataError
 
 from .semantic_shapes import CLASSES, IDS, NAMES, draw, write_shapes
@@ -30,7 +38,9 @@ def test_classes_are_numbered_by_their_ids_and_the_ignored_ones_are_none(tmp_pat
     assert everything.names[0] == "unlabeled" and "--ignore-ids 0 255" in str(everything.note())
 
 
-def test_an_id_that_the_file_names_is_a_class_unless_it_is_told_to_be_ignored(tmp_path: Path) -> None:
+def test_an_id_that_the_file_names_is_a_class_unless_it_is_told_to_be_ignored(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "classes.json"
     file.write_text('{"0": "background", "128": "road", "255": "building"}')
     classes = load_classes(file)
@@ -39,7 +49,9 @@ def test_an_id_that_the_file_names_is_a_class_unless_it_is_told_to_be_ignored(tm
     assert numbers.tolist() == [[0, 1, 2]] and unknown == []
     assert load_classes(file, (255,)).names == ("background", "road")
     file.write_text('{"0": "background", "128": "road"}')
-    assert load_classes(file).numbers(np.array([[255]]))[0].tolist() == [[IGNORED]], "255 is ignored where it has no name"
+    assert load_classes(file).numbers(np.array([[255]]))[0].tolist() == [[IGNORED]], (
+        "255 is ignored where it has no name"
+    )
     file.write_text('{"1": "a", "01": "b", "2": "c"}')
     with pytest.raises(DataError, match="has an id twice"):
         load_classes(file)
@@ -70,7 +82,9 @@ def test_images_without_a_mask_are_left_out(tmp_path: Path) -> None:
     root = write_shapes(tmp_path / "a", 3)
     (root / "masks" / "001.png").unlink()
     (root / "masks" / "notes.txt").write_text("not a mask")
-    assert [image.stem for image, _ in open_folder(root / "images", root / "masks", CLASSES).files] == ["000", "002"]
+    assert [
+        image.stem for image, _ in open_folder(root / "images", root / "masks", CLASSES).files
+    ] == ["000", "002"]
 
 
 def test_ade20k_is_read_as_it_is_published(tmp_path: Path) -> None:
@@ -80,14 +94,30 @@ def test_ade20k_is_read_as_it_is_published(tmp_path: Path) -> None:
         for ours, theirs in (("images", "images"), ("masks", "annotations")):
             (root / theirs).mkdir(parents=True, exist_ok=True)
             (tmp_path / part / ours).rename(root / theirs / part)
-    Image.fromarray(np.array([[0, 1], [150, 7]], dtype=np.uint8)).resize((48, 40), 0).save(root / "annotations" / "training" / "000.png")
-    lines = ["Idx\tRatio\tTrain\tVal\tName", "1\t0.15\t11664\t1172\twall", "150\t0.0\t1\t2\tflag, banner"]
+    Image.fromarray(np.array([[0, 1], [150, 7]], dtype=np.uint8)).resize((48, 40), 0).save(
+        root / "annotations" / "training" / "000.png"
+    )
+    lines = [
+        "Idx\tRatio\tTrain\tVal\tName",
+        "1\t0.15\t11664\t1172\twall",
+        "150\t0.0\t1\t2\tflag, banner",
+    ]
     (root / "objectInfo150.txt").write_text("\n".join(lines))
     train, test = open_ade20k(root)
-    assert (train.name, test.name, len(train.classes.names)) == (f"{root.name} training", f"{root.name} validation", 150)
-    assert (train.classes.names[0], train.classes.names[1], train.classes.names[149]) == ("wall", "class 2", "flag")
+    assert (train.name, test.name, len(train.classes.names)) == (
+        f"{root.name} training",
+        f"{root.name} validation",
+        150,
+    )
+    assert (train.classes.names[0], train.classes.names[1], train.classes.names[149]) == (
+        "wall",
+        "class 2",
+        "flag",
+    )
     assert sorted(np.unique(train.read(0).class_HW)) == [0, 6, 149, IGNORED]
-    Image.fromarray(np.full((40, 48), 151, np.uint8)).save(root / "annotations" / "validation" / "000.png")
+    Image.fromarray(np.full((40, 48), 151, np.uint8)).save(
+        root / "annotations" / "validation" / "000.png"
+    )
     with pytest.raises(DataError, match="ids 151; expected those of 150 classes"):
         open_ade20k(root)
     with pytest.raises(DataError, match="expected ADEChallengeData2016"):
@@ -113,11 +143,18 @@ def test_every_fault_is_one_clear_error(tmp_path: Path) -> None:
 
     assert "mode RGB, 3 channels" in opened(mask(np.stack([ids] * 3, -1)))
     assert "20 x 40 px for an image of 48 x 40" in opened(mask(ids[:, :20]))
-    assert "ids 3, 4" in opened(mask(np.where(ids == 7, 3, np.where(ids == 21, 4, ids)).astype(np.uint8)))
-    assert "1 of 3 masks have no image" in opened(lambda root: (root / "images" / "001.png").unlink())
+    assert "ids 3, 4" in opened(
+        mask(np.where(ids == 7, 3, np.where(ids == 21, 4, ids)).astype(np.uint8))
+    )
+    assert "1 of 3 masks have no image" in opened(
+        lambda root: (root / "images" / "001.png").unlink()
+    )
     assert "001.jpg and 001.jpeg" in opened(
         lambda root: (
-            [Image.fromarray(draw(1)[0]).save(root / "images" / f"001.{e}") for e in ("jpg", "jpeg")]
+            [
+                Image.fromarray(draw(1)[0]).save(root / "images" / f"001.{e}")
+                for e in ("jpg", "jpeg")
+            ]
             and (root / "images" / "001.png").unlink()
         )
     ).replace("001.jpeg and 001.jpg", "001.jpg and 001.jpeg")
@@ -125,11 +162,17 @@ def test_every_fault_is_one_clear_error(tmp_path: Path) -> None:
     assert "images=" in opened(lambda root: [p.unlink() for p in (root / "images").iterdir()])
     assert "is not a folder" in opened(lambda root: (root / "masks").rename(root / "other"))
     assert "no pixel of 3 masks counts" in opened(
-        lambda root: [Image.fromarray(np.zeros_like(ids)).save(p) for p in (root / "masks").iterdir()]
+        lambda root: [
+            Image.fromarray(np.zeros_like(ids)).save(p) for p in (root / "masks").iterdir()
+        ]
     )
-    assert "expected an image" in opened(lambda root: (root / "masks" / "001.png").write_text("text"))
+    assert "expected an image" in opened(
+        lambda root: (root / "masks" / "001.png").write_text("text")
+    )
     assert "expected a whole PNG" in opened(
-        lambda root: (root / "masks" / "001.png").write_bytes((root / "masks" / "001.png").read_bytes()[:150])
+        lambda root: (root / "masks" / "001.png").write_bytes(
+            (root / "masks" / "001.png").read_bytes()[:150]
+        )
     )
 
 
@@ -155,7 +198,12 @@ def test_files_of_classes_that_are_none_are_refused(tmp_path: Path, text: str, w
 @pytest.mark.skipif(not COCO.exists(), reason="coco_mini is not on this machine")
 def test_coco_mini_opens_whole() -> None:
     classes = load_classes(COCO / "semantic" / "classes.json", (0, 255))
-    folders = [open_folder(COCO / "images" / part, COCO / "semantic" / part, classes) for part in ("train2017", "val2017")]
-    assert [len(folder) for folder in folders] == [100, 69] and folders[0].name == "semantic/train2017"
+    folders = [
+        open_folder(COCO / "images" / part, COCO / "semantic" / part, classes)
+        for part in ("train2017", "val2017")
+    ]
+    assert [len(folder) for folder in folders] == [100, 69] and folders[
+        0
+    ].name == "semantic/train2017"
     image, mask = folders[0].read(0)
     assert image.shape[:2] == mask.shape and (mask[mask != IGNORED] < len(classes.names)).all()

@@ -1,4 +1,6 @@
-"""CIDEr-D: the reference implementation and its Java tokeniser where they are installed, laws, and people."""
+"""CIDEr-D: the reference implementation and its Java tokeniser where they are installed, laws, and
+people.
+"""
 
 import json
 import random
@@ -17,7 +19,25 @@ from dpvision.synthetic.scenes import make_scene
 
 FLICKR = Path(__file__).parents[4] / "shared" / "data" / "flickr8k"
 # What the reference throws away after tokenising (pycocoevalcap/tokenizer).
-PUNCTUATION = {"''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", ".", "?", "!", ",", ":", "-", "--", "...", ";"}
+PUNCTUATION = {
+    "''",
+    "'",
+    "``",
+    "`",
+    "-LRB-",
+    "-RRB-",
+    "-LCB-",
+    "-RCB-",
+    ".",
+    "?",
+    "!",
+    ",",
+    ":",
+    "-",
+    "--",
+    "...",
+    ";",
+}
 
 
 def _flickr(part: str = "test") -> list[tuple[str, ...]]:
@@ -49,10 +69,16 @@ def test_scores_are_those_of_the_reference_code(source: list[tuple[str, ...]] | 
     people = [own[:5] for own in (_flickr()[:200] if isinstance(source, str) else source)]
     rng = random.Random(0)
     split = [[words(text) for text in own] for own in people]
-    references = [own[1:] if i % 7 else own[1:2] for i, own in enumerate(split)]  # not all with the same number
+    references = [
+        own[1:] if i % 7 else own[1:2] for i, own in enumerate(split)
+    ]  # not all with the same number
     captions = [own[0] for own in split]
     captions[2] = references[2][0]
-    captions[3], captions[4], captions[5] = [], ["xyzzy", "plugh"], captions[5] * 3  # nothing, unknown words, much too long
+    captions[3], captions[4], captions[5] = (
+        [],
+        ["xyzzy", "plugh"],
+        captions[5] * 3,
+    )  # nothing, unknown words, much too long
     captions[6:20] = [rng.sample(own, len(own)) for own in captions[6:20]]
     captions[20:30] = captions[21:31]
     found, wanted = cider_d_of_words(captions, references), _reference(captions, references)
@@ -67,10 +93,14 @@ def test_words_are_those_of_the_java_tokeniser(tmp_path: Path) -> None:
     captions = [text for own in _flickr() for text in own]
     captions += [make_scene(i, 16).caption for i in range(200)]
     captions += [
-        "I don't know (maybe) what he's doing -- really...", "a U.S. flag in Washington D.C. with Mr. Smith on St. Louis Ave.",
-        "and/or 1/2 of 3,000 things at 10:30 a.m. for $5.99 & 50% #1", "a close-up; 20-year-old: t-shirt! why? [box] {curly}",
-        'the dogs\' bowls, a child\'s "toy" and they\'ll can\'t cannot gonna', "A man and 'his' dog . Two dogs .", "café naïve",
-    ]  # fmt: skip
+        "I don't know (maybe) what he's doing -- really...",
+        "a U.S. flag in Washington D.C. with Mr. Smith on St. Louis Ave.",
+        "and/or 1/2 of 3,000 things at 10:30 a.m. for $5.99 & 50% #1",
+        "a close-up; 20-year-old: t-shirt! why? [box] {curly}",
+        "the dogs' bowls, a child's \"toy\" and they'll can't cannot gonna",
+        "A man and 'his' dog . Two dogs .",
+        "café naïve",
+    ]
     file = tmp_path / "captions.txt"
     file.write_text("\n".join(captions), encoding="utf-8")
     jar = Path(str(package.__file__)).parent / package.STANFORD_CORENLP_3_4_1_JAR
@@ -110,7 +140,11 @@ def test_words_without_java(caption: str, wanted: str) -> None:
 
 
 def test_a_caption_that_all_references_are_gets_ten_and_one_that_shares_no_word_nothing() -> None:
-    people = [("one red disc over there",) * 2, ("two blue squares and stars",) * 2, ("green ring below heart small",) * 2]
+    people = [
+        ("one red disc over there",) * 2,
+        ("two blue squares and stars",) * 2,
+        ("green ring below heart small",) * 2,
+    ]
     assert cider_d([own[0] for own in people], people) == pytest.approx(10)
     assert cider_d(["nothing of this kind"] * 3, people) == pytest.approx(0)
 
@@ -118,8 +152,13 @@ def test_a_caption_that_all_references_are_gets_ten_and_one_that_shares_no_word_
 def test_the_order_of_images_and_of_references_does_not_matter() -> None:
     people = _scenes(20)
     captions = [make_scene(5000 + i, 16).caption for i in range(20)]
-    found, order = cider_d(captions, people), np.random.Generator(np.random.PCG64(0)).permutation(20)
-    assert cider_d([captions[i] for i in order], [people[i][::-1] for i in order]) == pytest.approx(found[order], abs=1e-12)
+    found, order = (
+        cider_d(captions, people),
+        np.random.Generator(np.random.PCG64(0)).permutation(20),
+    )
+    assert cider_d([captions[i] for i in order], [people[i][::-1] for i in order]) == pytest.approx(
+        found[order], abs=1e-12
+    )
     assert found.min() >= 0 and found.max() <= 10
 
 

@@ -38,17 +38,33 @@ def _five_captions(path: Path, num: int, *, public: bool = True) -> Store:
 
 def test_the_score_is_cider_of_what_is_said_against_the_stores_captions(tmp_path: Path) -> None:
     store, ready = write_scenes(tmp_path / "s", 12, 16), open_made(4)
-    said = say_captions(ready, store, np.arange(12), GenerateSettings(max_words=8), "squash", workers=1)
+    said = say_captions(
+        ready, store, np.arange(12), GenerateSettings(max_words=8), "squash", workers=1
+    )
     [score] = cider_scores([ready], store, GenerateSettings(max_words=8), workers=1)
     references = [store.captions(row) for row in range(12)]
-    assert score.value == pytest.approx(cider_d([said[row] for row in range(12)], references).mean()) and score.n == 12
-    assert score.chance == pytest.approx(cider_d([said[(row + 1) % 12] for row in range(12)], references).mean())
-    assert score.low <= score.value <= score.high and score.protocol == f"{CIDER}, greedy captions, 1 references, squash"
+    assert (
+        score.value == pytest.approx(cider_d([said[row] for row in range(12)], references).mean())
+        and score.n == 12
+    )
+    assert score.chance == pytest.approx(
+        cider_d([said[(row + 1) % 12] for row in range(12)], references).mean()
+    )
+    assert (
+        score.low <= score.value <= score.high
+        and score.protocol == f"{CIDER}, greedy captions, 1 references, squash"
+    )
 
 
-def test_a_captioner_that_says_the_truth_is_far_above_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captioner_that_says_the_truth_is_far_above_chance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = write_scenes(tmp_path / "s", 60, 16)
-    monkeypatch.setattr(module, "say_captions", lambda ready, store, row_N, *_, **__: {row: store.captions(row)[0] for row in row_N})
+    monkeypatch.setattr(
+        module,
+        "say_captions",
+        lambda ready, store, row_N, *_, **__: {row: store.captions(row)[0] for row in row_N},
+    )
     [score] = cider_scores([open_made()], store)
     assert score.value > 9.9 and score.chance < 1.5
 
@@ -59,23 +75,42 @@ def test_people_are_held_out_one_by_one_among_images_with_as_many_captions(tmp_p
     captions = [store.captions(row) for row in range(store.num_records)]
     alike = [own for own in captions if len(own) == 5]
     slowly = [
-        [cider_d([own[k] for own in alike], [[c for j, c in enumerate(own) if j != k] for own in alike])[i] for k in range(5)]
+        [
+            cider_d(
+                [own[k] for own in alike],
+                [[c for j, c in enumerate(own) if j != k] for own in alike],
+            )[i]
+            for k in range(5)
+        ]
         for i in range(len(alike))
     ]
-    assert score.n == 10 == len(alike) and score.value == pytest.approx(np.mean(slowly)) and "4 references" in score.protocol
-    assert [s.name for s in cider_scores([open_made()], store, GenerateSettings(max_words=4), workers=1)] == ["captioner", "people"]
+    assert (
+        score.n == 10 == len(alike)
+        and score.value == pytest.approx(np.mean(slowly))
+        and "4 references" in score.protocol
+    )
+    assert [
+        s.name for s in cider_scores([open_made()], store, GenerateSettings(max_words=4), workers=1)
+    ] == ["captioner", "people"]
 
 
 def test_private_captions_give_private_scores(tmp_path: Path) -> None:
     store = _five_captions(tmp_path / "s", 5, public=False)
-    assert {s.visibility for s in cider_scores([open_made()], store, GenerateSettings(max_words=3), workers=1)} == {"private"}
+    assert {
+        s.visibility
+        for s in cider_scores([open_made()], store, GenerateSettings(max_words=3), workers=1)
+    } == {"private"}
 
 
 def test_a_beam_is_named_and_a_limit_takes_the_same_images(tmp_path: Path) -> None:
     store, ready = write_scenes(tmp_path / "s", 20, 16), open_made(4)
     how = GenerateSettings("beam", beams=2, max_words=4)
     first, again = (cider_scores([ready], store, how, limit=7, workers=1)[0] for _ in range(2))
-    assert first == again and first.n == 7 and "beam captions (2 beams, length penalty 1)" in first.protocol
+    assert (
+        first == again
+        and first.n == 7
+        and "beam captions (2 beams, length penalty 1)" in first.protocol
+    )
 
 
 def test_stores_without_captions_and_drawn_captions_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Order tests: what each shuffle may change, that it is the same everywhere, and that captions and shuffles are laid out alike."""
+"""Order tests: what each shuffle may change, that it is the same everywhere, and that captions and
+shuffles are laid out alike.
+"""
 
 import json
 import random
@@ -20,7 +22,10 @@ from dpvision.synthetic.scene_layout import Draws
 
 from ..labelled import write_colours
 
-CAPTION = "A large brown dog with a red collar runs through the tall green grass near two small children ."
+CAPTION = (
+    "A large brown dog with a red collar runs through the tall green grass near two small "
+    "children ."
+)
 FLICKR = Path(__file__).parents[4] / "shared" / "data" / "flickr8k"
 
 
@@ -36,11 +41,17 @@ def test_each_shuffle_keeps_the_words_and_what_it_is_not_about() -> None:
             seen[kind, " ".join(other)] += 1
             if kind == "nouns and adjectives":
                 assert [word_class(word) for word in other] == classes
-                assert [w for w, c in zip(other, classes, strict=True) if c == "other"] == [w for w in words if word_class(w) == "other"]
+                assert [w for w, c in zip(other, classes, strict=True) if c == "other"] == [
+                    w for w in words if word_class(w) == "other"
+                ]
             elif kind == "all but nouns and adjectives":
-                assert all(o == w for o, w, c in zip(other, words, classes, strict=True) if c != "other")
+                assert all(
+                    o == w for o, w, c in zip(other, words, classes, strict=True) if c != "other"
+                )
             elif kind == "within threes":
-                assert [Counter(other[i : i + 3]) for i in range(0, len(words), 3)] == [Counter(three) for three in threes]
+                assert [Counter(other[i : i + 3]) for i in range(0, len(words), 3)] == [
+                    Counter(three) for three in threes
+                ]
             else:
                 rest = list(other)
                 for three in sorted(threes, key=len, reverse=True):
@@ -52,12 +63,26 @@ def test_each_shuffle_keeps_the_words_and_what_it_is_not_about() -> None:
 
 def test_shuffles_hang_on_the_words_alone() -> None:
     found = []
-    for seed, caption in enumerate(("Two dogs play with a red ball.", "two dogs  play with a red ball", "TWO DOGS, play with a red ball!")):
+    for seed, caption in enumerate(
+        (
+            "Two dogs play with a red ball.",
+            "two dogs  play with a red ball",
+            "TWO DOGS, play with a red ball!",
+        )
+    ):
         random.seed(seed)
         np.random.seed(seed)
         found.append(shuffled_captions(caption))
     assert found[0] == found[1] == found[2] and found[0][0] == "two dogs play with a red ball"
-    assert len({tuple(shuffled_captions(f"{colour} dogs play with a ball")[1].split()) for colour in ("red", "big", "old", "wet")}) == 4
+    assert (
+        len(
+            {
+                tuple(shuffled_captions(f"{colour} dogs play with a ball")[1].split())
+                for colour in ("red", "big", "old", "wet")
+            }
+        )
+        == 4
+    )
 
 
 @pytest.mark.slow
@@ -107,7 +132,9 @@ def test_flickr8k_has_four_shuffles_for_nearly_every_caption(tmp_path: Path) -> 
             if member.name.endswith(".json") and (file := tar.extractfile(member)) is not None:
                 captions += json.load(file)["captions"]
     counts = Counter(len(shuffled_captions(caption)) for caption in captions)
-    assert counts[5] / len(captions) > 0.95 and counts[1] == 0, counts  # the rest has one adjective and two other words, and the like
+    assert counts[5] / len(captions) > 0.95 and counts[1] == 0, (
+        counts
+    )  # the rest has one adjective and two other words, and the like
 
 
 def test_store_type_is_what_the_suite_hands_over(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ def test_predictions_are_those_of_scikit_learn(k: int, monkeypatch: pytest.Monke
     label = torch.randint(0, 4, (300,), generator=generator)
     train = torch.randn(300, 8, generator=generator) + 0.7 * torch.nn.functional.one_hot(label, 8)
     test = torch.randn(100, 8, generator=generator)
-    oracle = KNeighborsClassifier(k, metric="cosine", weights=lambda distance: np.exp((1 - distance) / TEMPERATURE))
+    oracle = KNeighborsClassifier(
+        k, metric="cosine", weights=lambda distance: np.exp((1 - distance) / TEMPERATURE)
+    )
     expected = oracle.fit(train.double().numpy(), label.numpy()).predict(test.double().numpy())
     assert (knn_predict(train, label, test, k=k).numpy() == expected).all()
 
@@ -24,7 +26,9 @@ def test_length_of_a_feature_does_not_matter() -> None:
     train, test = torch.randn(50, 4, generator=generator), torch.randn(20, 4, generator=generator)
     label = torch.arange(50) % 3
     scale = torch.rand(50, 1, generator=generator) * 9 + 1
-    assert (knn_predict(train * scale, label, test, k=3) == knn_predict(train, label, test, k=3)).all()
+    assert (
+        knn_predict(train * scale, label, test, k=3) == knn_predict(train, label, test, k=3)
+    ).all()
 
 
 def test_all_vote_when_there_are_fewer_than_k() -> None:

@@ -6,7 +6,9 @@ from dpvision.errors import DataError
 from dpvision.eval.probes.linear_probe import STRENGTHS, fit_linear_probe, held_out
 
 
-def _blobs(n: int, classes: int, width: int, gap: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _blobs(
+    n: int, classes: int, width: int, gap: float, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.Generator(np.random.PCG64(seed))
     label = rng.integers(0, classes, n)
     x = rng.standard_normal((n, width)).astype(np.float32)
@@ -27,13 +29,18 @@ def test_fit_is_a_stationary_point_of_the_stated_objective() -> None:
 def test_accuracy_is_near_that_of_the_best_rule() -> None:
     x, label = _blobs(4000, 3, 6, 2.0)
     test_x, test_label = _blobs(4000, 3, 6, 2.0, seed=1)
-    best = (test_x[:, :3].argmax(axis=1) == test_label).mean()  # classes are equal Gaussians: the nearest mean is Bayes' rule
+    best = (
+        test_x[:, :3].argmax(axis=1) == test_label
+    ).mean()  # classes are equal Gaussians: the nearest mean is Bayes' rule
     assert abs((fit_linear_probe(x, label).predict(test_x) == test_label).mean() - best) < 0.01
 
 
 def test_units_of_the_features_do_not_matter() -> None:
     x, label = _blobs(500, 3, 6, 1.5)
-    scale, shift = np.array([1e3, 1, 1e-3, 7, 1, 1], np.float32), np.array([5, 0, 1e-3, -9, 0, 0], np.float32)
+    scale, shift = (
+        np.array([1e3, 1, 1e-3, 7, 1, 1], np.float32),
+        np.array([5, 0, 1e-3, -9, 0, 0], np.float32),
+    )
     plain, moved = fit_linear_probe(x, label), fit_linear_probe(x * scale + shift, label)
     assert plain.strength == moved.strength
     assert (plain.predict(x) == moved.predict(x * scale + shift)).mean() > 0.995
@@ -48,7 +55,11 @@ def test_a_constant_feature_is_harmless() -> None:
 def test_noise_gets_more_regularisation_than_signal() -> None:
     noise_x, noise_label = _blobs(200, 2, 150, 0.0)
     signal_x, signal_label = _blobs(20_000, 8, 12, 1.0)
-    assert fit_linear_probe(noise_x, noise_label).strength == STRENGTHS[0] > fit_linear_probe(signal_x, signal_label).strength
+    assert (
+        fit_linear_probe(noise_x, noise_label).strength
+        == STRENGTHS[0]
+        > fit_linear_probe(signal_x, signal_label).strength
+    )
 
 
 def test_held_out_part_never_cuts_a_unit_and_covers_the_classes() -> None:
@@ -68,7 +79,9 @@ def test_held_out_part_depends_on_the_seed_only() -> None:
 
 
 def test_a_class_that_was_held_out_whole_is_learned_all_the_same() -> None:
-    x, label = _blobs(205, 2, 4, 4.0)  # the last of 205 records, in the order of classes, is held out
+    x, label = _blobs(
+        205, 2, 4, 4.0
+    )  # the last of 205 records, in the order of classes, is held out
     label[7], x[7] = 2, (0, 0, 30, 0)
     assert held_out(label, np.arange(205), seed=0)[7]
     assert fit_linear_probe(x, label).predict(x[7:8]).tolist() == [2]

@@ -8,10 +8,16 @@ from dpvision.eval.probes.linear_probe import held_out
 from dpvision.eval.probes.ridge import STRENGTHS, FittedRidge, fit_ridge
 
 
-def _blobs(n: int, classes: int, width: int, gap: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _blobs(
+    n: int, classes: int, width: int, gap: float, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.Generator(np.random.PCG64(seed))
     label = rng.integers(0, classes, n)
-    x = rng.standard_normal((n, width)).astype(np.float32) * rng.uniform(0.1, 9, width).astype(np.float32) + 3
+    x = (
+        rng.standard_normal((n, width)).astype(np.float32)
+        * rng.uniform(0.1, 9, width).astype(np.float32)
+        + 3
+    )
     x[np.arange(n), label] += gap
     return x, label
 
@@ -20,16 +26,22 @@ def _standardised(probe: FittedRidge, x: np.ndarray) -> np.ndarray:
     return (x - probe.mean) / probe.scale
 
 
-SHAPES = pytest.mark.parametrize(("n", "classes", "width"), [(600, 4, 30), (150, 4, 400), (400, 2, 20), (90, 2, 91)])
+SHAPES = pytest.mark.parametrize(
+    ("n", "classes", "width"), [(600, 4, 30), (150, 4, 400), (400, 2, 20), (90, 2, 91)]
+)
 
 
 @SHAPES
-def test_same_weights_and_predictions_as_scikit_learn_at_the_same_strength(n: int, classes: int, width: int) -> None:
+def test_same_weights_and_predictions_as_scikit_learn_at_the_same_strength(
+    n: int, classes: int, width: int
+) -> None:
     x, label = _blobs(n, classes, width, 3.0)
     probe = fit_ridge(x, label)
     oracle = RidgeClassifier(alpha=probe.strength * n).fit(_standardised(probe, x), label)
     weight = (
-        oracle.coef_.T if classes > 2 else np.stack([-oracle.coef_.ravel(), oracle.coef_.ravel()], axis=1)
+        oracle.coef_.T
+        if classes > 2
+        else np.stack([-oracle.coef_.ravel(), oracle.coef_.ravel()], axis=1)
     )  # of two classes it fits one
     np.testing.assert_allclose(probe.weight_DK, weight, atol=1e-9)
     fresh, _ = _blobs(1000, classes, width, 3.0, seed=1)
@@ -37,7 +49,9 @@ def test_same_weights_and_predictions_as_scikit_learn_at_the_same_strength(n: in
 
 
 @SHAPES
-def test_the_strength_is_the_strongest_of_those_best_on_the_held_out_fifth(n: int, classes: int, width: int) -> None:
+def test_the_strength_is_the_strongest_of_those_best_on_the_held_out_fifth(
+    n: int, classes: int, width: int
+) -> None:
     x, label = _blobs(n, classes, width, 2.0)
     probe = fit_ridge(x, label, seed=3)
     z, held = _standardised(probe, x), held_out(label, np.arange(n), seed=3)
@@ -50,7 +64,9 @@ def test_the_strength_is_the_strongest_of_those_best_on_the_held_out_fifth(n: in
 
 
 @pytest.mark.parametrize("width", [40, 300])
-def test_the_pieces_in_which_it_is_computed_do_not_matter(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pieces_in_which_it_is_computed_do_not_matter(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, label = _blobs(200, 3, width, 3.0)
     whole = fit_ridge(x, label)
     monkeypatch.setattr(ridge, "_CHUNK", 7 * width)
@@ -64,14 +80,21 @@ def test_records_of_a_person_are_held_out_together() -> None:
     x, label = _blobs(150, 2, 200, 8.0)
     rng = np.random.Generator(np.random.PCG64(2))
     label[rng.random(150) < 0.2] ^= 1
-    copies, copied, person = np.repeat(x, 4, axis=0), np.repeat(label, 4), np.repeat(np.arange(150), 4)
+    copies, copied, person = (
+        np.repeat(x, 4, axis=0),
+        np.repeat(label, 4),
+        np.repeat(np.arange(150), 4),
+    )
     # Copies on both sides make it pay to remember the wrong labels; persons do not.
     assert fit_ridge(copies, copied).strength < 0.1 * fit_ridge(copies, copied, person).strength
 
 
 def test_units_of_the_features_do_not_matter() -> None:
     x, label = _blobs(500, 3, 6, 3.0)
-    scale, shift = np.array([1e3, 1, 1e-3, 7, 1, 1], np.float32), np.array([5, 0, 1e-3, -9, 0, 0], np.float32)
+    scale, shift = (
+        np.array([1e3, 1, 1e-3, 7, 1, 1], np.float32),
+        np.array([5, 0, 1e-3, -9, 0, 0], np.float32),
+    )
     plain, moved = fit_ridge(x, label), fit_ridge(x * scale + shift, label)
     assert plain.strength == moved.strength
     assert (plain.predict(x) == moved.predict(x * scale + shift)).mean() > 0.995

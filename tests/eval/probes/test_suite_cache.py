@@ -22,7 +22,9 @@ def _stores(tmp_path: Path) -> tuple[Store, Store]:
 
 
 @pytest.mark.slow
-def test_a_second_evaluation_is_the_first_and_reads_no_image(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_evaluation_is_the_first_and_reads_no_image(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, stores = make_run(), _stores(tmp_path)
     plain = evaluate(run, *stores, workers=1)
     assert not (stores[0].path / "confidential" / "features").exists()
@@ -39,7 +41,11 @@ def test_another_protocol_or_setting_takes_the_features_and_not_the_scores(
     evaluate(run, *stores, protocols=(KNN(),), workers=1, cache=True)
     monkeypatch.setattr(cache, "collect_features", None)
     ridge = evaluate(run, *stores, protocols=(Ridge(),), workers=1, cache=True)
-    assert ridge == evaluate(run, *stores, protocols=(Ridge(),), against=(), workers=1, cache=True) + ridge[2:]
+    assert (
+        ridge
+        == evaluate(run, *stores, protocols=(Ridge(),), against=(), workers=1, cache=True)
+        + ridge[2:]
+    )
     near = evaluate(run, *stores, protocols=(KNN(1),), workers=1, cache=True)
     assert all("k=1," in score.protocol for score in near)
 
@@ -49,23 +55,35 @@ def test_changed_weights_are_scored_anew(make_run: MakeRun, tmp_path: Path) -> N
     kept = stores[0].path / "confidential" / "features"
     evaluate(run, *stores, protocols=(Ridge(),), against=(), workers=1, cache=True)
     before = set(kept.glob("*.safetensors"))
-    averaged = evaluate(run, *stores, protocols=(Ridge(),), against=(), ema=True, workers=1, cache=True)
-    assert averaged == evaluate(run, *stores, protocols=(Ridge(),), against=(), ema=True, workers=1, cache=False)
+    averaged = evaluate(
+        run, *stores, protocols=(Ridge(),), against=(), ema=True, workers=1, cache=True
+    )
+    assert averaged == evaluate(
+        run, *stores, protocols=(Ridge(),), against=(), ema=True, workers=1, cache=False
+    )
     (old,), (new,) = before, set(kept.glob("*.safetensors")) - before
     assert not torch.equal(load_file(old)["mean"], load_file(new)["mean"])
 
 
-def test_what_a_confidential_encoder_makes_of_public_images_is_not_kept(make_run: MakeRun, tmp_path: Path) -> None:
+def test_what_a_confidential_encoder_makes_of_public_images_is_not_kept(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     run, stores = make_run(wholly_confidential=True), _stores(tmp_path)
     evaluate(run, *stores, protocols=(KNN(),), against=(), workers=1, cache=True)
-    assert not [file for store in stores for file in (store.path / "confidential").rglob("features/*")]
+    assert not [
+        file for store in stores for file in (store.path / "confidential").rglob("features/*")
+    ]
 
 
-def test_scores_of_a_private_store_are_kept_beside_that_store(make_run: MakeRun, tmp_path: Path) -> None:
+def test_scores_of_a_private_store_are_kept_beside_that_store(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     public = write_scenes(tmp_path / "a", 120, 16)
     private = write_scenes(tmp_path / "b", 40, 16, first=500, public=False)
     evaluate(make_run(), public, private, protocols=(KNN(),), workers=1, cache=True)
     assert not [*(public.path / "confidential" / "features").glob("*.json")]
     assert len([*(private.path / "confidential" / "features").glob("*.json")]) == 3
-    outside = {path for path in private.path.rglob("*.safetensors") if "confidential" not in path.parts}
+    outside = {
+        path for path in private.path.rglob("*.safetensors") if "confidential" not in path.parts
+    }
     assert not outside and [*private.path.rglob("*.safetensors")]

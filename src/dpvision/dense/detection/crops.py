@@ -1,7 +1,9 @@
-"""Fit images and their objects into squares of a fixed side: large-scale jitter in training, the longer side fitted in the test.
+"""Fit images and their objects into squares of a fixed side: large-scale jitter in training, the
+longer side fitted in the test.
 
-Large-scale jitter (Ghiasi et al. 2021; ViTDet): the image, randomly mirrored, is resized to fit into a square of side u S, with u
-uniform in ``jitter``. A larger image is randomly cropped to S; a smaller one is placed at the top left and padded with the mean colour.
+Large-scale jitter (Ghiasi et al. 2021; ViTDet): the image, randomly mirrored, is resized to fit
+into a square of side u S, with u uniform in ``jitter``. A larger image is randomly cropped to S; a
+smaller one is placed at the top left and padded with the mean colour.
 
 Legend: N objects, C channels, S side of the square, H height, W width (px).
 """
@@ -57,11 +59,15 @@ def fitted(height: int, width: int, side: int) -> Placement:
 
 def jittered(image: CocoImage, key: StepKey, side: int, jitter: tuple[float, float]) -> Placement:
     """Place the image by large-scale jitter, a function of ``key`` and the image's id alone."""
-    scale_u, top_u, left_u, flip_u = key.uniform_numpy(np.array([image.id]), "large-scale jitter", 4)[0].tolist()
+    scale_u, top_u, left_u, flip_u = key.uniform_numpy(
+        np.array([image.id]), "large-scale jitter", 4
+    )[0].tolist()
     target = max(1.0, side * (jitter[0] + (jitter[1] - jitter[0]) * scale_u))
     scale = target / max(image.height, image.width)
     height, width = max(1, round(image.height * scale)), max(1, round(image.width * scale))
-    top, left = (int(u * (max(0, full - side) + 1)) for u, full in ((top_u, height), (left_u, width)))
+    top, left = (
+        int(u * (max(0, full - side) + 1)) for u, full in ((top_u, height), (left_u, width))
+    )
     return Placement(height, width, top, left, flip_u < 0.5)
 
 
@@ -69,12 +75,21 @@ def square(pixels_HWC: np.ndarray, place: Placement, side: int, mean: Colour) ->
     """Return the placed image, float32 (3, S, S) in [0, 1], padded with ``mean``."""
     x_CSS = torch.tensor(mean, dtype=torch.float32)[:, None, None].expand(3, side, side).clone()
     part = _resized(Image.fromarray(pixels_HWC), place, side)
-    x_CSS[:, : part.shape[0], : part.shape[1]] = torch.from_numpy(part).permute(2, 0, 1).float() / 255
+    x_CSS[:, : part.shape[0], : part.shape[1]] = (
+        torch.from_numpy(part).permute(2, 0, 1).float() / 255
+    )
     return x_CSS
 
 
-def example(image: CocoImage, pixels_HWC: np.ndarray, place: Placement, side: int, mean: tuple[float, float, float]) -> DetectionExample:
-    """Return the placed image and its objects, without crowds. Boxes of objects with masks are recomputed from the cropped mask.
+def example(
+    image: CocoImage,
+    pixels_HWC: np.ndarray,
+    place: Placement,
+    side: int,
+    mean: tuple[float, float, float],
+) -> DetectionExample:
+    """Return the placed image and its objects, without crowds. Boxes of objects with masks are
+    recomputed from the cropped mask.
 
     Objects with less than a pixel left in either direction are dropped.
     """
@@ -96,7 +111,9 @@ def example(image: CocoImage, pixels_HWC: np.ndarray, place: Placement, side: in
         square(pixels_HWC, place, side, mean),
         torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
         torch.tensor(labels, dtype=torch.int64),
-        torch.from_numpy(np.stack(masks)) if masks else torch.zeros(0, side, side, dtype=torch.uint8),
+        torch.from_numpy(np.stack(masks))
+        if masks
+        else torch.zeros(0, side, side, dtype=torch.uint8),
         torch.tensor(has_mask, dtype=torch.bool),
     )
 
@@ -106,17 +123,34 @@ def _kept(place: Placement, side: int) -> tuple[int, int]:
 
 
 def _resized(image: Image.Image, place: Placement, side: int) -> np.ndarray:
-    """Return the kept part of the image, cropped and resized in one step: uint8 (H, W) or (H, W, C)."""
-    (rows, columns), down, across = _kept(place, side), image.height / place.height, image.width / place.width
-    box = (place.left * across, place.top * down, (place.left + columns) * across, (place.top + rows) * down)
+    """Return the kept part of the image, cropped and resized in one step: uint8 (H, W) or (H, W,
+    C).
+    """
+    (rows, columns), down, across = (
+        _kept(place, side),
+        image.height / place.height,
+        image.width / place.width,
+    )
+    box = (
+        place.left * across,
+        place.top * down,
+        (place.left + columns) * across,
+        (place.top + rows) * down,
+    )
     # Rounding may move the last edge slightly outside, which Pillow refuses.
     box = (box[0], box[1], min(box[2], float(image.width)), min(box[3], float(image.height)))
     part = np.array(image.resize((columns, rows), Image.Resampling.BILINEAR, box=box))
     return np.ascontiguousarray(part[:, ::-1]) if place.mirrored else part
 
 
-def _placed_box(box: tuple[float, float, float, float], image: CocoImage, place: Placement, side: int) -> list[float] | None:
-    (rows, columns), down, across = _kept(place, side), place.height / image.height, place.width / image.width
+def _placed_box(
+    box: tuple[float, float, float, float], image: CocoImage, place: Placement, side: int
+) -> list[float] | None:
+    (rows, columns), down, across = (
+        _kept(place, side),
+        place.height / image.height,
+        place.width / image.width,
+    )
     left, right = (min(max(x * across - place.left, 0.0), columns) for x in (box[0], box[2]))
     top, bottom = (min(max(y * down - place.top, 0.0), rows) for y in (box[1], box[3]))
     if place.mirrored:

@@ -1,12 +1,15 @@
-"""Mask R-CNN with ViTDet's heads on the simple feature pyramid, from torchvision's parts (He et al. 2017; Li et al. 2022).
+"""Mask R-CNN with ViTDet's heads on the simple feature pyramid, from torchvision's parts (He et al.
+2017; Li et al. 2022).
 
-Proposals: two 3 x 3 convolutions. Boxes: four 3 x 3 convolutions and one linear layer of 1,024. Masks: four 3 x 3 convolutions and a
-deconvolution to 28 x 28. A LayerNorm over the channels follows each convolution of the box and mask heads. Three anchors per position
-(1:2, 1:1, 2:1) with a side of eight strides.
+Proposals: two 3 x 3 convolutions. Boxes: four 3 x 3 convolutions and one linear layer of 1,024.
+Masks: four 3 x 3 convolutions and a deconvolution to 28 x 28. A LayerNorm over the channels follows
+each convolution of the box and mask heads. Three anchors per position (1:2, 1:1, 2:1) with a side
+of eight strides.
 
 Inputs are already padded squares, so that scales are exact.
 
-Legend: B images, N objects or detections, C channels, S side of the square, M side of a region's mask.
+Legend: B images, N objects or detections, C channels, S side of the square, M side of a region's
+mask.
 """
 
 from collections import OrderedDict
@@ -33,13 +36,22 @@ _RATIOS = (0.5, 1.0, 2.0)
 _ANCHOR_STRIDES = 8
 _BOX_SIDE, _MASK_SIDE = 7, 14
 SAMPLING_RATIO = 0
-"""As in detectron2: a bin of a region is the mean over ceil(height / side) x ceil(width / side) points, not over 2 x 2."""
+"""As in detectron2: a bin of a region is the mean over ceil(height / side) x ceil(width / side)
+points, not over 2 x 2.
+"""
 
 
 class Detector(GeneralizedRCNN):
     """Maps images to boxes, classes and masks; in training to losses."""
 
-    def __init__(self, pyramid: FeaturePyramid, num_classes: int, mean: Sequence[float], std: Sequence[float], sizes: HeadSizes) -> None:
+    def __init__(
+        self,
+        pyramid: FeaturePyramid,
+        num_classes: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        sizes: HeadSizes,
+    ) -> None:
         """Make the detector.
 
         Args:
@@ -47,24 +59,42 @@ class Detector(GeneralizedRCNN):
             mean, std: normalisation of the transformer's images.
         """
         channels = sizes.channels
-        anchors = AnchorGenerator(tuple((int(_ANCHOR_STRIDES * stride),) for stride in pyramid.strides), (_RATIOS,) * len(pyramid.strides))
+        anchors = AnchorGenerator(
+            tuple((int(_ANCHOR_STRIDES * stride),) for stride in pyramid.strides),
+            (_RATIOS,) * len(pyramid.strides),
+        )
         proposals = RegionProposalNetwork(
-            anchors, _InFloat32(RPNHead(channels, len(_RATIOS), conv_depth=2)), fg_iou_thresh=0.7, bg_iou_thresh=0.3,
-            batch_size_per_image=sizes.anchors, positive_fraction=0.5, nms_thresh=0.7,
+            anchors,
+            _InFloat32(RPNHead(channels, len(_RATIOS), conv_depth=2)),
+            fg_iou_thresh=0.7,
+            bg_iou_thresh=0.3,
+            batch_size_per_image=sizes.anchors,
+            positive_fraction=0.5,
+            nms_thresh=0.7,
             pre_nms_top_n={"training": 2 * sizes.proposals, "testing": sizes.proposals},
             post_nms_top_n={"training": sizes.proposals, "testing": sizes.proposals},
-        )  # fmt: skip
+        )
         convs = [channels] * 4
         heads = _Heads(
             MultiScaleRoIAlign(list(LEVELS), _BOX_SIDE, sampling_ratio=SAMPLING_RATIO),
-            FastRCNNConvFCHead((channels, _BOX_SIDE, _BOX_SIDE), convs, [sizes.hidden], norm_layer=LayerNorm2d),
+            FastRCNNConvFCHead(
+                (channels, _BOX_SIDE, _BOX_SIDE), convs, [sizes.hidden], norm_layer=LayerNorm2d
+            ),
             _InFloat32(FastRCNNPredictor(sizes.hidden, num_classes + 1)),
-            fg_iou_thresh=0.5, bg_iou_thresh=0.5, batch_size_per_image=sizes.regions, positive_fraction=0.25, bbox_reg_weights=None,
-            score_thresh=0.05, nms_thresh=0.5, detections_per_img=sizes.detections,
-            mask_roi_pool=MultiScaleRoIAlign(list(LEVELS), _MASK_SIDE, sampling_ratio=SAMPLING_RATIO),
+            fg_iou_thresh=0.5,
+            bg_iou_thresh=0.5,
+            batch_size_per_image=sizes.regions,
+            positive_fraction=0.25,
+            bbox_reg_weights=None,
+            score_thresh=0.05,
+            nms_thresh=0.5,
+            detections_per_img=sizes.detections,
+            mask_roi_pool=MultiScaleRoIAlign(
+                list(LEVELS), _MASK_SIDE, sampling_ratio=SAMPLING_RATIO
+            ),
             mask_head=MaskRCNNHeads(channels, convs, 1, norm_layer=LayerNorm2d),
             mask_predictor=_InFloat32(MaskRCNNPredictor(channels, channels, num_classes + 1)),
-        )  # fmt: skip
+        )
         super().__init__(pyramid, proposals, heads, _Squares(mean, std))
 
     @property
@@ -76,16 +106,25 @@ class Detector(GeneralizedRCNN):
 
 
 def detection_losses(model: nn.Module, examples: Sequence[DetectionExample]) -> dict[str, Tensor]:
-    """Return Mask R-CNN's five losses by name, each averaged over the samples from the images of this forward pass.
+    """Return Mask R-CNN's five losses by name, each averaged over the samples from the images of
+    this forward pass.
 
-    Images without objects count for the proposals and the classes; objects without a mask for everything but the masks.
+    Images without objects count for the proposals and the classes; objects without a mask for
+    everything but the masks.
     """
     device = next(model.parameters()).device
     images = [e.x_CSS.to(device, non_blocking=True) for e in examples]
     targets = [
-        {"boxes": e.box_N4, "labels": e.label_N, "masks": e.mask_NSS, "has_mask": e.has_mask_N} for e in examples
-    ]  # fmt: skip
-    return model(images, [{name: value.to(device, non_blocking=True) for name, value in target.items()} for target in targets])
+        {"boxes": e.box_N4, "labels": e.label_N, "masks": e.mask_NSS, "has_mask": e.has_mask_N}
+        for e in examples
+    ]
+    return model(
+        images,
+        [
+            {name: value.to(device, non_blocking=True) for name, value in target.items()}
+            for target in targets
+        ],
+    )
 
 
 def detection_loss(model: nn.Module, examples: Sequence[DetectionExample]) -> Tensor:
@@ -94,7 +133,9 @@ def detection_loss(model: nn.Module, examples: Sequence[DetectionExample]) -> Te
 
 
 class _Squares(nn.Module):
-    """Replaces torchvision's resizing: normalises prepared squares, and leaves the heads' masks unchanged."""
+    """Replaces torchvision's resizing: normalises prepared squares, and leaves the heads' masks
+    unchanged.
+    """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -105,12 +146,16 @@ class _Squares(nn.Module):
         mean, std = (x_BCSS.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
         return ImageList((x_BCSS - mean) / std, [tuple(x.shape[-2:]) for x in images]), targets
 
-    def postprocess(self, result: list[dict[str, Tensor]], image_shapes: Any, original_image_sizes: Any) -> list[dict[str, Tensor]]:
+    def postprocess(
+        self, result: list[dict[str, Tensor]], image_shapes: Any, original_image_sizes: Any
+    ) -> list[dict[str, Tensor]]:
         return result
 
 
 class _InFloat32(nn.Module):
-    """A module whose outputs are converted to float32 under autocast, because boxes are decoded from them."""
+    """A module whose outputs are converted to float32 under autocast, because boxes are decoded
+    from them.
+    """
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -139,13 +184,19 @@ class _Heads(RoIHeads):
         if not self.training or targets is None:
             return super().forward(features, proposals, image_shapes, targets)
         proposals, matched, label, regression = self.select_training_samples(proposals, targets)
-        logits, deltas = self.box_predictor(self.box_head(self.box_roi_pool(features, proposals, image_shapes)))
+        logits, deltas = self.box_predictor(
+            self.box_head(self.box_roi_pool(features, proposals, image_shapes))
+        )
         class_loss, box_loss = fastrcnn_loss(logits, deltas, label, regression)
         chosen = [_with_mask(*each) for each in zip(matched, label, targets, strict=True)]
         regions = [part[rows] for part, rows in zip(proposals, chosen, strict=True)]
         of = [part[rows] for part, rows in zip(matched, chosen, strict=True)]
-        mask_logits = self.mask_predictor(self.mask_head(self.mask_roi_pool(features, regions, image_shapes)))
-        mask_loss = maskrcnn_loss(mask_logits, regions, [t["masks"] for t in targets], [t["labels"] for t in targets], of)
+        mask_logits = self.mask_predictor(
+            self.mask_head(self.mask_roi_pool(features, regions, image_shapes))
+        )
+        mask_loss = maskrcnn_loss(
+            mask_logits, regions, [t["masks"] for t in targets], [t["labels"] for t in targets], of
+        )
         return [], {"loss_classifier": class_loss, "loss_box_reg": box_loss, "loss_mask": mask_loss}
 
 

@@ -42,8 +42,16 @@ class DetectionData:
         short = sum(not image.has_masks for image in self.test.images)
         for count, text in (
             (idle, f"{self.train.name}: {idle:,} images without objects are not trained on"),
-            (bare, f"{self.train.name}: {bare:,} objects have a box and no mask: they train boxes only"),
-            (short, f"{self.test.name}: {short:,} images have objects without mask and do not count for AP mask"),
+            (
+                bare,
+                f"{self.train.name}: {bare:,} objects have a box and no mask: they train boxes "
+                "only",
+            ),
+            (
+                short,
+                f"{self.test.name}: {short:,} images have objects without mask and do not count "
+                "for AP mask",
+            ),
         ):
             if count:
                 made.append(text)
@@ -63,7 +71,9 @@ class DetectionJob:
 
     def model(self, encoder: Encoder) -> Detector:
         classes = len(self.data.train.classes)
-        return make_detector(encoder, self.settings, classes, recompute=self.recompute, device=self.group.device)
+        return make_detector(
+            encoder, self.settings, classes, recompute=self.recompute, device=self.group.device
+        )
 
     def run(self, spec: str, encoder: Encoder, visibility: Visibility, number: int) -> list[Score]:
         """Train and score one encoder's detector on all ranks; only rank 0 returns scores."""
@@ -73,20 +83,50 @@ class DetectionJob:
 
         model = self.model(encoder)
         work = None if self.work is None else self.work / folder_name(spec)
-        train_detector(model, encoder, self.data.train, self.settings, self.hardware, work=work, group=self.group, progress=say)
+        train_detector(
+            model,
+            encoder,
+            self.data.train,
+            self.settings,
+            self.hardware,
+            work=work,
+            group=self.group,
+            progress=say,
+        )
         test = self.data.test
-        found = detect(model, encoder, test.images, self.settings, self.hardware, group=self.group, progress=say)
+        found = detect(
+            model,
+            encoder,
+            test.images,
+            self.settings,
+            self.hardware,
+            group=self.group,
+            progress=say,
+        )
         if not self.group.is_main:
             return []
         if self.sheet is not None:
             name = self.sheet if not number else self.sheet.with_stem(f"{self.sheet.stem}-{number}")
             save_sheet(detection_sheet(test, found), name)
-        return detection_scores(encoder.name, test, found, self.settings, self.hardware, visibility=visibility, progress=say)
+        return detection_scores(
+            encoder.name,
+            test,
+            found,
+            self.settings,
+            self.hardware,
+            visibility=visibility,
+            progress=say,
+        )
 
     def dry(self, specs: Sequence[str], opened: Sequence[Encoder]) -> dict[str, object]:
         """Return the facts of a dry run, after reading every image once and timing a step."""
         everything = [*self.data.train.images, *self.data.test.images]
-        read = ordered_map(lambda p: p.read().shape, everything, workers=self.hardware.workers, ahead=4 * self.hardware.workers)
+        read = ordered_map(
+            lambda p: p.read().shape,
+            everything,
+            workers=self.hardware.workers,
+            ahead=4 * self.hardware.workers,
+        )
         for done, _ in enumerate(read):
             if done % 100 == 0:
                 self.say(f"read {done:,} of {len(everything):,} images")
@@ -94,7 +134,10 @@ class DetectionJob:
         training = self.settings.training()
         self.say("timing a step")
         model = self.model(opened[0])
-        seconds = seconds_a_step(model, crops, detection_loss, training, self.hardware) / self.group.world_size
+        seconds = (
+            seconds_a_step(model, crops, detection_loss, training, self.hardware)
+            / self.group.world_size
+        )
         steps = training.steps(len(crops))
         return {
             "encoders": ", ".join(specs),
@@ -113,10 +156,25 @@ class DetectionJob:
 def scores_table(scores: Sequence[Score], data: DetectionData) -> str:
     rows = []
     for score in scores:
-        rows.append((score.name, score.protocol.rpartition(", ")[2], f"{100 * score.value:.1f}", _interval(score), score.n))
-    title = f"{data.test.name}, trained on {data.train.name}, {scores[0].visibility}" if scores else data.test.name
+        rows.append(
+            (
+                score.name,
+                score.protocol.rpartition(", ")[2],
+                f"{100 * score.value:.1f}",
+                _interval(score),
+                score.n,
+            )
+        )
+    title = (
+        f"{data.test.name}, trained on {data.train.name}, {scores[0].visibility}"
+        if scores
+        else data.test.name
+    )
     words = scores[0].protocol.rpartition(", ")[0] if scores else ""
-    return table(title, ("encoder", "measure", "score", "95% over test images", "images"), rows) + f"\n{words}"
+    return (
+        table(title, ("encoder", "measure", "score", "95% over test images", "images"), rows)
+        + f"\n{words}"
+    )
 
 
 def _interval(score: Score) -> str:

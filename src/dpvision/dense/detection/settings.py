@@ -18,7 +18,9 @@ class HeadSizes:
     anchors: int = 256
     """Anchors per image sampled for the proposals' loss."""
     proposals: int = 1000
-    """Proposals per image after non-maximum suppression; in training, twice as many before it at each scale."""
+    """Proposals per image after non-maximum suppression; in training, twice as many before it at
+    each scale.
+    """
     regions: int = 512
     """Regions per image sampled for the box loss."""
     detections: int = 100
@@ -27,16 +29,22 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class DetectionSettings:
-    """Settings of training and scoring. The defaults are ViTDet-Base's; docs/detection.md has the source of each."""
+    """Settings of training and scoring. The defaults are ViTDet-Base's; docs/detection.md has the
+    source of each.
+    """
 
     epochs: float = 100.0
     """Passes over the training images that have objects."""
     batch_size: int = 64
     """Images per step, over all processes."""
     image_size: int = 1024
-    """Side of the square that images are fitted into, in pixels; a multiple of twice the encoder's patch."""
+    """Side of the square that images are fitted into, in pixels; a multiple of twice the encoder's
+    patch.
+    """
     jitter: tuple[float, float] = (0.1, 2.0)
-    """Range of the factor by which training images are resized relative to image_size, before they are cropped to the square."""
+    """Range of the factor by which training images are resized relative to image_size, before they
+    are cropped to the square.
+    """
     learning_rate: float = 1e-4
     """Learning rate of pyramid and heads; the encoder's falls with depth by layer_decay."""
     layer_decay: float = 0.7
@@ -52,9 +60,13 @@ class DetectionSettings:
     drop_path: float = 0.1
     """Stochastic depth of the last block; it rises linearly from 0 at the first."""
     window: int = 14
-    """Side of the attention windows in tokens, at most the image's; with 0 all blocks are global."""
+    """Side of the attention windows in tokens, at most the image's; with 0 all blocks are
+    global.
+    """
     global_blocks: tuple[int, ...] | None = None
-    """Indices of global blocks, from 0; if omitted, the last of each quarter (2, 5, 8, 11 of 12)."""
+    """Indices of global blocks, from 0; if omitted, the last of each quarter (2, 5, 8, 11 of
+    12).
+    """
     relative_positions: bool = True
     """Add relative positions, initialised to zero, to the encoder."""
     channels: int = HeadSizes.channels
@@ -88,15 +100,25 @@ class DetectionSettings:
             ("drop_path", 0 <= self.drop_path < 1, "0 <= drop_path < 1"),
             ("window", self.window >= 0, "0 (none) or more"),
             ("resamples", self.resamples >= 0, "0 (no interval) or more"),
-            *((name, getattr(self, name) >= 1, "at least 1") for name in HeadSizes.__dataclass_fields__),
+            *(
+                (name, getattr(self, name) >= 1, "at least 1")
+                for name in HeadSizes.__dataclass_fields__
+            ),
         )
 
     def training(self) -> DenseTrainSettings:
         """Return the settings of the training loop."""
         return DenseTrainSettings(
-            epochs=self.epochs, batch_size=self.batch_size, warmup_steps=self.warmup_steps, warmup_start=1e-3, schedule="steps",
-            step_at=self.step_at, step_factor=0.1, max_grad_norm=self.max_grad_norm, seed=self.seed,
-        )  # fmt: skip
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            warmup_steps=self.warmup_steps,
+            warmup_start=1e-3,
+            schedule="steps",
+            step_at=self.step_at,
+            step_factor=0.1,
+            max_grad_norm=self.max_grad_norm,
+            seed=self.seed,
+        )
 
     def heads(self) -> HeadSizes:
         """Return the sizes of the detector's heads."""
@@ -106,16 +128,42 @@ class DetectionSettings:
         """Return the settings as text for scores."""
         usual = DetectionSettings()
         changed = [
-            f"{name} {getattr(self, name)}" for name in HeadSizes.__dataclass_fields__ if getattr(self, name) != getattr(usual, name)
+            f"{name} {getattr(self, name)}"
+            for name in HeadSizes.__dataclass_fields__
+            if getattr(self, name) != getattr(usual, name)
         ]
-        where = "last of each quarter" if self.global_blocks is None else " ".join(map(str, self.global_blocks)) or "none"
-        windows = f"windows of {self.window}, global blocks: {where}" if self.window else "no windows"
-        net = ["Mask R-CNN on ViTDet's simple pyramid", *changed, windows, *(["relative positions"] if self.relative_positions else [])]
-        rate = f"AdamW, lr {self.learning_rate:g}, layer decay {self.layer_decay:g}, decay {self.weight_decay:g}"
+        where = (
+            "last of each quarter"
+            if self.global_blocks is None
+            else " ".join(map(str, self.global_blocks)) or "none"
+        )
+        windows = (
+            f"windows of {self.window}, global blocks: {where}" if self.window else "no windows"
+        )
+        net = [
+            "Mask R-CNN on ViTDet's simple pyramid",
+            *changed,
+            windows,
+            *(["relative positions"] if self.relative_positions else []),
+        ]
+        rate = (
+            f"AdamW, lr {self.learning_rate:g}, layer decay {self.layer_decay:g}, decay "
+            f"{self.weight_decay:g}"
+        )
         if self.max_grad_norm:
             rate += f", gradients clipped to {self.max_grad_norm:g}"
         steps = " ".join(f"{at:.3g}" for at in self.step_at)
-        run = f"{self.epochs:g} epochs, batch {self.batch_size}, {self.warmup_steps:,} warm-up steps, rate / 10 at {steps} of the run"
-        precision = f", {hardware.precision}" if hardware is not None and hardware.precision != "float32" else ""
-        views = f"{self.image_size} px, large-scale jitter {self.jitter[0]:g}-{self.jitter[1]:g} + flip, drop path {self.drop_path:g}"
+        run = (
+            f"{self.epochs:g} epochs, batch {self.batch_size}, {self.warmup_steps:,} warm-up "
+            f"steps, rate / 10 at {steps} of the run"
+        )
+        precision = (
+            f", {hardware.precision}"
+            if hardware is not None and hardware.precision != "float32"
+            else ""
+        )
+        views = (
+            f"{self.image_size} px, large-scale jitter {self.jitter[0]:g}-{self.jitter[1]:g} + "
+            f"flip, drop path {self.drop_path:g}"
+        )
         return f"{', '.join(net)}, {rate}, {run}, {views}, seed {self.seed}{precision}"

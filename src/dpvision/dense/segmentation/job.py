@@ -20,7 +20,12 @@ from dpvision.dense.segmentation.evaluation import (
     train_segmenter,
 )
 from dpvision.dense.segmentation.mean_iou import class_iou
-from dpvision.dense.segmentation.semantic_data import SemanticFolder, load_classes, open_ade20k, open_folder
+from dpvision.dense.segmentation.semantic_data import (
+    SemanticFolder,
+    load_classes,
+    open_ade20k,
+    open_folder,
+)
 from dpvision.dense.segmentation.settings import SegmentationSettings
 from dpvision.dense.segmentation.sheet import SheetRow, render_sheet
 from dpvision.dense.sheet_file import save_sheet
@@ -58,14 +63,39 @@ class SegmentationJob:
 
         work = None if self.work is None else self.work / folder_name(spec)
         model = make_segmenter(encoder, self.settings, len(self.train.classes.names))
-        train_segmenter(model, encoder, self.train, self.settings, self.hardware, work=work, group=self.group, progress=report)
-        count_N3K = pixel_counts(model, encoder, self.test, self.settings, self.hardware, group=self.group, progress=report)
+        train_segmenter(
+            model,
+            encoder,
+            self.train,
+            self.settings,
+            self.hardware,
+            work=work,
+            group=self.group,
+            progress=report,
+        )
+        count_N3K = pixel_counts(
+            model,
+            encoder,
+            self.test,
+            self.settings,
+            self.hardware,
+            group=self.group,
+            progress=report,
+        )
         visibility: Visibility = "public" if self.public and not encoder.confidential else "private"
-        self.scores[spec] = segmentation_scores(encoder.name, count_N3K, self.settings.words(self.hardware), visibility)
+        self.scores[spec] = segmentation_scores(
+            encoder.name, count_N3K, self.settings.words(self.hardware), visibility
+        )
         iou_K = class_iou(count_N3K.sum(axis=0))
-        self.iou[spec] = {name: float(v) for name, v in zip(self.test.classes.names, iou_K, strict=True) if np.isfinite(v)}
+        self.iou[spec] = {
+            name: float(v)
+            for name, v in zip(self.test.classes.names, iou_K, strict=True)
+            if np.isfinite(v)
+        }
         if self.num_shown and self.group.is_main:
-            self.said[spec] = [said for _, said in answers(model, encoder, self.test, self.shown, self.settings)]
+            self.said[spec] = [
+                said for _, said in answers(model, encoder, self.test, self.shown, self.settings)
+            ]
 
     @property
     def shown(self) -> list[int]:
@@ -85,26 +115,52 @@ def open_folders(
     workers: int,
     say: Say,
 ) -> tuple[SemanticFolder, SemanticFolder]:
-    given = {"train": train, "train-masks": train_masks, "test": test, "test-masks": test_masks, "classes": classes}
+    given = {
+        "train": train,
+        "train-masks": train_masks,
+        "test": test,
+        "test-masks": test_masks,
+        "classes": classes,
+    }
     if ade20k is not None:
         extra = [f"--{name}" for name, value in given.items() if value is not None]
         if extra:
-            raise ConfigError(f"evaluate: --ade20k with {', '.join(extra)}; expected one or the other. Drop one.")
+            raise ConfigError(
+                f"evaluate: --ade20k with {', '.join(extra)}; expected one or the other. Drop one."
+            )
         return open_ade20k(ade20k, workers=workers, progress=say)
-    if train is None or train_masks is None or test is None or test_masks is None or classes is None:
+    if (
+        train is None
+        or train_masks is None
+        or test is None
+        or test_masks is None
+        or classes is None
+    ):
         missing = ", ".join(f"--{name}" for name, value in given.items() if value is None)
-        raise ConfigError(f"evaluate: {missing} missing; expected --ade20k FOLDER, or images, masks and classes of both parts. Give them.")
+        raise ConfigError(
+            f"evaluate: {missing} missing; expected --ade20k FOLDER, or images, masks and "
+            "classes of both parts. Give them."
+        )
     known = load_classes(classes, ignore_ids)
     parts = ((train, train_masks), (test, test_masks))
     first, second = (open_folder(*part, known, workers=workers, progress=say) for part in parts)
-    shared = {image.resolve() for image, _ in first.files} & {image.resolve() for image, _ in second.files}
+    shared = {image.resolve() for image, _ in first.files} & {
+        image.resolve() for image, _ in second.files
+    }
     if shared:
         got = f"{len(shared):,} images are in both training and test, such as {sorted(shared)[0]}"
         raise ConfigError(f"evaluate: {got}; expected disjoint sets. Split the folders.")
     return first, second
 
 
-def tell_plan(job: SegmentationJob, specs: Sequence[str], opened: Sequence[Encoder], steps: Sequence[int], json: bool, say: Say) -> None:
+def tell_plan(
+    job: SegmentationJob,
+    specs: Sequence[str],
+    opened: Sequence[Encoder],
+    steps: Sequence[int],
+    json: bool,
+    say: Say,
+) -> None:
     """Print the plan, and its duration estimated from one pass."""
     plans: list[dict[str, Any]] = []
     for spec, encoder, num_steps in zip(specs, opened, steps, strict=True):
@@ -114,28 +170,63 @@ def tell_plan(job: SegmentationJob, specs: Sequence[str], opened: Sequence[Encod
         seconds = step_seconds(model, encoder, job.train, job.settings, job.hardware, job.group)
         plans.append(
             {
-                "encoder": spec, "parameters": parameters, "steps": num_steps, "seconds_per_step": seconds,
-                "steps_per_day": 86400 / seconds, "days": seconds * num_steps / 86400,
+                "encoder": spec,
+                "parameters": parameters,
+                "steps": num_steps,
+                "seconds_per_step": seconds,
+                "steps_per_day": 86400 / seconds,
+                "days": seconds * num_steps / 86400,
             }
-        )  # fmt: skip
+        )
     data = {
         part: {"name": folder.name, "images": len(folder), "classes": len(folder.classes.names)}
         for part, folder in (("train", job.train), ("test", job.test))
     }
     rows = [
-        [p["encoder"], p["parameters"], p["steps"], f"{p['seconds_per_step']:.2f} s", round(p["steps_per_day"]), f"{p['days']:.2f}"]
+        [
+            p["encoder"],
+            p["parameters"],
+            p["steps"],
+            f"{p['seconds_per_step']:.2f} s",
+            round(p["steps_per_day"]),
+            f"{p['days']:.2f}",
+        ]
         for p in plans
     ]
-    title = f"{len(job.train):,} training and {len(job.test):,} test images, {len(job.train.classes.names)} classes; on {job.group.device}"
+    title = (
+        f"{len(job.train):,} training and {len(job.test):,} test images, "
+        f"{len(job.train.classes.names)} classes; on {job.group.device}"
+    )
     columns = ("encoder", "parameters", "steps", "a step", "steps a day", "days")
     notes = [note for note in [job.train.classes.note()] if note]
-    text = "\n".join([table(title, columns, rows), f"settings: {job.settings.words(job.hardware)}", *notes, "Nothing was trained."])
+    text = "\n".join(
+        [
+            table(title, columns, rows),
+            f"settings: {job.settings.words(job.hardware)}",
+            *notes,
+            "Nothing was trained.",
+        ]
+    )
     if job.group.is_main:
-        emit({"data": data, "plans": plans, "settings": job.settings.words(job.hardware), "notes": notes}, json, text)
+        emit(
+            {
+                "data": data,
+                "plans": plans,
+                "settings": job.settings.words(job.hardware),
+                "notes": notes,
+            },
+            json,
+            text,
+        )
 
 
 def tell_scores(
-    job: SegmentationJob, specs: Sequence[str], out: Path | None, sheet: Path | None, show_confidential: bool, json: bool
+    job: SegmentationJob,
+    specs: Sequence[str],
+    out: Path | None,
+    sheet: Path | None,
+    show_confidential: bool,
+    json: bool,
 ) -> None:
     """Print the scores and write them to their files."""
     stores = {"train_data": job.train.name, "test_data": job.test.name}
@@ -155,15 +246,34 @@ def tell_scores(
         rows = []
         for n, number in enumerate(job.shown):
             labelled = job.test.read(number)
-            rows.append(SheetRow(labelled.pixels_HWC, labelled.class_HW, tuple(job.said[spec][n] for spec in specs)))
+            rows.append(
+                SheetRow(
+                    labelled.pixels_HWC,
+                    labelled.class_HW,
+                    tuple(job.said[spec][n] for spec in specs),
+                )
+            )
         save_sheet(render_sheet(rows, job.test.classes.names, list(specs)), sheet)
         written.append(sheet)
     columns = ("encoder", "measure", "score", "95%", "chance")
-    body = [(s.name, s.protocol.split(",")[1].strip(), f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}") for s in named]
-    title = f"{job.test.name}: {named[0].n:,} test images, {len(job.test.classes.names)} classes, {named[0].visibility}"
+    body = [
+        (
+            s.name,
+            s.protocol.split(",")[1].strip(),
+            f"{s.value:.1%}",
+            f"{s.low:.1%} to {s.high:.1%}",
+            f"{s.chance:.1%}",
+        )
+        for s in named
+    ]
+    title = (
+        f"{job.test.name}: {named[0].n:,} test images, {len(job.test.classes.names)} classes, "
+        f"{named[0].visibility}"
+    )
     lines = [
         table(title, columns, body),
-        f"trained on {job.train.name}, {shown(len(job.train))} images: {job.settings.words(job.hardware)}",
+        f"trained on {job.train.name}, {shown(len(job.train))} images: "
+        f"{job.settings.words(job.hardware)}",
     ]
     lines += [note for note in [job.train.classes.note()] if note]
     emit_scores(named, "\n".join(lines), written, show_confidential, json, class_iou=job.iou)

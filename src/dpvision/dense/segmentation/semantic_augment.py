@@ -1,4 +1,5 @@
-"""Training views for segmentation: resize, crop, flip and colour distortion, applied to image and mask by (seed, epoch, image) alone.
+"""Training views for segmentation: resize, crop, flip and colour distortion, applied to image and
+mask by (seed, epoch, image) alone.
 
 Legend: H height, W width (px of the view), C channels.
 """
@@ -18,7 +19,9 @@ from dpvision.dense.segmentation.semantic_data import IGNORED, Labelled, Semanti
 
 _CROP_TRIES = 10
 _LONGEST = 4
-"""Limit on the longer side, relative to the size of the shorter one: 2048 to 512 in ADE20K's usual settings."""
+"""Limit on the longer side, relative to the size of the shorter one: 2048 to 512 in ADE20K's usual
+settings.
+"""
 _DISTORTION = v2.RandomPhotometricDistort()
 
 
@@ -41,7 +44,9 @@ class Augmentation:
     flip: bool
     photometric: bool
     max_class_share: float
-    """Of ten crops use the first in which no class exceeds this share of the counted pixels, or the last."""
+    """Of ten crops use the first in which no class exceeds this share of the counted pixels, or the
+    last.
+    """
     mean: tuple[float, ...]
     std: tuple[float, ...]
     seed: int = 0
@@ -91,29 +96,42 @@ def draw_view(labelled: Labelled, how: Augmentation, key: StepKey, number: int) 
         pixels = distorted(pixels, uniform("colour", 9))
     x_chw = np.empty((3, h, w), dtype=np.float32)
     normalise(np.ascontiguousarray(pixels), how.mean, how.std, x_chw)
-    x_CHW = torch.zeros(3, how.crop_size, how.crop_size)  # padding has the mean colour and does not count
+    x_CHW = torch.zeros(
+        3, how.crop_size, how.crop_size
+    )  # padding has the mean colour and does not count
     class_HW = torch.full((how.crop_size, how.crop_size), IGNORED, dtype=torch.int64)
-    x_CHW[:, :h, :w], class_HW[:h, :w] = torch.from_numpy(x_chw), torch.from_numpy(class_hw.astype(np.int64))
+    x_CHW[:, :h, :w], class_HW[:h, :w] = (
+        torch.from_numpy(x_chw),
+        torch.from_numpy(class_hw.astype(np.int64)),
+    )
     return View(x_CHW, class_HW)
 
 
 def resized(width: int, height: int, side: float) -> tuple[int, int]:
-    """Return the size with the shorter side ``side``, the longer one at most four times that, and the aspect ratio kept."""
+    """Return the size with the shorter side ``side``, the longer one at most four times that, and
+    the aspect ratio kept.
+    """
     factor = min(side / min(width, height), _LONGEST * side / max(width, height))
     return max(1, round(width * factor)), max(1, round(height * factor))
 
 
 def distorted(pixels_HWC: np.ndarray, uniform_N: np.ndarray) -> np.ndarray:
-    """Apply torchvision's photometric distortion (SSD, Liu et al. 2016), without channel permutation, by nine numbers in [0, 1).
+    """Apply torchvision's photometric distortion (SSD, Liu et al. 2016), without channel
+    permutation, by nine numbers in [0, 1).
 
-    Brightness, contrast, saturation and hue each change with probability one half, contrast before or after the others.
+    Brightness, contrast, saturation and hue each change with probability one half, contrast before
+    or after the others.
     """
     ranges = {
-        "brightness_factor": _DISTORTION.brightness, "contrast_factor": _DISTORTION.contrast,
-        "saturation_factor": _DISTORTION.saturation, "hue_factor": _DISTORTION.hue,
-    }  # fmt: skip
+        "brightness_factor": _DISTORTION.brightness,
+        "contrast_factor": _DISTORTION.contrast,
+        "saturation_factor": _DISTORTION.saturation,
+        "hue_factor": _DISTORTION.hue,
+    }
     params: dict[str, float | bool | None] = {
-        name: low + (high - low) * float(uniform_N[2 * i + 1]) if uniform_N[2 * i] < _DISTORTION.p else None
+        name: low + (high - low) * float(uniform_N[2 * i + 1])
+        if uniform_N[2 * i] < _DISTORTION.p
+        else None
         for i, (name, (low, high)) in enumerate(ranges.items())
     }
     params |= {"contrast_before": bool(uniform_N[8] < 0.5), "channel_permutation": None}

@@ -1,7 +1,9 @@
-"""Images with a class per pixel: a folder of images, a folder of masks with the same stems, and a map from ids to classes.
+"""Images with a class per pixel: a folder of images, a folder of masks with the same stems, and a
+map from ids to classes.
 
-ADE20K's benchmark (``ADEChallengeData2016``) has such a pair for training and validation: id 0 is "other" and ignored, 1 to 150 are the
-classes. Masks refer to the stored pixels, so an image's orientation is not applied here.
+ADE20K's benchmark (``ADEChallengeData2016``) has such a pair for training and validation: id 0 is
+"other" and ignored, 1 to 150 are the classes. Masks refer to the stored pixels, so an image's
+orientation is not applied here.
 
 Legend: H height, W width, K classes.
 """
@@ -38,18 +40,31 @@ class ClassMap:
     """Ids of pixels that do not count."""
 
     def numbers(self, id_HW: np.ndarray) -> tuple[np.ndarray, list[int]]:
-        """Return class numbers, uint8 (H, W), ``IGNORED`` for pixels that do not count, and the unknown ids."""
+        """Return class numbers, uint8 (H, W), ``IGNORED`` for pixels that do not count, and the
+        unknown ids.
+        """
         ids, place = np.unique(id_HW, return_inverse=True)
-        unknown = [int(i) for i in ids if int(i) not in self.number_of and int(i) not in self.ignored]
+        unknown = [
+            int(i) for i in ids if int(i) not in self.number_of and int(i) not in self.ignored
+        ]
         table = np.array([self.number_of.get(int(i), IGNORED) for i in ids], dtype=np.uint8)
         return table[place].reshape(id_HW.shape), unknown
 
     def note(self) -> str | None:
         """Return a note about a class whose name suggests that it should be ignored, or None."""
         for i, number in self.number_of.items():
-            if self.names[number].lower() in ("unlabeled", "unlabelled", "void", "ignore", "ignored"):
+            if self.names[number].lower() in (
+                "unlabeled",
+                "unlabelled",
+                "void",
+                "ignore",
+                "ignored",
+            ):
                 others = " ".join(map(str, sorted({i, *self.ignored})))
-                return f"id {i} is called {self.names[number]!r} and counts as a class; leave it out with --ignore-ids {others}."
+                return (
+                    f"id {i} is called {self.names[number]!r} and counts as a class; leave it "
+                    f"out with --ignore-ids {others}."
+                )
         return None
 
 
@@ -86,7 +101,8 @@ class SemanticFolder:
 
 
 def load_classes(path: Path, ignore_ids: Sequence[int] | None = None) -> ClassMap:
-    """Load classes from JSON, ``{"1": "person", "7": "train"}``, in the order of their ids, without ignored ones.
+    """Load classes from JSON, ``{"1": "person", "7": "train"}``, in the order of their ids, without
+    ignored ones.
 
     Args:
         ignore_ids: if None, id 255, unless the file names it.
@@ -97,22 +113,38 @@ def load_classes(path: Path, ignore_ids: Sequence[int] | None = None) -> ClassMa
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise DataError(f"{_WHERE}: classes={str(path)!r} ({error.strerror}); expected a JSON file. Check the path.") from None
+        raise DataError(
+            f"{_WHERE}: classes={str(path)!r} ({error.strerror}); expected a JSON file. Check "
+            "the path."
+        ) from None
     except (ValueError, RecursionError):
         found = None
-    wrong = f'{_WHERE}: classes={str(path)!r}; expected JSON from ids to names, {{"1": "person"}}. Write such a file.'
-    if not isinstance(found, dict) or not all(isinstance(name, str) and key.isdecimal() for key, name in found.items()):
+    wrong = (
+        f'{_WHERE}: classes={str(path)!r}; expected JSON from ids to names, {{"1": "person"}}. '
+        "Write such a file."
+    )
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and key.isdecimal() for key, name in found.items()
+    ):
         raise DataError(wrong)
     if len({int(key) for key in found}) < len(found):
-        raise DataError(f"{_WHERE}: classes={str(path)!r} has an id twice, such as 1 and 01; expected each once. Remove one.")
+        raise DataError(
+            f"{_WHERE}: classes={str(path)!r} has an id twice, such as 1 and 01; expected each "
+            "once. Remove one."
+        )
     if ignore_ids is None:
         ignore_ids = () if any(int(key) == IGNORED for key in found) else (IGNORED,)
     ignored = frozenset(ignore_ids)
     kept = sorted((int(key), name) for key, name in found.items() if int(key) not in ignored)
     if not 2 <= len(kept) <= MAX_CLASSES:
         rule = f"expected 2 to {MAX_CLASSES} that are not ignored"
-        raise DataError(f"{_WHERE}: classes={str(path)!r} has {len(kept)} classes; {rule}. Change the file, or --ignore-ids.")
-    return ClassMap(tuple(name for _, name in kept), {i: k for k, (i, _) in enumerate(kept)}, ignored)
+        raise DataError(
+            f"{_WHERE}: classes={str(path)!r} has {len(kept)} classes; {rule}. Change the file, "
+            "or --ignore-ids."
+        )
+    return ClassMap(
+        tuple(name for _, name in kept), {i: k for k, (i, _) in enumerate(kept)}, ignored
+    )
 
 
 def ade20k_classes(root: Path) -> ClassMap:
@@ -120,26 +152,37 @@ def ade20k_classes(root: Path) -> ClassMap:
     names = [f"class {i}" for i in range(1, ADE20K_CLASSES + 1)]
     table = root / "objectInfo150.txt"
     if table.is_file():
-        rows = [line.split("\t") for line in table.read_text(encoding="utf-8", errors="replace").splitlines()]
+        rows = [
+            line.split("\t")
+            for line in table.read_text(encoding="utf-8", errors="replace").splitlines()
+        ]
         for row in rows:
             if row[0].isdecimal() and 1 <= int(row[0]) <= ADE20K_CLASSES:
                 names[int(row[0]) - 1] = row[-1].split(",")[0].strip()
     return ClassMap(tuple(names), {i + 1: i for i in range(ADE20K_CLASSES)}, frozenset([0]))
 
 
-def open_ade20k(root: Path, *, workers: int = 2, progress: Callable[[str], None] | None = None) -> tuple[SemanticFolder, SemanticFolder]:
-    """Open the training and validation parts of ``ADEChallengeData2016``. Raises as ``open_folder``."""
+def open_ade20k(
+    root: Path, *, workers: int = 2, progress: Callable[[str], None] | None = None
+) -> tuple[SemanticFolder, SemanticFolder]:
+    """Open the training and validation parts of ``ADEChallengeData2016``. Raises as
+    ``open_folder``.
+    """
     if not (root / "annotations").is_dir() or not (root / "images").is_dir():
         rule = "expected ADEChallengeData2016 with its folders images and annotations"
         raise DataError(f"{_WHERE}: ade20k={str(root)!r}; {rule}. Check the path.")
     classes = ade20k_classes(root)
     train, test = (
         open_folder(
-            root / "images" / part, root / "annotations" / part, classes,
-            name=f"{root.name} {part}", workers=workers, progress=progress,
+            root / "images" / part,
+            root / "annotations" / part,
+            classes,
+            name=f"{root.name} {part}",
+            workers=workers,
+            progress=progress,
         )
         for part in ("training", "validation")
-    )  # fmt: skip
+    )
     return train, test
 
 
@@ -155,21 +198,31 @@ def open_folder(
     """Pair every mask with its image, and check the ids of all masks and the sizes of all images.
 
     Args:
-        images: folder; images without a mask are left out (COCO's folders have many), masks without an image are an error.
+        images: folder; images without a mask are left out (COCO's folders have many), masks without
+            an image are an error.
         masks: folder of PNG files with one channel, a class id per pixel.
         name: name of the data in scores; if None, the last two parts of the masks' path.
         progress: called with lines of progress.
 
     Raises:
-        DataError: no folder, no mask, a duplicate stem, a missing image, an unreadable file, a mask with several channels, another size
-            or unknown ids, or masks without any labelled pixel.
+        DataError: no folder, no mask, a duplicate stem, a missing image, an unreadable file, a mask
+            with several channels, another size or unknown ids, or masks without any labelled pixel.
     """
     shown = name or "/".join(masks.absolute().parts[-2:])
-    mask_of, image_of = _by_stem(masks, {"png"}, "masks"), _by_stem(images, IMAGE_EXTENSIONS, "images")
+    mask_of, image_of = (
+        _by_stem(masks, {"png"}, "masks"),
+        _by_stem(images, IMAGE_EXTENSIONS, "images"),
+    )
     missing = sorted(set(mask_of) - set(image_of))
     if missing:
-        first = f"{len(missing):,} of {len(mask_of):,} masks have no image in {images}, the first is {mask_of[missing[0]].name}"
-        raise DataError(f"{_WHERE}: {first}; expected one of the same stem for each. Restore them, or move these masks away.")
+        first = (
+            f"{len(missing):,} of {len(mask_of):,} masks have no image in {images}, the first is "
+            f"{mask_of[missing[0]].name}"
+        )
+        raise DataError(
+            f"{_WHERE}: {first}; expected one of the same stem for each. Restore them, or move "
+            "these masks away."
+        )
     files = tuple((image_of[stem], mask_of[stem]) for stem in sorted(mask_of))
 
     def look(pair: tuple[Path, Path]) -> bool:
@@ -180,8 +233,14 @@ def open_folder(
         except BadImage as error:
             raise DataError(f"{_WHERE}: {image_path}: {error}") from None
         if size != class_HW.shape[::-1]:
-            got = f"{class_HW.shape[1]} x {class_HW.shape[0]} px for an image of {size[0]} x {size[1]}"
-            raise DataError(f"{_WHERE}: {mask}: {got}; expected the image's size. Resize it without interpolation.")
+            got = (
+                f"{class_HW.shape[1]} x {class_HW.shape[0]} px for an image of {size[0]} x "
+                f"{size[1]}"
+            )
+            raise DataError(
+                f"{_WHERE}: {mask}: {got}; expected the image's size. Resize it without "
+                "interpolation."
+            )
         return bool((class_HW != IGNORED).any())
 
     labelled = 0
@@ -190,12 +249,17 @@ def open_folder(
         if progress is not None and (n % 100 == 0 or n == len(files)):
             progress(f"{shown}: looked at {n:,} of {len(files):,} masks")
     if not labelled:
-        raise DataError(f"{_WHERE}: {masks}: no pixel of {len(files):,} masks counts; expected classes. Change --classes or --ignore-ids.")
+        raise DataError(
+            f"{_WHERE}: {masks}: no pixel of {len(files):,} masks counts; expected classes. "
+            "Change --classes or --ignore-ids."
+        )
     return SemanticFolder(shown, files, classes)
 
 
 def read_pixels(path: Path) -> np.ndarray:
-    """Return the stored pixels of an image, uint8 RGB (H, W, 3), by the rules of ``data.decode``; not turned. Raises DataError."""
+    """Return the stored pixels of an image, uint8 RGB (H, W, 3), by the rules of ``data.decode``;
+    not turned. Raises DataError.
+    """
     try:
         return decode(_bytes(path), upright=False)
     except BadImage as error:
@@ -208,15 +272,25 @@ def read_mask(path: Path, image_path: Path, classes: ClassMap) -> np.ndarray:
         id_HW = stored_ids(_bytes(path))
     except BadImage as error:
         if error.reason == "unsupported":
-            rule = f"expected one channel with an id for each pixel (of {image_path.name}). Convert its colours to ids."
+            rule = (
+                f"expected one channel with an id for each pixel (of {image_path.name}). Convert "
+                "its colours to ids."
+            )
         else:
-            rule = "expected a whole PNG. Restore it." if error.reason == "damaged" else "expected an image. Restore it."
+            rule = (
+                "expected a whole PNG. Restore it."
+                if error.reason == "damaged"
+                else "expected an image. Restore it."
+            )
         raise DataError(f"{_WHERE}: {path}: {error.detail}; {rule}") from None
     class_HW, unknown = classes.numbers(id_HW)
     if unknown:
         some = ", ".join(map(str, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
         remedy = "Add them to --classes, or leave them out with --ignore-ids."
-        raise DataError(f"{_WHERE}: {path}: ids {some}; expected those of {len(classes.names)} classes. {remedy}")
+        raise DataError(
+            f"{_WHERE}: {path}: ids {some}; expected those of {len(classes.names)} classes. "
+            f"{remedy}"
+        )
     return class_HW
 
 
@@ -224,18 +298,29 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{_WHERE}: {path} ({error.strerror}); expected an image. Restore it.") from None
+        raise DataError(
+            f"{_WHERE}: {path} ({error.strerror}); expected an image. Restore it."
+        ) from None
 
 
 def _by_stem(folder: Path, extensions: set[str] | frozenset[str], what: str) -> dict[str, Path]:
     if not folder.is_dir():
-        raise DataError(f"{_WHERE}: {what}={str(folder)!r} is not a folder; expected one with {what}. Check the path.")
+        raise DataError(
+            f"{_WHERE}: {what}={str(folder)!r} is not a folder; expected one with {what}. Check "
+            "the path."
+        )
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix[1:].lower() in extensions and not is_hidden(path.name):
             if path.stem in found:
-                raise DataError(f"{_WHERE}: {path} and {found[path.stem].name}; expected every stem once. Move one away.")
+                raise DataError(
+                    f"{_WHERE}: {path} and {found[path.stem].name}; expected every stem once. "
+                    "Move one away."
+                )
             found[path.stem] = path
     if not found:
-        raise DataError(f"{_WHERE}: {what}={str(folder)!r} has none ({', '.join(sorted(extensions))}); expected some. Check the path.")
+        raise DataError(
+            f"{_WHERE}: {what}={str(folder)!r} has none ({', '.join(sorted(extensions))}); "
+            "expected some. Check the path."
+        )
     return found

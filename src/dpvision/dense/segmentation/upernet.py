@@ -1,8 +1,10 @@
-"""UPerNet (Xiao et al. 2018) on a plain vision transformer, as in BEiT's and MAE's transfer to ADE20K.
+"""UPerNet (Xiao et al. 2018) on a plain vision transformer, as in BEiT's and MAE's transfer to
+ADE20K.
 
-Maps after a third, a half, two thirds and all of the blocks (3, 5, 7, 11 of 12, counted from 0) are rescaled to 1/4, 1/2, 1 and 2 times
-the patch (strides 4, 8, 16, 32 for a patch of 16) by deconvolutions, identity and pooling; pyramid pooling on the last; a top-down path;
-fusion of all four levels. In training an auxiliary head of one convolution uses the third map.
+Maps after a third, a half, two thirds and all of the blocks (3, 5, 7, 11 of 12, counted from 0) are
+rescaled to 1/4, 1/2, 1 and 2 times the patch (strides 4, 8, 16, 32 for a patch of 16) by
+deconvolutions, identity and pooling; pyramid pooling on the last; a top-down path; fusion of all
+four levels. In training an auxiliary head of one convolution uses the third map.
 
 Legend: B records, C channels, D width, K classes, H height, W width (px); h, w of a map.
 """
@@ -22,7 +24,8 @@ POOLED = (1, 2, 3, 6)
 
 
 def tapped_blocks(depth: int) -> tuple[int, int, int, int]:
-    """Return the blocks, counted from 0, whose maps are used: the last of the first third, half, two thirds, and of all.
+    """Return the blocks, counted from 0, whose maps are used: the last of the first third, half,
+    two thirds, and of all.
 
     >>> tapped_blocks(12), tapped_blocks(24)
     ((3, 5, 7, 11), (7, 11, 15, 23))
@@ -32,11 +35,16 @@ def tapped_blocks(depth: int) -> tuple[int, int, int, int]:
 
 
 def norm_maker(kind: NormKind) -> MakeNorm:
-    """Return a maker of BatchNorm, or of GroupNorm with at most 32 groups of at least 16 channels (Wu and He 2018).
+    """Return a maker of BatchNorm, or of GroupNorm with at most 32 groups of at least 16 channels
+    (Wu and He 2018).
 
     A group of one channel would make a map of one position zero, which pyramid pooling has.
     """
-    return nn.BatchNorm2d if kind == "batch" else lambda channels: nn.GroupNorm(_num_groups(channels), channels)
+    return (
+        nn.BatchNorm2d
+        if kind == "batch"
+        else lambda channels: nn.GroupNorm(_num_groups(channels), channels)
+    )
 
 
 class Segmenter(nn.Module):
@@ -63,14 +71,18 @@ class Segmenter(nn.Module):
         self.levels = nn.ModuleList(_levels(width, make_norm))
         self.head = UPerHead(width, channels or width, num_classes, dropout, make_norm)
         last = nn.Conv2d(auxiliary_channels, num_classes, 1)
-        self.auxiliary = nn.Sequential(_conv(width, auxiliary_channels, 3, make_norm), nn.Dropout2d(dropout), last)
+        self.auxiliary = nn.Sequential(
+            _conv(width, auxiliary_channels, 3, make_norm), nn.Dropout2d(dropout), last
+        )
         for part in (self.levels, self.head, self.auxiliary):
             part.apply(_initialise)
         for classify in (self.head.classify, last):
             nn.init.normal_(classify.weight, std=0.01)
 
     def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits (B, K, 4h, 4w) for a grid of h x w patches, and in training the auxiliary head's, (B, K, h, w)."""
+        """Return logits (B, K, 4h, 4w) for a grid of h x w patches, and in training the auxiliary
+        head's, (B, K, h, w).
+        """
         maps = self.backbone(x_BCHW, self.blocks)
         levels = [level(found) for level, found in zip(self.levels, maps, strict=True)]
         return self.head(levels), self.auxiliary(levels[2]) if self.training else None
@@ -83,7 +95,9 @@ class Segmenter(nn.Module):
 class UPerHead(nn.Module):
     """Pyramid pooling, top-down path and fusion over four maps, the finest first."""
 
-    def __init__(self, width: int, channels: int, num_classes: int, dropout: float, make_norm: MakeNorm) -> None:
+    def __init__(
+        self, width: int, channels: int, num_classes: int, dropout: float, make_norm: MakeNorm
+    ) -> None:
         super().__init__()
         self.pooled = nn.ModuleList(_conv(width, channels, 1, make_norm) for _ in POOLED)
         self.top = _conv(width + len(POOLED) * channels, channels, 3, make_norm)
@@ -97,39 +111,64 @@ class UPerHead(nn.Module):
         """Return logits at the finest map's size."""
         last = levels[-1]
         pools = [
-            _enlarged(conv(F.adaptive_avg_pool2d(last, side)), last.shape[-2:]) for side, conv in zip(POOLED, self.pooled, strict=True)
+            _enlarged(conv(F.adaptive_avg_pool2d(last, side)), last.shape[-2:])
+            for side, conv in zip(POOLED, self.pooled, strict=True)
         ]
         path = [lateral(level) for lateral, level in zip(self.lateral, levels[:-1], strict=True)]
         path.append(self.top(torch.cat([last, *pools], dim=1)))
         for i in (2, 1, 0):
             path[i] = path[i] + _enlarged(path[i + 1], path[i].shape[-2:])
-        smooth = [conv(found) for conv, found in zip(self.smooth, path[:-1], strict=True)] + [path[-1]]
-        return self.classify(self.dropout(self.fuse(torch.cat([_enlarged(found, path[0].shape[-2:]) for found in smooth], dim=1))))
+        smooth = [conv(found) for conv, found in zip(self.smooth, path[:-1], strict=True)] + [
+            path[-1]
+        ]
+        return self.classify(
+            self.dropout(
+                self.fuse(
+                    torch.cat([_enlarged(found, path[0].shape[-2:]) for found in smooth], dim=1)
+                )
+            )
+        )
 
 
-def segmentation_loss(model: nn.Module, x_BCHW: Tensor, class_BHW: Tensor, auxiliary_weight: float, ignored: int) -> Tensor:
-    """Return the head's cross-entropy plus ``auxiliary_weight`` times the auxiliary head's, at the images' size.
+def segmentation_loss(
+    model: nn.Module, x_BCHW: Tensor, class_BHW: Tensor, auxiliary_weight: float, ignored: int
+) -> Tensor:
+    """Return the head's cross-entropy plus ``auxiliary_weight`` times the auxiliary head's, at the
+    images' size.
 
-    The mean is over all pixels, with zeros for ignored ones, so that an image's weight does not depend on the batch.
+    The mean is over all pixels, with zeros for ignored ones, so that an image's weight does not
+    depend on the batch.
     """
     logits, auxiliary = model(x_BCHW)
     total = torch.zeros((), device=x_BCHW.device)
     for found, weight in ((logits, 1.0), (auxiliary, auxiliary_weight)):
         if found is not None and weight:
             enlarged = _enlarged(found.float(), class_BHW.shape[-2:])
-            total = total + weight * F.cross_entropy(enlarged, class_BHW, ignore_index=ignored, reduction="sum") / class_BHW.numel()
+            total = (
+                total
+                + weight
+                * F.cross_entropy(enlarged, class_BHW, ignore_index=ignored, reduction="sum")
+                / class_BHW.numel()
+            )
     return total
 
 
 def _levels(width: int, make_norm: MakeNorm) -> list[nn.Module]:
     """Return the layers that rescale maps of stride one patch to 1/4, 1/2, 1 and 2 patches."""
-    finest = nn.Sequential(nn.ConvTranspose2d(width, width, 2, 2), make_norm(width), nn.GELU(), nn.ConvTranspose2d(width, width, 2, 2))
+    finest = nn.Sequential(
+        nn.ConvTranspose2d(width, width, 2, 2),
+        make_norm(width),
+        nn.GELU(),
+        nn.ConvTranspose2d(width, width, 2, 2),
+    )
     return [finest, nn.ConvTranspose2d(width, width, 2, 2), nn.Identity(), nn.MaxPool2d(2, 2)]
 
 
 def _conv(in_channels: int, out_channels: int, side: int, make_norm: MakeNorm) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, side, padding=side // 2, bias=False), make_norm(out_channels), nn.ReLU(inplace=True)
+        nn.Conv2d(in_channels, out_channels, side, padding=side // 2, bias=False),
+        make_norm(out_channels),
+        nn.ReLU(inplace=True),
     )
 
 
@@ -142,7 +181,11 @@ def _initialise(part: nn.Module) -> None:
 
 def _enlarged(x_BCHW: Tensor, size: tuple[int, ...] | torch.Size) -> Tensor:
     same = tuple(x_BCHW.shape[-2:]) == tuple(size)
-    return x_BCHW if same else F.interpolate(x_BCHW, size=tuple(size), mode="bilinear", align_corners=False)
+    return (
+        x_BCHW
+        if same
+        else F.interpolate(x_BCHW, size=tuple(size), mode="bilinear", align_corners=False)
+    )
 
 
 def _num_groups(channels: int) -> int:

@@ -1,9 +1,11 @@
 """Losses of many candidate captions of an image, with the image encoded once.
 
-    loss(c | x) = -1/T * sum_t log p(c_t | c_<t, x)        over the T tokens of caption c, EOS included: the training loss
+    loss(c | x) = -1/T * sum_t log p(c_t | c_<t, x)        over the T tokens of caption c, EOS
+                                                           included: the training loss
 
-The keys and values of an image's tokens are the same for every candidate. They are computed once per image, and the tokens of all its
-candidates attend to them in one row, so that a candidate costs only its own tokens.
+The keys and values of an image's tokens are the same for every candidate. They are computed once
+per image, and the tokens of all its candidates attend to them in one row, so that a candidate costs
+only its own tokens.
 
 Legend: B images, C candidates of an image, L tokens, S encoder tokens, D width, V vocabulary.
 """
@@ -27,10 +29,12 @@ def candidate_losses(model: Captioner, memory_BSD: Tensor, token_BCL: Tensor) ->
 
     Args:
         memory_BSD: from ``Captioner.encode``.
-        token_BCL: int64, each row BOS, words, EOS, padding, at most ``num_tokens``. A row of padding only is not a candidate.
+        token_BCL: int64, each row BOS, words, EOS, padding, at most ``num_tokens``. A row of
+            padding only is not a candidate.
 
     Returns:
-        loss_BC float32, equal to ``captioner.caption_losses`` up to rounding; infinite for rows that are not candidates.
+        loss_BC float32, equal to ``captioner.caption_losses`` up to rounding; infinite for rows
+        that are not candidates.
     """
     token_BCL = token_BCL[:, :, : _longest(token_BCL)]
     num_B, num_C, length = token_BCL.shape
@@ -38,7 +42,9 @@ def candidate_losses(model: Captioner, memory_BSD: Tensor, token_BCL: Tensor) ->
     step_B = max(1, _TOKENS_AT_ONCE // (num_C * length))
     step_C = max(1, _TOKENS_AT_ONCE // length)
     for b in range(0, num_B, step_B):
-        offered = [block.cross_attention.offer(memory_BSD[b : b + step_B]) for block in _blocks(model)]
+        offered = [
+            block.cross_attention.offer(memory_BSD[b : b + step_B]) for block in _blocks(model)
+        ]
         for c in range(0, num_C, step_C):
             here = (slice(b, b + step_B), slice(c, c + step_C))
             loss_BC[here] = _losses(model, offered, token_BCL[here])
@@ -46,9 +52,11 @@ def candidate_losses(model: Captioner, memory_BSD: Tensor, token_BCL: Tensor) ->
 
 
 def best_candidate(loss_BC: Tensor, group_BC: Tensor) -> Tensor:
-    """Return the group of the candidate with the lowest loss, int64 (B,); -1 for a tie between groups or a non-finite loss.
+    """Return the group of the candidate with the lowest loss, int64 (B,); -1 for a tie between
+    groups or a non-finite loss.
 
-    A tie counts as wrong: otherwise a model with equal losses for all candidates would be right whenever the true one comes first.
+    A tie counts as wrong: otherwise a model with equal losses for all candidates would be right
+    whenever the true one comes first.
 
     Args:
         group_BC: int64, at least 0, the group of each candidate.
@@ -66,7 +74,9 @@ def _blocks(model: Captioner) -> list[CrossBlock]:
 
 
 def _longest(token_BCL: Tensor) -> int:
-    """Return the number of tokens up to the last that is not padding, at least two. In a causal decoder later ones change nothing."""
+    """Return the number of tokens up to the last that is not padding, at least two. In a causal
+    decoder later ones change nothing.
+    """
     used_L = (token_BCL != PAD_ID).flatten(0, 1).any(dim=0)
     return max(2, int(used_L.nonzero().max()) + 1 if bool(used_L.any()) else 2)
 
@@ -79,19 +89,27 @@ def _losses(model: Captioner, offered: list[KeysValues], token_BCL: Tensor) -> T
     for block, memory in zip(_blocks(model), offered, strict=True):
         q_NHLK, own = block.self_attention.project(x_NLD)
         x_NLD = block.norm1(x_NLD + block.self_attention.out(attend(q_NHLK, own, seen)))
-        # All tokens of an image's candidates in one row: they attend to the image, not to each other.
-        x_NLD = block.look_and_think(x_NLD.view(num_B, num_C * (length - 1), -1), memory).view_as(x_NLD)
+        # All tokens of an image's candidates in one row: they attend to the image, not to each
+        # other.
+        x_NLD = block.look_and_think(x_NLD.view(num_B, num_C * (length - 1), -1), memory).view_as(
+            x_NLD
+        )
     target_NL = token_NL[:, 1:]
     counted_NL = target_NL != PAD_ID
     loss_NL = torch.zeros(target_NL.shape, dtype=torch.float32, device=x_NLD.device)
-    loss_NL[counted_NL] = _word_losses(model, model.word_norm(x_NLD[counted_NL]), target_NL[counted_NL])
-    # In double precision the mean of equal numbers is exact, so a model with equal losses for all tokens ties exactly.
+    loss_NL[counted_NL] = _word_losses(
+        model, model.word_norm(x_NLD[counted_NL]), target_NL[counted_NL]
+    )
+    # In double precision the mean of equal numbers is exact, so a model with equal losses for all
+    # tokens ties exactly.
     loss_N = (loss_NL.sum(dim=1, dtype=torch.float64) / counted_NL.sum(dim=1)).float()
     return loss_N.masked_fill(~counted_NL.any(dim=1), torch.inf).view(num_B, num_C)
 
 
 def _word_losses(model: Captioner, hidden_MD: Tensor, target_M: Tensor) -> Tensor:
-    """Return the cross-entropy of M tokens, in chunks, so that their logits are never all stored."""
+    """Return the cross-entropy of M tokens, in chunks, so that their logits are never all
+    stored.
+    """
     rows = max(1, _LOGITS_AT_ONCE // model.word_head.out_features)
     parts = [
         F.cross_entropy(model.word_head(hidden).float(), target, reduction="none")

@@ -70,26 +70,39 @@ class ImageFiles:
 
     samples: Iterator[ImageFile]
     visibility: Visibility
-    """"public" if all come from public stores; files outside a store count as private, as for ``embed``."""
+    """"public" if all come from public stores; files outside a store count as private, as for
+    ``embed``.
+    """
 
 
-def find_images(places: Sequence[str | Path], workers: int = 2, window: Window | None = None) -> ImageFiles:
+def find_images(
+    places: Sequence[str | Path], workers: int = 2, window: Window | None = None
+) -> ImageFiles:
     """Find images in stores, in sources that ``data import`` accepts, and in single files.
 
     Args:
-        places: one or more. An image's name is its path; in stores, tars and parquet files its key; in a folder FOLDER/KEY.
+        places: one or more. An image's name is its path; in stores, tars and parquet files its key;
+            in a folder FOLDER/KEY.
         window: the captioner's (``OpenCaptioner.window``).
 
     Raises:
-        DataError: no places, one without images or with several splits, or a store of 16-bit images without a declared range where there
-            is a ``window``; raised before the first image is read.
+        DataError: no places, one without images or with several splits, or a store of 16-bit images
+            without a declared range where there is a ``window``; raised before the first image is
+            read.
     """
     if not places:
-        raise DataError("caption: no images; expected one or more. Give an image, a folder, a tar or a store.")
+        raise DataError(
+            "caption: no images; expected one or more. Give an image, a folder, a tar or a store."
+        )
     stores = [open_store(place) if is_store(place) else None for place in places]
     for store in filter(None, stores):
-        check_declared(window, False, store, "caption", "the images that the captioner was trained on")
-    parts = [_store_images(store) if store else _file_images(place, workers) for store, place in zip(stores, places, strict=True)]
+        check_declared(
+            window, False, store, "caption", "the images that the captioner was trained on"
+        )
+    parts = [
+        _store_images(store) if store else _file_images(place, workers)
+        for store, place in zip(stores, places, strict=True)
+    ]
     public = all(store is not None and store.results_visibility == "public" for store in stores)
     return ImageFiles(chain.from_iterable(parts), "public" if public else "private")
 
@@ -106,7 +119,8 @@ def caption_files(
 ) -> Iterator[Captioned]:
     """Yield captions of each image, in order.
 
-    Sampling is keyed by ``seed`` and the image's bytes, so that neither its name nor other images change its captions.
+    Sampling is keyed by ``seed`` and the image's bytes, so that neither its name nor other images
+    change its captions.
 
     Args:
         fit: how to make an image square, as in ``image_source``.
@@ -117,13 +131,19 @@ def caption_files(
         ConfigError, CheckpointError: as ``models.generate.generate``.
     """
     how = settings or GenerateSettings()
-    how.longest(captioner.num_tokens, captioner.tokenizer.vocab_size)  # raises before the first image is read
+    how.longest(
+        captioner.num_tokens, captioner.tokenizer.vocab_size
+    )  # raises before the first image is read
 
     def read(file: ImageFile) -> tuple[Captioned, np.ndarray | None, int]:
         pixels, problem = None, file.problem
         if problem is None:
             try:
-                pixels = square(decode(file.image, window=None if file.stored else captioner.window), captioner.image_size, fit)
+                pixels = square(
+                    decode(file.image, window=None if file.stored else captioner.window),
+                    captioner.image_size,
+                    fit,
+                )
             except BadImage as error:
                 problem = error.reason
         return Captioned(file.name, (), problem), pixels, image_number(file.image)
@@ -139,7 +159,11 @@ def caption_files(
 
 @torch.inference_mode()
 def caption_pixels(
-    captioner: OpenCaptioner, pixels_BHWC: np.ndarray, number_B: Sequence[int], settings: GenerateSettings, seed: int = 0
+    captioner: OpenCaptioner,
+    pixels_BHWC: np.ndarray,
+    number_B: Sequence[int],
+    settings: GenerateSettings,
+    seed: int = 0,
 ) -> list[tuple[Caption, ...]]:
     """Caption images that have the captioner's size.
 
@@ -157,30 +181,50 @@ def caption_pixels(
     if settings.method == "sample":
         words = settings.longest(captioner.num_tokens, captioner.tokenizer.vocab_size) + 1
         key, number = StepKey(seed, 0), torch.tensor(number_B, dtype=torch.int64)
-        uniform_BNL = torch.stack([key.uniform(number, f"say.{n}", words) for n in range(settings.num)], dim=1)
+        uniform_BNL = torch.stack(
+            [key.uniform(number, f"say.{n}", words) for n in range(settings.num)], dim=1
+        )
     made: list[tuple[Caption, ...]] = []
     at_once = max(1, _MOST_ROWS // (settings.beams if settings.method == "beam" else settings.num))
     for b in range(0, len(memory_BSD), at_once):
         here = slice(b, b + at_once)
-        for said in generate(captioner.model, memory_BSD[here], settings, None if uniform_BNL is None else uniform_BNL[here]):
-            made.append(tuple(Caption(one_line(captioner.tokenizer.decode(s.ids)), s.log_probability) for s in said))
+        for said in generate(
+            captioner.model,
+            memory_BSD[here],
+            settings,
+            None if uniform_BNL is None else uniform_BNL[here],
+        ):
+            made.append(
+                tuple(
+                    Caption(one_line(captioner.tokenizer.decode(s.ids)), s.log_probability)
+                    for s in said
+                )
+            )
     return made
 
 
 def square(pixels_HWC: np.ndarray, image_size: int, fit: Fit) -> np.ndarray:
     """Return an image as a captioner's input, uint8 (image_size, image_size, 3)."""
     image = Image.fromarray(pixels_HWC)
-    box = centre_box(*image.size) if fit == "crop" else (0.0, 0.0, float(image.width), float(image.height))
+    box = (
+        centre_box(*image.size)
+        if fit == "crop"
+        else (0.0, 0.0, float(image.width), float(image.height))
+    )
     return cut(image, box, image_size)
 
 
 def image_number(image: bytes) -> int:
-    """Return a 63-bit hash of an image file, for keys of draws. It reveals the image, so it must not be written to files."""
+    """Return a 63-bit hash of an image file, for keys of draws. It reveals the image, so it must
+    not be written to files.
+    """
     return int.from_bytes(hashlib.blake2b(image, digest_size=8).digest(), "little") >> 1
 
 
 def prompt_ids(captioner: OpenCaptioner, prompt: str) -> tuple[int, ...]:
-    """Return the tokens of a prompt, cleaned like captions; the space before the next word belongs to the next word."""
+    """Return the tokens of a prompt, cleaned like captions; the space before the next word belongs
+    to the next word.
+    """
     return tuple(captioner.tokenizer.words(clean_caption(prompt)))
 
 
@@ -190,7 +234,10 @@ def one_line(text: str) -> str:
 
 
 def _captioned(
-    captioner: OpenCaptioner, waiting: list[tuple[Captioned, np.ndarray | None, int]], settings: GenerateSettings, seed: int
+    captioner: OpenCaptioner,
+    waiting: list[tuple[Captioned, np.ndarray | None, int]],
+    settings: GenerateSettings,
+    seed: int,
 ) -> Iterator[Captioned]:
     readable = [(pixels, number) for _, pixels, number in waiting if pixels is not None]
     said: Iterator[tuple[Caption, ...]] = iter(())

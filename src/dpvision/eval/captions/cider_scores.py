@@ -41,9 +41,15 @@ class Cider(CaptionProtocol):
 
     def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
         return cider_scores(
-            askers, self.store, self.settings, how.fit, limit=self.limit, batch_size=how.batch_size, workers=how.workers,
+            askers,
+            self.store,
+            self.settings,
+            how.fit,
+            limit=self.limit,
+            batch_size=how.batch_size,
+            workers=how.workers,
             progress=how.progress,
-        )  # fmt: skip
+        )
 
 
 def say_captions(
@@ -57,10 +63,16 @@ def say_captions(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> dict[int, str]:
-    """Return the first generated caption of each image, by row. Images that do not decode are left out."""
+    """Return the first generated caption of each image, by row. Images that do not decode are left
+    out.
+    """
     said: dict[int, str] = {}
-    for memory_BSD, place_B in encoded_images(ready, StoreImages(store, row_N), fit, batch_size=batch_size, workers=workers):
-        for place, captions in zip(place_B.tolist(), generate(ready.model, memory_BSD, settings), strict=True):
+    for memory_BSD, place_B in encoded_images(
+        ready, StoreImages(store, row_N), fit, batch_size=batch_size, workers=workers
+    ):
+        for place, captions in zip(
+            place_B.tolist(), generate(ready.model, memory_BSD, settings), strict=True
+        ):
             said[int(row_N[place])] = ready.tokenizer.decode(captions[0].ids)
         if progress is not None:
             progress(f"captions, {ready.name}: {len(said):,} of {len(row_N):,} images")
@@ -78,10 +90,12 @@ def cider_scores(
     workers: int = 2,
     progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
-    """Return the mean CIDEr-D of each captioner's captions of a store's images, with the store's captions as references.
+    """Return the mean CIDEr-D of each captioner's captions of a store's images, with the store's
+    captions as references.
 
-    Chance is the score of the same captions assigned to the next image. If images have two captions or more, a score named "people"
-    is added: each caption against the others of its image, with one reference fewer than the captioners have.
+    Chance is the score of the same captions assigned to the next image. If images have two captions
+    or more, a score named "people" is added: each caption against the others of its image, with one
+    reference fewer than the captioners have.
 
     Args:
         settings: settings of the generation; sampling is refused.
@@ -93,27 +107,54 @@ def cider_scores(
     """
     settings = settings or GenerateSettings()
     if settings.method == "sample":
-        raise DataError("CIDEr: method='sample'; expected greedy or beam, which are deterministic. Use --method greedy.")
+        raise DataError(
+            "CIDEr: method='sample'; expected greedy or beam, which are deterministic. Use "
+            "--method greedy."
+        )
     row_N = _rows_with_captions(store, limit)
     scores = []
     for ready in askers:
-        said = say_captions(ready, store, row_N, settings, fit, batch_size=batch_size, workers=workers, progress=progress)
+        said = say_captions(
+            ready,
+            store,
+            row_N,
+            settings,
+            fit,
+            batch_size=batch_size,
+            workers=workers,
+            progress=progress,
+        )
         references = [store.captions(row) for row in said]
         how = f"{CIDER}, {_described(settings)}, {_numbers(references)} references, {fit}"
-        visibility: Visibility = "private" if ready.confidential or store.results_visibility == "private" else "public"
+        visibility: Visibility = (
+            "private" if ready.confidential or store.results_visibility == "private" else "public"
+        )
         captions = list(said.values())
         figure_N = cider_d(captions, references)
         chance = float(cider_d([*captions[1:], captions[0]], references).mean())
         low, high = _interval(figure_N)
-        scores.append(Score(ready.name, float(figure_N.mean()), low, high, len(figure_N), chance, how, visibility))
+        scores.append(
+            Score(
+                ready.name,
+                float(figure_N.mean()),
+                low,
+                high,
+                len(figure_N),
+                chance,
+                how,
+                visibility,
+            )
+        )
     return scores + people_scores(store, row_N)
 
 
 def people_scores(store: Store, row_N: np.ndarray) -> list[Score]:
-    """Return the CIDEr-D of reference captions: each is held out against the others of its image, averaged over an image's captions.
+    """Return the CIDEr-D of reference captions: each is held out against the others of its image,
+    averaged over an image's captions.
 
-    Only images with the most common number of captions are used, so that all have the same number of references; if that is one, the
-    list is empty. Chance: the held-out captions assigned to the next image.
+    Only images with the most common number of captions are used, so that all have the same number
+    of references; if that is one, the list is empty. Chance: the held-out captions assigned to the
+    next image.
     """
     captions = [store.captions(int(row)) for row in row_N]
     counts = np.bincount([len(own) for own in captions])
@@ -130,7 +171,15 @@ def people_scores(store: Store, row_N: np.ndarray) -> list[Score]:
     figure_N = np.mean(figures, axis=0)
     how = f"{CIDER}, people's captions held out one by one, {usual - 1} references"
     return [
-        Score("people", float(figure_N.mean()), *_interval(figure_N), len(figure_N), float(np.mean(chances)), how, store.results_visibility)
+        Score(
+            "people",
+            float(figure_N.mean()),
+            *_interval(figure_N),
+            len(figure_N),
+            float(np.mean(chances)),
+            how,
+            store.results_visibility,
+        )
     ]
 
 
@@ -138,7 +187,10 @@ def _rows_with_captions(store: Store, limit: int | None) -> np.ndarray:
     row_N = np.arange(store.num_records)
     row_N = row_N[store.has_captions(row_N)]
     if len(row_N) < 2:
-        raise DataError(f"CIDEr: {store.path}: {len(row_N)} images with a caption; expected two or more. Import captions with them.")
+        raise DataError(
+            f"CIDEr: {store.path}: {len(row_N)} images with a caption; expected two or more. "
+            "Import captions with them."
+        )
     if limit is not None and limit < len(row_N):
         row_N = np.sort(np.random.Generator(np.random.PCG64(0)).permutation(row_N)[:limit])
     return row_N
@@ -147,7 +199,10 @@ def _rows_with_captions(store: Store, limit: int | None) -> np.ndarray:
 def _described(settings: GenerateSettings) -> str:
     if settings.method == "greedy":
         return "greedy captions"
-    return f"{settings.method} captions ({settings.beams} beams, length penalty {settings.length_penalty:g})"
+    return (
+        f"{settings.method} captions ({settings.beams} beams, length penalty "
+        f"{settings.length_penalty:g})"
+    )
 
 
 def _numbers(references: Sequence[Sequence[str]]) -> str:

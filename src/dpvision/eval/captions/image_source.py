@@ -1,4 +1,5 @@
-"""Image sources of the tests: rows of a store, files with boxes, or scenes by number, all read as the same batches.
+"""Image sources of the tests: rows of a store, files with boxes, or scenes by number, all read as
+the same batches.
 
 Legend: B images of a batch, C channels, H height, W width.
 """
@@ -87,7 +88,10 @@ class FileImages:
         try:
             image = _opened(self.paths[place].read_bytes())
         except OSError as error:
-            raise DataError(f"images: {self.paths[place]}: {error.strerror}; expected a readable file. Restore it.") from None
+            raise DataError(
+                f"images: {self.paths[place]}: {error.strerror}; expected a readable file. "
+                "Restore it."
+            ) from None
         box = self.boxes[place]
         return image if image is None or box is None else _cut_to(image, box)
 
@@ -119,7 +123,13 @@ class SceneImages:
 
 
 def image_batches(
-    source: ImageSource, data: DataConfig, image_size: int, fit: Fit, *, batch_size: int = 32, workers: int = 2
+    source: ImageSource,
+    data: DataConfig,
+    image_size: int,
+    fit: Fit,
+    *,
+    batch_size: int = 32,
+    workers: int = 2,
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yield batches of images in order, without those that do not decode.
 
@@ -139,7 +149,9 @@ def image_batches(
             yield torch.from_numpy(x_BCHW[valid]), place[valid]
 
 
-def _reader(source: ImageSource, data: DataConfig, image_size: int, fit: Fit) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
+def _reader(
+    source: ImageSource, data: DataConfig, image_size: int, fit: Fit
+) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
     def read(place: np.ndarray) -> tuple[np.ndarray, ...]:
         pixels = np.zeros((len(place), image_size, image_size, 3), dtype=np.uint8)
         valid = np.zeros(len(place), dtype=bool)
@@ -148,7 +160,9 @@ def _reader(source: ImageSource, data: DataConfig, image_size: int, fit: Fit) ->
             if image is not None:
                 valid[b] = True
                 whole = (0.0, 0.0, float(image.width), float(image.height))
-                pixels[b] = cut(image, whole if fit == "squash" else centre_box(*image.size), image_size)
+                pixels[b] = cut(
+                    image, whole if fit == "squash" else centre_box(*image.size), image_size
+                )
         x_BCHW = np.empty((len(place), 3, image_size, image_size), dtype=np.float32)
         normalise(pixels, data.mean, data.std, x_BCHW)
         return place, x_BCHW, valid
@@ -165,7 +179,12 @@ def _opened(data: bytes) -> Image.Image | None:
 
 def _cut_to(image: Image.Image, box: Box) -> Image.Image | None:
     """Return the image cropped to the box, or None if they do not overlap."""
-    left, top, right, bottom = max(0.0, box[0]), max(0.0, box[1]), min(image.width, box[2]), min(image.height, box[3])
+    left, top, right, bottom = (
+        max(0.0, box[0]),
+        max(0.0, box[1]),
+        min(image.width, box[2]),
+        min(image.height, box[3]),
+    )
     if not (round(right) > round(left) and round(bottom) > round(top)):
         return None
     return image.crop((round(left), round(top), round(right), round(bottom)))

@@ -31,7 +31,9 @@ class OpenCaptioner:
     data: DataConfig
     """Gives the normalisation."""
     confidential: bool
-    """Whether these weights were trained on private images without a guarantee, so that everything computed with them is private."""
+    """Whether these weights were trained on private images without a guarantee, so that everything
+    computed with them is private.
+    """
     seed: int
     """Seed of the run's initial weights."""
     window: Window | None = None
@@ -53,44 +55,59 @@ class OpenCaptioner:
         return self.model.word_head.weight.device
 
     def encode(self, caption: str) -> np.ndarray:
-        """Return the tokens of a caption, int64 (num_tokens,): cleaned as at import, between BOS and EOS, padded or truncated."""
+        """Return the tokens of a caption, int64 (num_tokens,): cleaned as at import, between BOS
+        and EOS, padded or truncated.
+        """
         return self.tokenizer.encode(clean_caption(caption), self.num_tokens)
 
     def untrained(self) -> "OpenCaptioner":
-        """Return the same network with the initial weights of its run's seed: the baseline "random weights"."""
+        """Return the same network with the initial weights of its run's seed: the baseline "random
+        weights".
+        """
         model = make_model(self.model.cfg, self.seed)
         assert isinstance(model, Captioner)
-        return replace(self, name="random weights", model=_frozen(model, self.device), confidential=False)
+        return replace(
+            self, name="random weights", model=_frozen(model, self.device), confidential=False
+        )
 
 
-def open_captioner(run_or_checkpoint: str | Path, *, ema: bool = False, device: str | torch.device = "cpu") -> OpenCaptioner:
+def open_captioner(
+    run_or_checkpoint: str | Path, *, ema: bool = False, device: str | torch.device = "cpu"
+) -> OpenCaptioner:
     """Open the captioner of a run's newest checkpoint, with the checkpoint's tokenizer.
 
     Args:
-        ema: whether to use the averaged weights. Scoring both and reporting the better is a selection.
+        ema: whether to use the averaged weights. Scoring both and reporting the better is a
+            selection.
 
     Raises:
         ConfigError: the run is of another kind.
-        CheckpointError: as in ``load_model``; or the checkpoint has no tokenizer, or one of another size.
+        CheckpointError: as in ``load_model``; or the checkpoint has no tokenizer, or one of another
+            size.
         DataError: the tokenizer's file is damaged.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
     kind = checkpoint.manifest["config"].get("model", {}).get("kind")
     if kind != "captioner":
         raise ConfigError(
-            f"captioner: {checkpoint.path} has model kind {kind!r}; expected 'captioner'. Give a run of a dpcap recipe; "
-            "`dpvision evaluate RUN --test STORE` scores classifiers and heads."
+            f"captioner: {checkpoint.path} has model kind {kind!r}; expected 'captioner'. Give a "
+            "run of a dpcap recipe; `dpvision evaluate RUN --test STORE` scores classifiers and "
+            "heads."
         )
     model, config = load_model(checkpoint, ema=ema)
     assert isinstance(config.model, CaptionerConfig) and isinstance(model, Captioner)
     file = checkpoint.path / TOKENIZER_FILE
     if TOKENIZER_FILE not in checkpoint.files:
-        raise CheckpointError(f"captioner: {checkpoint.path} has no {TOKENIZER_FILE}; expected the one it was trained with. Restore it.")
+        raise CheckpointError(
+            f"captioner: {checkpoint.path} has no {TOKENIZER_FILE}; expected the one it was "
+            "trained with. Restore it."
+        )
     tokenizer = CaptionTokenizer.load(file)
     if tokenizer.vocab_size != config.model.vocab_size:
         raise CheckpointError(
-            f"captioner: {file} has {tokenizer.vocab_size:,} entries; expected {config.model.vocab_size:,}, as the model. "
-            "Restore the tokenizer that it was trained with."
+            f"captioner: {file} has {tokenizer.vocab_size:,} entries; expected "
+            f"{config.model.vocab_size:,}, as the model. Restore the tokenizer that it was "
+            "trained with."
         )
     return OpenCaptioner(
         name="captioner, averaged weights" if ema else "captioner",

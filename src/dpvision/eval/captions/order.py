@@ -1,8 +1,10 @@
-"""Order tests: a caption among four shuffled ones of the same words (ARO's COCO-order and Flickr-order, from any captions).
+"""Order tests: a caption among four shuffled ones of the same words (ARO's COCO-order and
+Flickr-order, from any captions).
 
-The four shuffles of Yuksekgonul et al. (ICLR 2023): nouns among nouns and adjectives among adjectives; all other words; words within groups
-of three; groups of three. The true caption is formatted like its shuffles, in lower case and without punctuation: in the benchmark it keeps
-its spacing ("man's", where a shuffle has "man 's"), which alone can distinguish it.
+The four shuffles of Yuksekgonul et al. (ICLR 2023): nouns among nouns and adjectives among
+adjectives; all other words; words within groups of three; groups of three. The true caption is
+formatted like its shuffles, in lower case and without punctuation: in the benchmark it keeps its
+spacing ("man's", where a shuffle has "man 's"), which alone can distinguish it.
 """
 
 import hashlib
@@ -65,21 +67,30 @@ def order_test(store: Store, *, max_captions: int = 5, limit: int | None = None)
             rows.append(row)
             choices += items
     if not choices:
-        raise DataError(f"order: {store.path} has no captions that can be shuffled; expected some of two words or more. Import captions.")
+        raise DataError(
+            f"order: {store.path} has no captions that can be shuffled; expected some of two "
+            "words or more. Import captions."
+        )
     said = f"order test, {'up to ' if short else ''}4 shuffles"
-    return OrderTest(ChoiceTest(said, StoreImages(store, np.array(rows)), tuple(choices)), left_out, short)
+    return OrderTest(
+        ChoiceTest(said, StoreImages(store, np.array(rows)), tuple(choices)), left_out, short
+    )
 
 
 def shuffled_captions(caption: str) -> list[str]:
-    """Return the caption in the test's format, followed by one shuffle of each kind that differs from it.
+    """Return the caption in the test's format, followed by one shuffle of each kind that differs
+    from it.
 
-    A shuffle equal to an earlier one is redrawn, up to eight times, then left out. Draws are keyed by the caption and the kind alone, so
-    that the test does not depend on the import or the machine.
+    A shuffle equal to an earlier one is redrawn, up to eight times, then left out. Draws are keyed
+    by the caption and the kind alone, so that the test does not depend on the import or the
+    machine.
     """
     words = [word.lower() for word in _WORD.findall(clean_caption(caption))][:MAX_WORDS]
     found = [" ".join(words)]
     for kind, shuffle in SHUFFLES.items():
-        seed = hashlib.blake2b(f"{found[0]}\n{kind}".encode(errors="surrogatepass"), digest_size=8).digest()
+        seed = hashlib.blake2b(
+            f"{found[0]}\n{kind}".encode(errors="surrogatepass"), digest_size=8
+        ).digest()
         draws = Draws(int.from_bytes(seed, "little"))
         for _ in range(_TRIES):
             other = " ".join(shuffle(words, draws))
@@ -92,12 +103,16 @@ def shuffled_captions(caption: str) -> list[str]:
 def _nouns_and_adjectives(words: list[str], draws: Draws) -> list[str]:
     shuffled = list(words)
     for wanted in ("noun", "adjective"):
-        shuffled = _shuffled_at([i for i, word in enumerate(words) if word_class(word) == wanted], shuffled, draws)
+        shuffled = _shuffled_at(
+            [i for i, word in enumerate(words) if word_class(word) == wanted], shuffled, draws
+        )
     return shuffled
 
 
 def _all_but_nouns_and_adjectives(words: list[str], draws: Draws) -> list[str]:
-    return _shuffled_at([i for i, word in enumerate(words) if word_class(word) == "other"], words, draws)
+    return _shuffled_at(
+        [i for i, word in enumerate(words) if word_class(word) == "other"], words, draws
+    )
 
 
 def _within_threes(words: list[str], draws: Draws) -> list[str]:

@@ -1,4 +1,6 @@
-"""The interface of captioner tests: the name of the data, the store that must be unseen, and a method that returns scores."""
+"""The interface of captioner tests: the name of the data, the store that must be unseen, and a
+method that returns scores.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,7 +19,9 @@ class Asking:
     fit: Fit = "squash"
     """How to make images square."""
     other_images: bool = True
-    """Whether compositional tests also pair captions with other images, to measure what text alone reveals."""
+    """Whether compositional tests also pair captions with other images, to measure what text alone
+    reveals.
+    """
     batch_size: int = 32
     workers: int = 2
     progress: Callable[[str], None] | None = None
@@ -33,9 +37,13 @@ class CaptionProtocol(ABC):
 
     @property
     def needs(self) -> Store | None:
-        """The store whose images must not have been trained on, or None if the images are not from a store."""
+        """The store whose images must not have been trained on, or None if the images are not from
+        a store.
+        """
         return None
 
     @abstractmethod
     def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
-        """Return scores of the captioner, the first of ``askers``, and of its untrained baseline, if there is a second."""
+        """Return scores of the captioner, the first of ``askers``, and of its untrained baseline,
+        if there is a second.
+        """

@@ -33,19 +33,23 @@ def score_captioner(
     """Return the scores of a captioner and its baselines.
 
     Args:
-        tests: ``ZeroShot``, ``Cider``, and compositional tests (``ChoiceTest``) from ``aro``, ``sugarcrepe``, ``order`` and
-            ``scene_choices``.
+        tests: ``ZeroShot``, ``Cider``, and compositional tests (``ChoiceTest``) from ``aro``,
+            ``sugarcrepe``, ``order`` and ``scene_choices``.
         untrained: whether to also score the network with its initial random weights.
 
     Returns:
-        One entry per test. Scores are private if the images are, or if the weights were trained on private images without a guarantee.
+        One entry per test. Scores are private if the images are, or if the weights were trained on
+        private images without a guarantee.
 
     Raises:
         ConfigError, CheckpointError: as ``open_captioner``; no test.
         DataError: as the tests, or a store shares records with the training store.
     """
     if not tests:
-        raise ConfigError("evaluate: no test; expected one or more. Give --zero-shot store, --order, --captions or --scenes 2000.")
+        raise ConfigError(
+            "evaluate: no test; expected one or more. Give --zero-shot store, --order, "
+            "--captions or --scenes 2000."
+        )
     ready = open_captioner(run_or_checkpoint, ema=ema, device=device)
     for test in tests:
         if test.needs is not None:

@@ -1,4 +1,5 @@
-"""Zero-shot classification with a captioner by the paper's two methods: decoding in the label trie, or the caption with the lowest loss.
+"""Zero-shot classification with a captioner by the paper's two methods: decoding in the label trie,
+or the caption with the lowest loss.
 
 Legend: N images, B images of a batch, C captions, L tokens.
 """
@@ -41,11 +42,15 @@ class ZeroShotSettings:
     """Whether to use "an" before a vowel if the prompt ends in "a"."""
     fit: Fit = "squash"
     limit: int | None = None
-    """Maximum number of images, a fixed random subset; the paper used 10,000 of ImageNet's validation images."""
+    """Maximum number of images, a fixed random subset; the paper used 10,000 of ImageNet's
+    validation images.
+    """
 
     def __post_init__(self) -> None:
         if self.limit is not None and not self.limit >= 1:
-            raise ConfigError(f"zero-shot: limit={self.limit!r}; expected at least 1 image. Omit it for all.")
+            raise ConfigError(
+                f"zero-shot: limit={self.limit!r}; expected at least 1 image. Omit it for all."
+            )
 
 
 @dataclass(frozen=True)
@@ -68,15 +73,25 @@ class ZeroShot(CaptionProtocol):
     def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
         metric = checked_metric(self.store.meta.get("metric") or "accuracy")
         return zero_shot_scores(
-            askers, self.store, self.labels, replace(self.settings, fit=how.fit), metric=metric, any_of=self.any_of,
-            batch_size=how.batch_size, workers=how.workers, progress=how.progress,
-        )  # fmt: skip
+            askers,
+            self.store,
+            self.labels,
+            replace(self.settings, fit=how.fit),
+            metric=metric,
+            any_of=self.any_of,
+            batch_size=how.batch_size,
+            workers=how.workers,
+            progress=how.progress,
+        )
 
 
 def checked_methods(names: Sequence[str]) -> tuple[Method, ...]:
     """Return the methods of these names. Raises ConfigError for an unknown one, or for none."""
     if not names or set(names) - set(METHODS):
-        raise ConfigError(f"zero-shot: method={','.join(names)!r}; expected {' or '.join(METHODS)}. Omit it for both.")
+        raise ConfigError(
+            f"zero-shot: method={','.join(names)!r}; expected {' or '.join(METHODS)}. Omit it "
+            "for both."
+        )
     return tuple(method for method in METHODS if method in names)
 
 
@@ -94,15 +109,17 @@ def zero_shot_scores(
 ) -> list[Score]:
     """Return the accuracy on a store's labelled images, by method, for each captioner.
 
-    With ``any_of`` the score is accuracy by these classes, whatever the metric. An answer is a caption, and right if it is one of the
-    image's class: a string that stands for several classes is right for each of them.
+    With ``any_of`` the score is accuracy by these classes, whatever the metric. An answer is a
+    caption, and right if it is one of the image's class: a string that stands for several classes
+    is right for each of them.
 
-    Chance is the score of the best constant answer: the share of the most frequent class (for ``mean_per_class``, 1 / number of classes),
-    or more where a string stands for several.
+    Chance is the score of the best constant answer: the share of the most frequent class (for
+    ``mean_per_class``, 1 / number of classes), or more where a string stands for several.
 
     Raises:
-        DataError: no labelled or readable image; a label without a string; a label's caption is too long for the model, or has the same
-            tokens as another string's of another class; scores are not finite.
+        DataError: no labelled or readable image; a label without a string; a label's caption is too
+            long for the model, or has the same tokens as another string's of another class; scores
+            are not finite.
     """
     settings = settings or ZeroShotSettings()
     row_N = _labelled_rows(store, labels, settings.limit)
@@ -114,7 +131,9 @@ def zero_shot_scores(
         token_CL, answer_C = _rows(ready, list(answers.values()))
         read: list[np.ndarray] = []
         predicted: dict[Method, list[np.ndarray]] = {method: [] for method in settings.methods}
-        for memory_BSD, place_B in encoded_images(ready, source, settings.fit, batch_size=batch_size, workers=workers):
+        for memory_BSD, place_B in encoded_images(
+            ready, source, settings.fit, batch_size=batch_size, workers=workers
+        ):
             read.append(row_N[place_B])
             if "trie" in predicted:
                 predicted["trie"].append(trie.classify(ready.model, memory_BSD).numpy())
@@ -122,30 +141,60 @@ def zero_shot_scores(
                 token_BCL = token_CL.to(memory_BSD.device).expand(len(memory_BSD), -1, -1)
                 loss_BC = candidate_losses(ready.model, memory_BSD, token_BCL).cpu()
                 if not torch.isfinite(loss_BC).all():
-                    raise DataError("zero-shot: losses are not finite; expected finite ones. The run diverged: train again.")
-                predicted["loss"].append(best_candidate(loss_BC, answer_C.expand(len(loss_BC), -1)).numpy())
+                    raise DataError(
+                        "zero-shot: losses are not finite; expected finite ones. The run "
+                        "diverged: train again."
+                    )
+                predicted["loss"].append(
+                    best_candidate(loss_BC, answer_C.expand(len(loss_BC), -1)).numpy()
+                )
             if progress is not None:
-                progress(f"zero-shot, {ready.name}: {int(place_B[-1]) + 1:,} of {len(row_N):,} images")
+                progress(
+                    f"zero-shot, {ready.name}: {int(place_B[-1]) + 1:,} of {len(row_N):,} images"
+                )
         if not read:
-            raise DataError(f"zero-shot: {store.path} has no readable image with a label; expected one or more. Import the source again.")
+            raise DataError(
+                f"zero-shot: {store.path} has no readable image with a label; expected one or "
+                "more. Import the source again."
+            )
         read_N = np.concatenate(read)
         truth_N = store.labels[read_N]
         private = ready.confidential or store.results_visibility == "private"
         scoring = Scoring(metric, any_of, "private" if private else "public")
-        right_N = [{int(truth)} if any_of is None else any_of.accepted_N[row] for truth, row in zip(truth_N, read_N, strict=True)]
-        shared = [np.full(len(read_N), answer) for answer, classes in enumerate(answers) if len(classes) > 1]
+        right_N = [
+            {int(truth)} if any_of is None else any_of.accepted_N[row]
+            for truth, row in zip(truth_N, read_N, strict=True)
+        ]
+        shared = [
+            np.full(len(read_N), answer)
+            for answer, classes in enumerate(answers)
+            if len(classes) > 1
+        ]
         for method in settings.methods:
             how = _described(method, labels, settings)
             made, *constant = (
-                scoring.score(ready.name, "zero-shot", how, [_classes(answer_N, list(answers), right_N)], truth_N, read_N)
+                scoring.score(
+                    ready.name,
+                    "zero-shot",
+                    how,
+                    [_classes(answer_N, list(answers), right_N)],
+                    truth_N,
+                    read_N,
+                )
                 for answer_N in (np.concatenate(predicted[method]), *shared)
             )
-            scores.append(replace(made, chance=max(made.chance, *(score.value for score in constant))) if constant else made)
+            scores.append(
+                replace(made, chance=max(made.chance, *(score.value for score in constant)))
+                if constant
+                else made
+            )
     return scores
 
 
 def _answers(words: list[list[list[int]]]) -> dict[tuple[int, ...], list[list[int]]]:
-    """Return the captions that stand for the same classes, by these classes, in the order of the labels."""
+    """Return the captions that stand for the same classes, by these classes, in the order of the
+    labels.
+    """
     classes_of: dict[tuple[int, ...], list[int]] = {}
     for label, own in enumerate(words):
         for caption in own:
@@ -156,11 +205,17 @@ def _answers(words: list[list[list[int]]]) -> dict[tuple[int, ...], list[list[in
     return found
 
 
-def _classes(answer_N: np.ndarray, classes: list[tuple[int, ...]], right_N: Sequence[Set[int]]) -> np.ndarray:
-    """Return the class that each answer is taken for: a right one where it stands for one, otherwise its first; -1 for none."""
+def _classes(
+    answer_N: np.ndarray, classes: list[tuple[int, ...]], right_N: Sequence[Set[int]]
+) -> np.ndarray:
+    """Return the class that each answer is taken for: a right one where it stands for one,
+    otherwise its first; -1 for none.
+    """
     return np.array(
         [
-            -1 if answer < 0 else next((k for k in classes[answer] if k in right), classes[answer][0])
+            -1
+            if answer < 0
+            else next((k for k in classes[answer] if k in right), classes[answer][0])
             for answer, right in zip(answer_N.tolist(), right_N, strict=True)
         ],
         dtype=np.int64,
@@ -170,8 +225,13 @@ def _classes(answer_N: np.ndarray, classes: list[tuple[int, ...]], right_N: Sequ
 def _described(method: Method, labels: LabelSet, settings: ZeroShotSettings) -> str:
     way = "walk through the label tree" if method == "trie" else "lowest loss"
     lowered = [{string.lower() for string in strings} for strings in labels.classes]
-    strings, shared = sum(map(len, labels.classes)), sum(map(len, lowered)) - len(set().union(*lowered))
-    asked = f"{len(labels.classes)} classes of {labels.name}" + (f" with {strings} strings" if strings > len(labels.classes) else "")
+    strings, shared = (
+        sum(map(len, labels.classes)),
+        sum(map(len, lowered)) - len(set().union(*lowered)),
+    )
+    asked = f"{len(labels.classes)} classes of {labels.name}" + (
+        f" with {strings} strings" if strings > len(labels.classes) else ""
+    )
     asked += f", {shared} of them shared by classes" if shared else ""
     article = ", a or an" if settings.match_article else ""
     return f'{way}, {asked}, "{settings.prompt}"{article}, {settings.fit}'
@@ -180,35 +240,45 @@ def _described(method: Method, labels: LabelSet, settings: ZeroShotSettings) -> 
 def _labelled_rows(store: Store, labels: LabelSet, limit: int | None) -> np.ndarray:
     row_N = np.flatnonzero(store.labels >= 0)
     if not len(row_N):
-        raise DataError(f"zero-shot: {store.path} has no labels; expected a class for each image. Import it with --label-from FIELD.")
+        raise DataError(
+            f"zero-shot: {store.path} has no labels; expected a class for each image. Import it "
+            "with --label-from FIELD."
+        )
     largest = int(store.labels.max())
     if largest >= len(labels.classes):
         raise DataError(
-            f"zero-shot: {store.path} has label={largest}; expected 0 to {len(labels.classes) - 1}, the classes of {labels.name}. "
-            "Give the label set of these images."
+            f"zero-shot: {store.path} has label={largest}; expected 0 to "
+            f"{len(labels.classes) - 1}, the classes of {labels.name}. Give the label set of "
+            "these images."
         )
     if limit is not None and limit < len(row_N):
         row_N = np.sort(np.random.Generator(np.random.PCG64(0)).permutation(row_N)[:limit])
     return row_N
 
 
-def _label_words(ready: OpenCaptioner, labels: LabelSet, settings: ZeroShotSettings) -> list[list[list[int]]]:
+def _label_words(
+    ready: OpenCaptioner, labels: LabelSet, settings: ZeroShotSettings
+) -> list[list[list[int]]]:
     """Return the tokens of every caption of every class, without truncation."""
     found: list[list[list[int]]] = []
     owner: dict[tuple[int, ...], tuple[int, str]] = {}
-    for label, captions in enumerate(prompted(labels, settings.prompt, match_article=settings.match_article)):
+    for label, captions in enumerate(
+        prompted(labels, settings.prompt, match_article=settings.match_article)
+    ):
         own = [ready.tokenizer.words(clean_caption(caption)) for caption in captions]
         for string, caption, words in zip(labels.classes[label], captions, own, strict=True):
             if len(words) + 2 > ready.num_tokens:
                 raise DataError(
-                    f"zero-shot: {caption!r} is {len(words) + 2} tokens; expected at most {ready.num_tokens}, the longest caption of the "
-                    f"model. Shorten the string of class {label}, or the prompt."
+                    f"zero-shot: {caption!r} is {len(words) + 2} tokens; expected at most "
+                    f"{ready.num_tokens}, the longest caption of the model. Shorten the string "
+                    f"of class {label}, or the prompt."
                 )
             other, first = owner.setdefault(tuple(words), (label, string.lower()))
             if other != label and first != string.lower():
                 raise DataError(
-                    f"zero-shot: class {other} ({', '.join(labels.classes[other])}) and class {label} ({', '.join(labels.classes[label])}) "
-                    "have the same tokens; expected different strings to have different tokens. Rename one of them."
+                    f"zero-shot: class {other} ({', '.join(labels.classes[other])}) and class "
+                    f"{label} ({', '.join(labels.classes[label])}) have the same tokens; "
+                    "expected different strings to have different tokens. Rename one of them."
                 )
         found.append(own)
     return found

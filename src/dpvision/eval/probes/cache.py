@@ -1,6 +1,7 @@
 """A cache of features and scores of evaluations.
 
-A cached score's key includes the encoder, both stores' rows and labels, the protocol with its settings, the metric, and the source code.
+A cached score's key includes the encoder, both stores' rows and labels, the protocol with its
+settings, the metric, and the source code.
 """
 
 import sys
@@ -38,34 +39,66 @@ class EvaluationCache:
     def fingerprint(self, encoder: Encoder) -> str | None:
         """Return the cache's identifier of an encoder, or None if its results are not cached."""
         (train, _), (test, _) = self.task.train, self.task.test
-        # Features of public images by a confidential encoder are private and must not be in a public store's folder.
+        # Features of public images by a confidential encoder are private and must not be in a
+        # public store's folder.
         stays = not encoder.confidential or {train.visibility, test.visibility} == {"private"}
         return fingerprint(encoder, self.task.device) if self.enabled and stays else None
 
-    def features(self, encoders: Sequence[Encoder], prints: dict[str, str | None]) -> tuple[LabelledFeatures, LabelledFeatures]:
-        """Return the features of the training and test records by all encoders, reading each store at most once."""
-        return self._of_store(self.task.train, encoders, prints, "training"), self._of_store(self.task.test, encoders, prints, "test")
+    def features(
+        self, encoders: Sequence[Encoder], prints: dict[str, str | None]
+    ) -> tuple[LabelledFeatures, LabelledFeatures]:
+        """Return the features of the training and test records by all encoders, reading each store
+        at most once.
+        """
+        return self._of_store(self.task.train, encoders, prints, "training"), self._of_store(
+            self.task.test, encoders, prints, "test"
+        )
 
     def _of_store(
-        self, part: tuple[Store, np.ndarray], encoders: Sequence[Encoder], prints: dict[str, str | None], name: str
+        self,
+        part: tuple[Store, np.ndarray],
+        encoders: Sequence[Encoder],
+        prints: dict[str, str | None],
+        name: str,
     ) -> LabelledFeatures:
         (store, rows), task, cache = part, self.task, FeatureCache(part[0].path)
-        keys = {e.name: features_key(mark, store, rows) for e in encoders if (mark := prints[e.name]) is not None}
+        keys = {
+            e.name: features_key(mark, store, rows)
+            for e in encoders
+            if (mark := prints[e.name]) is not None
+        }
         kept = {encoder: cache.load(key) for encoder, key in keys.items()}
-        found = {(e.name, pooling): x for e in encoders for pooling, x in (kept.get(e.name) or {}).items() if pooling != _ROW}
+        found = {
+            (e.name, pooling): x
+            for e in encoders
+            for pooling, x in (kept.get(e.name) or {}).items()
+            if pooling != _ROW
+        }
         row_N = next((tensors[_ROW] for tensors in kept.values() if tensors is not None), None)
         new = [e for e in encoders if kept.get(e.name) is None]
-        for data in dict.fromkeys(e.data for e in new):  # one pass for all encoders with the same preprocessing
+        for data in dict.fromkeys(
+            e.data for e in new
+        ):  # one pass for all encoders with the same preprocessing
             alike = [e for e in new if e.data == data]
             computed, _, row_N = collect_features(
-                {e.name: e.poolings for e in alike}, store, data, alike[0].image_size, rows=rows,
-                batch_size=task.batch_size, workers=task.workers, device=task.device,
+                {e.name: e.poolings for e in alike},
+                store,
+                data,
+                alike[0].image_size,
+                rows=rows,
+                batch_size=task.batch_size,
+                workers=task.workers,
+                device=task.device,
                 progress=lambda n: task.say(f"features of {name} images: {n:,} of {len(rows):,}"),
-            )  # fmt: skip
+            )
             found |= computed
             for e in alike:
                 if e.name in keys:
-                    own = {pooling: x for (encoder, pooling), x in computed.items() if encoder == e.name}
+                    own = {
+                        pooling: x
+                        for (encoder, pooling), x in computed.items()
+                        if encoder == e.name
+                    }
                     cache.save(keys[e.name], own | {_ROW: row_N})
         assert row_N is not None
         row = row_N.numpy()
@@ -75,7 +108,14 @@ class EvaluationCache:
         """Return the cached scores of an earlier evaluation, or None."""
         entries = None if mark is None else self._scores.load_json(self._key(protocol, mark))
         try:
-            return None if entries is None else [replace(Score.from_dict(e), visibility=self.task.scoring.visibility) for e in entries]
+            return (
+                None
+                if entries is None
+                else [
+                    replace(Score.from_dict(e), visibility=self.task.scoring.visibility)
+                    for e in entries
+                ]
+            )
         except (DataError, TypeError):
             return None
 
@@ -94,6 +134,18 @@ class EvaluationCache:
         stores = [features_key(mark, *part) for part in parts]
         labels = [store.labels[rows].tolist() for store, rows in parts]
         own = dict.fromkeys(sys.modules[kind.__module__] for kind in PROTOCOLS.values())
-        code = code_digest(decode, jpeg, rgb, loader, transform, any_of_labels, metric, epochs, protocol, records, *own)
+        code = code_digest(
+            decode,
+            jpeg,
+            rgb,
+            loader,
+            transform,
+            any_of_labels,
+            metric,
+            epochs,
+            protocol,
+            records,
+            *own,
+        )
         any_of = [] if scoring.any_of is None else [scoring.any_of.name, scoring.any_of.digest()]
         return score_key(repr(asked), scoring.metric, stores, labels, code, *any_of)

@@ -1,8 +1,10 @@
-"""The few-shot probe of DP-Cap's tables: logistic regression with fixed regularisation on centred features of length 1.
+"""The few-shot probe of DP-Cap's tables: logistic regression with fixed regularisation on centred
+features of length 1.
 
-Minimises mean cross-entropy + lambda / 2 * ||W||^2, with one row of W per class, lambda = 0.0025 / n for n training images, and no
-intercept (Sander et al., ICML 2024, appendix A.3.3, after Assran et al. 2022). Their code calls Cyanure; scikit-learn's L-BFGS finds the
-same minimum, because the problem is strictly convex.
+Minimises mean cross-entropy + lambda / 2 * ||W||^2, with one row of W per class, lambda = 0.0025 /
+n for n training images, and no intercept (Sander et al., ICML 2024, appendix A.3.3, after Assran et
+al. 2022). Their code calls Cyanure; scikit-learn's L-BFGS finds the same minimum, because the
+problem is strictly convex.
 
 Legend: N training records, M test records, D feature dimension.
 """
@@ -37,16 +39,32 @@ class DPCapProbe(FeatureProtocol):
         check_shots(self.shots)
 
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
+        self,
+        train_ND: np.ndarray,
+        label_N: np.ndarray,
+        unit_N: np.ndarray,
+        test_MD: np.ndarray,
+        names: Sequence[str] | None,
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
         for k in self.shots:
-            yield f"{k}-shot DP-Cap probe", f"{self.draws} draws", dpcap_probe(train_ND, label_N, test_MD, k, self.draws, names=names)
+            yield (
+                f"{k}-shot DP-Cap probe",
+                f"{self.draws} draws",
+                dpcap_probe(train_ND, label_N, test_MD, k, self.draws, names=names),
+            )
 
 
 def dpcap_probe(
-    train_ND: np.ndarray, label_N: np.ndarray, test_MD: np.ndarray, k: int, draws: int, *, names: Sequence[str] | None = None
+    train_ND: np.ndarray,
+    label_N: np.ndarray,
+    test_MD: np.ndarray,
+    k: int,
+    draws: int,
+    *,
+    names: Sequence[str] | None = None,
 ) -> list[np.ndarray]:
-    """Return the predicted test labels (M,) of one classifier per draw of ``k`` images per class, with ``few_shot_probe``'s draws.
+    """Return the predicted test labels (M,) of one classifier per draw of ``k`` images per class,
+    with ``few_shot_probe``'s draws.
 
     Raises:
         ConfigError, DataError: as ``draw_shots``.
@@ -61,7 +79,8 @@ def dpcap_probe(
 
 def fit_fixed_strength(x_ND: np.ndarray, label_N: np.ndarray) -> LogisticRegression:
     """Fit the classifier to preprocessed features."""
-    # scikit-learn minimises C * sum of losses + ||W||^2 / 2. For two classes it fits one vector w with W = +- w / 2: half the penalty.
+    # scikit-learn minimises C * sum of losses + ||W||^2 / 2. For two classes it fits one vector w
+    # with W = +- w / 2: half the penalty.
     c = (2 if len(np.unique(label_N)) == 2 else 1) / STRENGTH
     model = LogisticRegression(C=c, fit_intercept=False, tol=_TOLERANCE, max_iter=_MAX_ITERATIONS)
     with threadpool_limits(1):

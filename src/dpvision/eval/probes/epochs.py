@@ -1,4 +1,6 @@
-"""Epochs of supervised training on a few images: batches of nearly equal size in random order, and the learning-rate schedule."""
+"""Epochs of supervised training on a few images: batches of nearly equal size in random order, and
+the learning-rate schedule.
+"""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +9,8 @@ import numpy as np
 
 
 def warmup_cosine(step: int, steps: int, warmup: int) -> float:
-    """Return the learning-rate factor at ``step`` of ``steps``: linear up to 1, then half a cosine towards 0.
+    """Return the learning-rate factor at ``step`` of ``steps``: linear up to 1, then half a cosine
+    towards 0.
 
     >>> [round(warmup_cosine(t, 4, 2), 3) for t in range(4)]
     [0.5, 1.0, 1.0, 0.5]
@@ -36,7 +39,9 @@ class Epochs:
 
     def order(self, epoch: int) -> np.ndarray:
         """Return a random permutation of the records, int64 (N,)."""
-        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.num_records)
+        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(
+            self.num_records
+        )
 
     def level(self, step: int) -> float:
         """Return the learning-rate factor in ``step``, counted over all epochs."""

@@ -1,4 +1,5 @@
-"""Few-shot probes: a linear classifier on frozen features of K images per class, over many draws of these images.
+"""Few-shot probes: a linear classifier on frozen features of K images per class, over many draws of
+these images.
 
 A cheap alternative to ``fine_tune``: only the classifier is trained, so twenty draws take seconds.
 
@@ -31,7 +32,12 @@ class FewShotProbe(FeatureProtocol):
         check_shots(self.shots)
 
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
+        self,
+        train_ND: np.ndarray,
+        label_N: np.ndarray,
+        unit_N: np.ndarray,
+        test_MD: np.ndarray,
+        names: Sequence[str] | None,
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
         for k in self.shots:
             yield (
@@ -51,9 +57,11 @@ def few_shot_probe(
     *,
     names: Sequence[str] | None = None,
 ) -> list[np.ndarray]:
-    """Return the predicted test labels (M,) of one classifier per draw. Its regularisation is chosen within the K images, by units.
+    """Return the predicted test labels (M,) of one classifier per draw. Its regularisation is
+    chosen within the K images, by units.
 
-    Draw i of the same labels is the same for every encoder, so that encoders can be compared draw by draw.
+    Draw i of the same labels is the same for every encoder, so that encoders can be compared draw
+    by draw.
 
     Raises:
         ConfigError, DataError: as ``draw_shots``; too few images to choose the regularisation.
@@ -63,5 +71,7 @@ def few_shot_probe(
     predicted = []
     for draw in range(settings.draws):
         rows = draw_shots(label_N, k, draw, names=names)
-        predicted.append(fit(train_ND[rows], label_N[rows], unit_N[rows], seed=draw).predict(test_MD))
+        predicted.append(
+            fit(train_ND[rows], label_N[rows], unit_N[rows], seed=draw).predict(test_MD)
+        )
     return predicted

@@ -1,12 +1,15 @@
-"""Few-shot fine-tuning: the whole network and a new head trained on K images per class (ViP, appendix A.3).
+"""Few-shot fine-tuning: the whole network and a new head trained on K images per class (ViP,
+appendix A.3).
 
-Transformers: AdamW, learning rate 3e-3, 3e-4 or 3e-5, decay 0.05. Convnets: SGD, 1e-2, 1e-3 or 1e-4, momentum 0.9, no decay. 200 epochs,
-10 of them warm-up, then a half cosine; AutoAugment (Cubuk et al. 2018). The paper does not specify the choice of the rate, the batch, the
-crops or the number of draws. Here the rate is chosen by the mean accuracy over all draws on a held-out fifth of the K images, and the
-final training uses all of them (fewer than five images cannot be split: the middle rate); batch 64; random resized crop and flip;
-three draws.
+Transformers: AdamW, learning rate 3e-3, 3e-4 or 3e-5, decay 0.05. Convnets: SGD, 1e-2, 1e-3 or
+1e-4, momentum 0.9, no decay. 200 epochs, 10 of them warm-up, then a half cosine; AutoAugment (Cubuk
+et al. 2018). The paper does not specify the choice of the rate, the batch, the crops or the number
+of draws. Here the rate is chosen by the mean accuracy over all draws on a held-out fifth of the K
+images, and the final training uses all of them (fewer than five images cannot be split: the middle
+rate); batch 64; random resized crop and flip; three draws.
 
-Legend: B images of a batch, N training records, M test records, C channels (or classes), H height, W width.
+Legend: B images of a batch, N training records, M test records, C channels (or classes), H height,
+W width.
 """
 
 from dataclasses import dataclass, field
@@ -44,7 +47,10 @@ class Tuned(nn.Module):
         self.backbone = encoder.backbone()
         with torch.no_grad():
             probe = self.backbone.eval()(torch.zeros(1, 3, encoder.image_size, encoder.image_size))
-        self.weight, self.bias = nn.Parameter(torch.zeros(num_classes, probe.shape[1])), nn.Parameter(torch.zeros(num_classes))
+        self.weight, self.bias = (
+            nn.Parameter(torch.zeros(num_classes, probe.shape[1])),
+            nn.Parameter(torch.zeros(num_classes)),
+        )
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the logits, (B, C)."""
@@ -83,18 +89,33 @@ class FineTune(Protocol):
         scores = []
         for k in self.shots:
             tuned = fine_tune(
-                subject.encoder, task.train, task.test, task.unit_N, k, self.settings,
-                batch_size=task.batch_size, workers=task.workers, device=task.device, progress=task.say,
-            )  # fmt: skip
+                subject.encoder,
+                task.train,
+                task.test,
+                task.unit_N,
+                k,
+                self.settings,
+                batch_size=task.batch_size,
+                workers=task.workers,
+                device=task.device,
+                progress=task.say,
+            )
             title, how = f"{k}-shot fine-tuning", self.settings.words(subject.encoder, k)
-            scores.append(task.scoring.score(subject.encoder.name, title, how, tuned.predicted, tuned.label_M, tuned.row_M))
+            scores.append(
+                task.scoring.score(
+                    subject.encoder.name, title, how, tuned.predicted, tuned.label_M, tuned.row_M
+                )
+            )
         return scores
 
 
 def check_trainable(encoder: Encoder) -> None:
     """Raise ConfigError unless the encoder has trainable weights."""
     if encoder.backbone is None:
-        raise ConfigError(f"fine_tune: {encoder.name} has no trainable weights; expected a network. Use --protocols few_shot_probe.")
+        raise ConfigError(
+            f"fine_tune: {encoder.name} has no trainable weights; expected a network. Use "
+            "--protocols few_shot_probe."
+        )
 
 
 def fine_tune(
@@ -119,29 +140,46 @@ def fine_tune(
 
     Raises:
         ConfigError: the encoder has no trainable weights, or K < 1.
-        DataError: a class has fewer than K images; the images of a draw are of fewer than five persons, so that none can be held out for
-            the choice of the rate; no image can be read.
+        DataError: a class has fewer than K images; the images of a draw are of fewer than five
+            persons, so that none can be held out for the choice of the rate; no image can be read.
     """
     settings = settings or FineTuneSettings()
     check_trainable(encoder)
     (store, rows), say = train, progress or (lambda text: None)
     label_N = store.labels[rows]
-    shots = [draw_shots(label_N, k, draw, names=store.label_names) for draw in range(settings.draws)]
+    shots = [
+        draw_shots(label_N, k, draw, names=store.label_names) for draw in range(settings.draws)
+    ]
     rates, num_classes = settings.rates(encoder), int(label_N.max()) + 1
     job = _Job(encoder, store, num_classes, settings, batch_size, workers, device, say)
     chosen = middle_rate(rates)
     if len(rates) > 1 and k >= 5:
-        held_by_draw = [held_out(label_N[shot], unit_N[shot], draw) for draw, shot in enumerate(shots)]
+        held_by_draw = [
+            held_out(label_N[shot], unit_N[shot], draw) for draw, shot in enumerate(shots)
+        ]
         for shot, held in zip(shots, held_by_draw, strict=True):
             if not held.any():
-                got = f"the {len(shot)} images of a draw are of {len(np.unique(unit_N[shot]))} persons"
-                remedy = "Import images of more persons, or use --shots 4, which takes the middle learning rate."
-                raise DataError(f"few-shot: {got}; expected at least five, to hold one out. {remedy}")
+                got = (
+                    f"the {len(shot)} images of a draw are of {len(np.unique(unit_N[shot]))} "
+                    "persons"
+                )
+                remedy = (
+                    "Import images of more persons, or use --shots 4, which takes the middle "
+                    "learning rate."
+                )
+                raise DataError(
+                    f"few-shot: {got}; expected at least five, to hold one out. {remedy}"
+                )
         share_R = []
         for rate in rates:
             shares = []
             for draw, (shot, held) in enumerate(zip(shots, held_by_draw, strict=True)):
-                model = job.train(rows[shot[~held]], rate, draw, f"lr {rate:g}, draw {draw + 1} of {settings.draws}")
+                model = job.train(
+                    rows[shot[~held]],
+                    rate,
+                    draw,
+                    f"lr {rate:g}, draw {draw + 1} of {settings.draws}",
+                )
                 predicted, truth, _ = job.predict(model, store, rows[shot[held]])
                 shares.append(float((predicted == truth).mean()))
             share_R.append(float(np.mean(shares)))
@@ -149,13 +187,20 @@ def fine_tune(
         say(f"few-shot: lr {chosen:g} ({max(share_R):.1%} of the held-out images)")
     found, label_M, row_M = [], np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     for draw, shot in enumerate(shots):
-        model = job.train(rows[shot], chosen, draw, f"lr {chosen:g}, draw {draw + 1} of {settings.draws}, all images")
+        model = job.train(
+            rows[shot],
+            chosen,
+            draw,
+            f"lr {chosen:g}, draw {draw + 1} of {settings.draws}, all images",
+        )
         predicted, label_M, row_M = job.predict(model, *test)
         found.append(predicted)
     return FineTuneResult(found, label_M, row_M, chosen)
 
 
-def make_optimizer(model: nn.Module, encoder: Encoder, settings: FineTuneSettings) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, encoder: Encoder, settings: FineTuneSettings
+) -> torch.optim.Optimizer:
     """Make AdamW for transformers or SGD for convnets; the rate is set before each step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if encoder.family == "transformer":
@@ -175,23 +220,37 @@ class _Job:
     say: Say
 
     def train(self, rows: np.ndarray, learning_rate: float, seed: int, name: str) -> Tuned:
-        """Fine-tune a network on the given rows. Randomness depends on ``seed``; global generators are not changed."""
+        """Fine-tune a network on the given rows. Randomness depends on ``seed``; global generators
+        are not changed.
+        """
         settings, labels = self.settings, self.store.labels
-        with torch.random.fork_rng(devices=[]):  # AutoAugment and a backbone's dropout draw from torch's global state
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # AutoAugment and a backbone's dropout draw from torch's global state
             torch.manual_seed(seed)
             model = Tuned(self.encoder, self.num_classes).to(self.device)
             optimizer = make_optimizer(model, self.encoder, settings)
-            epochs, done = Epochs(len(rows), settings.batch_size, settings.epochs, settings.warmup_epochs, seed), 0
+            epochs, done = (
+                Epochs(
+                    len(rows), settings.batch_size, settings.epochs, settings.warmup_epochs, seed
+                ),
+                0,
+            )
             for epoch in range(settings.epochs):
                 model.train()
                 for part in np.array_split(rows[epochs.order(epoch)], epochs.batches):
-                    x_BCHW, row_B = augmented(self.store, part, StepKey(seed, epoch), self.encoder, settings, self.workers)
+                    x_BCHW, row_B = augmented(
+                        self.store, part, StepKey(seed, epoch), self.encoder, settings, self.workers
+                    )
                     for group in optimizer.param_groups:
                         group["lr"] = learning_rate * epochs.level(done)
                     done += 1
                     if len(row_B) < 2:  # batch normalisation needs two
                         continue
-                    loss = F.cross_entropy(model(x_BCHW.to(self.device)), torch.from_numpy(labels[row_B]).to(self.device))
+                    loss = F.cross_entropy(
+                        model(x_BCHW.to(self.device)),
+                        torch.from_numpy(labels[row_B]).to(self.device),
+                    )
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
@@ -199,26 +258,42 @@ class _Job:
         return model
 
     @torch.no_grad()
-    def predict(self, model: Tuned, store: Store, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def predict(
+        self, model: Tuned, store: Store, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return predicted and true labels of the readable rows, and those rows."""
         model.eval()
         data = self.encoder.data
         predicted, truth, read = [], [], []
         for x_BCHW, row_B, label_B in image_batches(
-            store, rows, self.encoder.image_size, data, batch_size=self.batch_size, workers=self.workers
+            store,
+            rows,
+            self.encoder.image_size,
+            data,
+            batch_size=self.batch_size,
+            workers=self.workers,
         ):
             predicted.append(model(x_BCHW.to(self.device)).argmax(dim=1).cpu().numpy())
             truth.append(label_B.numpy())
             read.append(row_B.numpy())
         if not predicted:
-            raise DataError(f"few-shot: {store.path} has no readable image among {len(rows)}; expected some. Import the source again.")
+            raise DataError(
+                f"few-shot: {store.path} has no readable image among {len(rows)}; expected some. "
+                "Import the source again."
+            )
         return np.concatenate(predicted), np.concatenate(truth), np.concatenate(read)
 
 
 def augmented(
-    store: Store, rows: np.ndarray, key: StepKey, encoder: Encoder, settings: FineTuneSettings, workers: int
+    store: Store,
+    rows: np.ndarray,
+    key: StepKey,
+    encoder: Encoder,
+    settings: FineTuneSettings,
+    workers: int,
 ) -> tuple[Tensor, np.ndarray]:
-    """Return training images x_BCHW, float32, and their rows: crop and flip keyed by record, AutoAugment from torch's global generator.
+    """Return training images x_BCHW, float32, and their rows: crop and flip keyed by record,
+    AutoAugment from torch's global generator.
 
     Images that do not decode are left out.
     """
@@ -236,7 +311,9 @@ def augmented(
 
     policy = v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET) if settings.auto_augment else None
     found, kept = [], []
-    for b, pixels in enumerate(ordered_map(cropped, range(len(rows)), workers=workers, ahead=4 * workers)):
+    for b, pixels in enumerate(
+        ordered_map(cropped, range(len(rows)), workers=workers, ahead=4 * workers)
+    ):
         if pixels is not None:
             kept.append(b)
             found.append(pixels if policy is None else np.asarray(policy(Image.fromarray(pixels))))

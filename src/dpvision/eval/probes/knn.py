@@ -1,4 +1,5 @@
-"""k-nearest-neighbour classification of frozen features: cosine similarity, votes weighted by exp(similarity / temperature).
+"""k-nearest-neighbour classification of frozen features: cosine similarity, votes weighted by
+exp(similarity / temperature).
 
 The protocol of Wu et al. (2018), also used by DINO, with its temperature of 0.07.
 
@@ -34,9 +35,18 @@ class KNN(FeatureProtocol):
             raise ConfigError(f"evaluate: k={self.k!r}; expected at least 1 neighbour. Use 20.")
 
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
+        self,
+        train_ND: np.ndarray,
+        label_N: np.ndarray,
+        unit_N: np.ndarray,
+        test_MD: np.ndarray,
+        names: Sequence[str] | None,
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-        yield "k-NN", f"k={self.k}, cosine", [knn_predict(*map(torch.from_numpy, (train_ND, label_N, test_MD)), k=self.k).numpy()]
+        yield (
+            "k-NN",
+            f"k={self.k}, cosine",
+            [knn_predict(*map(torch.from_numpy, (train_ND, label_N, test_MD)), k=self.k).numpy()],
+        )
 
 
 def knn_predict(train_ND: Tensor, train_label_N: Tensor, test_ND: Tensor, *, k: int = 20) -> Tensor:
@@ -54,6 +64,8 @@ def knn_predict(train_ND: Tensor, train_label_N: Tensor, test_ND: Tensor, *, k: 
     for test_MD in test_ND.split(max(1, _CHUNK_NUMBERS // len(train_ND))):
         similarity_MK, neighbour_MK = (test_MD @ train_ND.T).topk(k, dim=1)
         votes = torch.zeros(len(test_MD), num_classes, dtype=torch.float64)
-        votes.scatter_add_(1, train_label_N[neighbour_MK], (similarity_MK.double() / TEMPERATURE).exp())
+        votes.scatter_add_(
+            1, train_label_N[neighbour_MK], (similarity_MK.double() / TEMPERATURE).exp()
+        )
         predicted.append(votes.argmax(dim=1))
     return torch.cat(predicted)

@@ -1,12 +1,16 @@
-"""The linear probe of the MAE paper, as ViP uses it: a batch-normalised linear head trained with LARS on augmented images.
+"""The linear probe of the MAE paper, as ViP uses it: a batch-normalised linear head trained with
+LARS on augmented images.
 
-ViP, appendix A.3 (Yu et al. 2024) follows He et al. (2022): BatchNorm without affine parameters before the head, LARS (You et al. 2017)
-with momentum 0.9 and trust coefficient 0.001, no decay, learning rate = blr x batch / 256 at batch 16,384, 90 epochs of which 10 warm up,
-then a half cosine; RandomResizedCrop and flip in training. ViP concatenates the mean patch tokens of the last 12 blocks (9216 dimensions
-for Base); the MAE paper uses the class token. Neither says how blr was chosen; here a held-out fifth of the *training* units decides: a
-second set of heads is trained without them, and the head that is scored is trained on all.
+ViP, appendix A.3 (Yu et al. 2024) follows He et al. (2022): BatchNorm without affine parameters
+before the head, LARS (You et al. 2017) with momentum 0.9 and trust coefficient 0.001, no decay,
+learning rate = blr x batch / 256 at batch 16,384, 90 epochs of which 10 warm up, then a half
+cosine; RandomResizedCrop and flip in training. ViP concatenates the mean patch tokens of the last
+12 blocks (9216 dimensions for Base); the MAE paper uses the class token. Neither says how blr was
+chosen; here a held-out fifth of the *training* units decides: a second set of heads is trained
+without them, and the head that is scored is trained on all.
 
-Legend: B records of a batch, N training records, M test records, D feature dimension, R values of blr, C channels, H height, W width.
+Legend: B records of a batch, N training records, M test records, D feature dimension, R values of
+blr, C channels, H height, W width.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,9 +43,10 @@ _NORM_EPS, _HEAD_STD = 1e-6, 0.01
 def token_features(encoder: Encoder, tokens: Tokens, num_blocks: int = 12) -> tuple[FeatureOf, str]:
     """Return the probe's feature function, from x_BCHW to x_BD float32, and its name.
 
-    "blocks": the mean patch tokens of the last ``num_blocks`` blocks, concatenated; for an encoder without blocks its default pooling.
-    "cls": the class token after the final norm, without the norm's scale and shift, which the probe's BatchNorm undoes (up to a sign per
-    dimension, which the head absorbs).
+    "blocks": the mean patch tokens of the last ``num_blocks`` blocks, concatenated; for an encoder
+    without blocks its default pooling. "cls": the class token after the final norm, without the
+    norm's scale and shift, which the probe's BatchNorm undoes (up to a sign per dimension, which
+    the head absorbs).
 
     Raises:
         ConfigError: "cls" for an encoder without a class token.
@@ -49,32 +54,54 @@ def token_features(encoder: Encoder, tokens: Tokens, num_blocks: int = 12) -> tu
     blocks = encoder.blocks
     if blocks is None:
         if tokens == "cls":
-            raise ConfigError(f"linear_cls: {encoder.name} has no class token; expected a transformer. Use --protocols linear_lars.")
+            raise ConfigError(
+                f"linear_cls: {encoder.name} has no class token; expected a transformer. Use "
+                "--protocols linear_lars."
+            )
         return lambda x_BCHW: encoder(x_BCHW).float(), "default pooling (it has no blocks)"
 
     def joined(x_BCHW: Tensor) -> Tensor:
-        return torch.cat([token_BLD[:, 1:].float().mean(dim=1) for token_BLD in blocks(x_BCHW)[-num_blocks:]], dim=1)
+        return torch.cat(
+            [token_BLD[:, 1:].float().mean(dim=1) for token_BLD in blocks(x_BCHW)[-num_blocks:]],
+            dim=1,
+        )
 
     def class_token(x_BCHW: Tensor) -> Tensor:
         token_BD = blocks(x_BCHW)[-1][:, 0].float()
         return F.layer_norm(token_BD, token_BD.shape[1:], eps=_NORM_EPS)
 
-    return (joined, "mean patch tokens of the last blocks") if tokens == "blocks" else (class_token, "class token")
+    return (
+        (joined, "mean patch tokens of the last blocks")
+        if tokens == "blocks"
+        else (class_token, "class token")
+    )
 
 
 class LarsHeads(nn.Module):
-    """One normalisation and R linear heads, one per blr, trained in parallel on the same features."""
+    """One normalisation and R linear heads, one per blr, trained in parallel on the same
+    features.
+    """
 
-    def __init__(self, width: int, num_classes: int, settings: LarsSettings, generator: torch.Generator) -> None:
+    def __init__(
+        self, width: int, num_classes: int, settings: LarsSettings, generator: torch.Generator
+    ) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(width, affine=False, eps=_NORM_EPS)
-        self.weight_R = nn.ParameterList(torch.empty(num_classes, width).normal_(0, _HEAD_STD, generator=generator) for _ in settings.blrs)
+        self.weight_R = nn.ParameterList(
+            torch.empty(num_classes, width).normal_(0, _HEAD_STD, generator=generator)
+            for _ in settings.blrs
+        )
         self.bias_R = nn.ParameterList(torch.zeros(num_classes) for _ in settings.blrs)
 
     def forward(self, x_BD: Tensor) -> list[Tensor]:
-        """Return the logits of each head. In evaluation mode a record's logits do not depend on other records."""
+        """Return the logits of each head. In evaluation mode a record's logits do not depend on
+        other records.
+        """
         z_BD = self.norm(x_BD)
-        return [F.linear(z_BD, weight, bias) for weight, bias in zip(self.weight_R, self.bias_R, strict=True)]
+        return [
+            F.linear(z_BD, weight, bias)
+            for weight, bias in zip(self.weight_R, self.bias_R, strict=True)
+        ]
 
     @torch.no_grad()
     def predict(self, x_MD: Tensor) -> Tensor:
@@ -84,19 +111,28 @@ class LarsHeads(nn.Module):
 
 
 class LarsTrainer:
-    """Trains heads batch by batch. The trust ratio applies to weights, not to biases (as in MAE's code)."""
+    """Trains heads batch by batch. The trust ratio applies to weights, not to biases (as in MAE's
+    code).
+    """
 
     def __init__(self, heads: LarsHeads, settings: LarsSettings) -> None:
         self.heads, self.settings, self.steps = heads, settings, 0
-        groups = [{"params": [w], "always_adapt": True} for w in heads.weight_R] + [{"params": [b]} for b in heads.bias_R]
+        groups = [{"params": [w], "always_adapt": True} for w in heads.weight_R] + [
+            {"params": [b]} for b in heads.bias_R
+        ]
         # Without weight decay timm skips the trust ratio unless always_adapt is set.
-        self.optimizer = Lars(groups, lr=0.0, momentum=settings.momentum, trust_coeff=settings.trust, weight_decay=0.0)
+        self.optimizer = Lars(
+            groups, lr=0.0, momentum=settings.momentum, trust_coeff=settings.trust, weight_decay=0.0
+        )
 
     def step(self, x_BD: Tensor, label_B: Tensor, factor: float) -> Tensor:
-        """Make one update at rate blr x ``factor`` and return the heads' mean losses before it, (R,)."""
+        """Make one update at rate blr x ``factor`` and return the heads' mean losses before it,
+        (R,).
+        """
         for group, blr in zip(self.optimizer.param_groups, [*self.settings.blrs] * 2, strict=True):
             group["lr"] = blr * factor
-        # A cumulative average first, torch's moving average later, so that the initial mean 0 and variance 1 have no influence.
+        # A cumulative average first, torch's moving average later, so that the initial mean 0 and
+        # variance 1 have no influence.
         self.heads.norm.momentum = max(0.1, 1 / (self.steps + 1))
         self.heads.train()
         loss_R = torch.stack([F.cross_entropy(logits, label_B) for logits in self.heads(x_BD)])
@@ -136,11 +172,24 @@ class LinearLars(Protocol):
         encoder, lars = subject.encoder, self.settings
         feature_of, what = token_features(encoder, self.tokens, lars.num_blocks)
         probed = lars_probe(
-            feature_of, task.train, task.test, task.unit_N, encoder.data, encoder.image_size, lars,
-            batch_size=task.batch_size, workers=task.workers, device=task.device, progress=task.say,
-        )  # fmt: skip
+            feature_of,
+            task.train,
+            task.test,
+            task.unit_N,
+            encoder.data,
+            encoder.image_size,
+            lars,
+            batch_size=task.batch_size,
+            workers=task.workers,
+            device=task.device,
+            progress=task.say,
+        )
         how = f"{lars.words(len(task.train[1]))}, {what}"
-        return [task.scoring.score(encoder.name, "LARS probe", how, [probed.predicted_M], probed.label_M, probed.row_M)]
+        return [
+            task.scoring.score(
+                encoder.name, "LARS probe", how, [probed.predicted_M], probed.label_M, probed.row_M
+            )
+        ]
 
 
 class LinearCls(LinearLars):
@@ -165,12 +214,14 @@ def lars_probe(
     device: str | torch.device = "cpu",
     progress: Callable[[str], None] | None = None,
 ) -> LarsResult:
-    """Train a head for each blr on the training rows, choose one by held-out training units, and predict the test rows.
+    """Train a head for each blr on the training rows, choose one by held-out training units, and
+    predict the test rows.
 
     Args:
         feature_of: frozen function from x_BCHW on ``device`` to x_BD (``token_features``).
         train, test: a store and labelled int64 rows of it.
-        unit_N: the units of the training rows; no unit is both trained on and held out for the choice of blr.
+        unit_N: the units of the training rows; no unit is both trained on and held out for the
+            choice of blr.
         data: gives the normalisation.
         seed: of the heads' initial weights, the order of the images, crops and flips.
         batch_size: images in one forward pass of the encoder; changes only time and memory.
@@ -185,7 +236,10 @@ def lars_probe(
     choose = len(settings.blrs) > 1
     held_N = held_out(labels[rows], unit_N, seed) if choose else np.zeros(len(rows), dtype=bool)
     if choose and (not held_N.any() or len(np.unique(labels[rows[~held_N]])) < 2):
-        raise DataError(f"lars: {len(rows)} training records; expected enough to hold out a fifth. Label more images, or give one blr.")
+        raise DataError(
+            f"lars: {len(rows)} training records; expected enough to hold out a fifth. Label "
+            "more images, or give one blr."
+        )
     is_held = np.zeros(store.num_records, dtype=bool)
     is_held[rows[held_N]] = True
     view = _Views(feature_of, data, image_size, settings, seed, batch_size, workers, device)
@@ -199,7 +253,9 @@ def lars_probe(
             label_B = torch.from_numpy(labels[row_B]).to(device)
             if not trainers:
                 for _ in range(2 if choose else 1):
-                    heads = LarsHeads(x_BD.shape[1], num_classes, settings, torch.Generator().manual_seed(seed)).to(device)
+                    heads = LarsHeads(
+                        x_BD.shape[1], num_classes, settings, torch.Generator().manual_seed(seed)
+                    ).to(device)
                     trainers.append(LarsTrainer(heads, settings))
             level = factor * epochs.level(done)
             kept_B = torch.from_numpy(~is_held[row_B]).to(device)
@@ -212,15 +268,23 @@ def lars_probe(
             done += 1
         say(f"LARS probe: epoch {epoch + 1} of {settings.epochs}, loss {loss / max(1, seen):.3f}")
     if not trainers:
-        raise DataError(f"lars: {store.path} has no readable image among {len(rows)}; expected some. Import the source again.")
+        raise DataError(
+            f"lars: {store.path} has no readable image among {len(rows)}; expected some. Import "
+            "the source again."
+        )
     best = 0
     if choose:
         right_R, n = torch.zeros(len(settings.blrs)), 0
         for x_BD, row_B in view.centred(store, rows[held_N]):
-            right_R += (trainers[1].heads.predict(x_BD).cpu() == torch.from_numpy(labels[row_B])).sum(dim=1)
+            right_R += (
+                trainers[1].heads.predict(x_BD).cpu() == torch.from_numpy(labels[row_B])
+            ).sum(dim=1)
             n += len(x_BD)
         best = int(right_R.argmax())
-        say(f"LARS probe: blr {settings.blrs[best]:g} ({float(right_R[best]) / max(1, n):.1%} of the held-out images)")
+        say(
+            f"LARS probe: blr {settings.blrs[best]:g} ({float(right_R[best]) / max(1, n):.1%} of "
+            "the held-out images)"
+        )
     predicted, truth, read = [], [], []
     test_store, test_rows = test
     test_labels = test_store.labels
@@ -229,9 +293,16 @@ def lars_probe(
         truth.append(test_labels[row_B])
         read.append(row_B)
     if not predicted:
-        raise DataError(f"lars: {test_store.path} has no readable image among {len(test_rows)}; expected some. Import the source again.")
+        raise DataError(
+            f"lars: {test_store.path} has no readable image among {len(test_rows)}; expected "
+            "some. Import the source again."
+        )
     return LarsResult(
-        np.concatenate(predicted), np.concatenate(truth), np.concatenate(read), settings.blrs[best], trainers[0].heads.weight_R[0].shape[1]
+        np.concatenate(predicted),
+        np.concatenate(truth),
+        np.concatenate(read),
+        settings.blrs[best],
+        trainers[0].heads.weight_R[0].shape[1],
     )
 
 
@@ -249,12 +320,19 @@ class _Views:
         workers: int,
         device: str | torch.device,
     ) -> None:
-        self.feature_of, self.settings, self.seed, self.image_size = feature_of, settings, seed, image_size
+        self.feature_of, self.settings, self.seed, self.image_size = (
+            feature_of,
+            settings,
+            seed,
+            image_size,
+        )
         self.batch_size, self.workers, self.device = batch_size, workers, device
         self.data = DataConfig(mean=data.mean, std=data.std, crop_scale=settings.crop_scale)
         self._kept: tuple[Tensor, np.ndarray] | None = None
 
-    def epoch(self, store: Store, rows: np.ndarray, epoch: int, epochs: Epochs) -> Iterator[tuple[Tensor, np.ndarray]]:
+    def epoch(
+        self, store: Store, rows: np.ndarray, epoch: int, epochs: Epochs
+    ) -> Iterator[tuple[Tensor, np.ndarray]]:
         """Yield batches x_BD and row_B of one pass in random order, of nearly equal size."""
         order = epochs.order(epoch)
         if not self.settings.augment:
@@ -262,7 +340,10 @@ class _Views:
                 found = [*self.centred(store, rows)]
                 if not found:
                     return
-                self._kept = torch.cat([x for x, _ in found]), np.concatenate([row for _, row in found])
+                self._kept = (
+                    torch.cat([x for x, _ in found]),
+                    np.concatenate([row for _, row in found]),
+                )
             x_ND, row_N = self._kept
             order = order[order < len(row_N)]  # without images that do not decode
             for part in np.array_split(order, epochs.batches):
@@ -274,21 +355,31 @@ class _Views:
                 yield torch.cat(x), row
 
     @torch.no_grad()
-    def _augmented(self, store: Store, rows: np.ndarray, epoch: int) -> tuple[list[Tensor], np.ndarray]:
+    def _augmented(
+        self, store: Store, rows: np.ndarray, epoch: int
+    ) -> tuple[list[Tensor], np.ndarray]:
         key, found, valid = StepKey(self.seed, epoch), [], []
         size, num, workers = self.image_size, self.batch_size, self.workers
-        for batch in physical_batches(store, rows, key, self.data, size, physical_batch_size=num, workers=workers):
+        for batch in physical_batches(
+            store, rows, key, self.data, size, physical_batch_size=num, workers=workers
+        ):
             valid.append(batch.valid_B)
             if batch.valid_B.any():
-                found.append(self.feature_of(batch.image_BVCHW[batch.valid_B][:, 0].to(self.device)))
+                found.append(
+                    self.feature_of(batch.image_BVCHW[batch.valid_B][:, 0].to(self.device))
+                )
         return found, rows[torch.cat(valid).numpy()]
 
     @torch.no_grad()
     def centred(self, store: Store, rows: np.ndarray) -> Iterator[tuple[Tensor, np.ndarray]]:
-        """Yield features under the evaluation transform, batch by batch, in the order of ``rows``."""
+        """Yield features under the evaluation transform, batch by batch, in the order of
+        ``rows``.
+        """
         size = self.image_size
         edge = (round(size * self.settings.eval_resize) - size) // 2
         resized = round(size * self.settings.eval_resize)
-        for x_BCHW, row_B, _ in image_batches(store, rows, resized, self.data, batch_size=self.batch_size, workers=self.workers):
+        for x_BCHW, row_B, _ in image_batches(
+            store, rows, resized, self.data, batch_size=self.batch_size, workers=self.workers
+        ):
             x_BCHW = x_BCHW[..., edge : edge + size, edge : edge + size]
             yield self.feature_of(x_BCHW.to(self.device)), row_B.numpy()

@@ -40,18 +40,30 @@ class OwnHead(Protocol):
 
     def check(self, subject: Subject, task: Task) -> None:
         if not is_run(subject.spec):
-            raise ConfigError(f"own_head: {subject.spec!r} has no head; expected a classifier's run folder. Use --protocols linear.")
+            raise ConfigError(
+                f"own_head: {subject.spec!r} has no head; expected a classifier's run folder. "
+                "Use --protocols linear."
+            )
         if task.test[0] is task.train[0]:
-            raise ConfigError("own_head: no test store; expected one with images that the head was not trained on. Give --test STORE.")
+            raise ConfigError(
+                "own_head: no test store; expected one with images that the head was not "
+                "trained on. Give --test STORE."
+            )
 
     def run(self, subject: Subject, task: Task) -> list[Score]:
         def report(done: int) -> None:
             task.say(f"own head: {done:,} test images")
 
         return score_own_head(
-            subject.spec, task.test[0], any_of=task.scoring.any_of, ema=subject.ema, batch_size=task.batch_size, workers=task.workers,
-            device=task.device, progress=report,
-        )  # fmt: skip
+            subject.spec,
+            task.test[0],
+            any_of=task.scoring.any_of,
+            ema=subject.ema,
+            batch_size=task.batch_size,
+            workers=task.workers,
+            device=task.device,
+            progress=report,
+        )
 
 
 @torch.inference_mode()
@@ -66,56 +78,90 @@ def score_own_head(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> list[Score]:
-    """Return the accuracy of a classifier run, or of a head on a frozen encoder, on a store's labelled images, one centre crop each.
+    """Return the accuracy of a classifier run, or of a head on a frozen encoder, on a store's
+    labelled images, one centre crop each.
 
-    The store's classes are matched by name with those that the run was trained on. If class sizes differ, mean per-class accuracy is added.
-    A multi-label run is scored by ``multi_label_scores`` on a multi-label store.
+    The store's classes are matched by name with those that the run was trained on. If class sizes
+    differ, mean per-class accuracy is added. A multi-label run is scored by ``multi_label_scores``
+    on a multi-label store.
 
     Args:
         any_of: sets of correct classes, for a single-label run.
-        ema: whether to use the averaged weights. Scoring both and reporting the better is a selection.
+        ema: whether to use the averaged weights. Scoring both and reporting the better is a
+            selection.
         progress: called with the number of finished images.
 
     Returns:
-        Scores named "own head" or "own head, averaged weights"; private if the store or the weights are.
+        Scores named "own head" or "own head, averaged weights"; private if the store or the weights
+        are.
 
     Raises:
         ConfigError: the run has no head, or it is multi-label and ``any_of`` is given.
         CheckpointError: as in ``load_model``, or the head's encoder is missing.
-        DataError: no readable labelled image, a label out of range, a single-label store for a multi-label run or the reverse, a class
-            that the training store does not have, or images that the run was trained on.
+        DataError: no readable labelled image, a label out of range, a single-label store for a
+            multi-label run or the reverse, a class that the training store does not have, or images
+            that the run was trained on.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
     scores_of = _scores_of_head if is_head(checkpoint) else _scores_of_network
     hardware = Extraction(batch_size, workers, device, progress)
-    config, numbered, rows, score_NK = scores_of(checkpoint, test_store, any_of is not None, ema, hardware)
+    config, numbered, rows, score_NK = scores_of(
+        checkpoint, test_store, any_of is not None, ema, hardware
+    )
     test_store = same_numbers(numbered, test_store, any_of)
-    assert isinstance(config.model, ClassifierConfig | HeadConfig) and config.model.num_classes is not None
+    assert (
+        isinstance(config.model, ClassifierConfig | HeadConfig)
+        and config.model.num_classes is not None
+    )
     readable_N = ~torch.isnan(score_NK).all(dim=1)
     score_NK, row_N = score_NK[readable_N], rows[readable_N.numpy()]
     if len(row_N) == 0:
-        raise DataError(f"own_head: {test_store.path} has no readable image with a label; expected one or more. Import the source again.")
+        raise DataError(
+            f"own_head: {test_store.path} has no readable image with a label; expected one or "
+            "more. Import the source again."
+        )
     if not torch.isfinite(score_NK).all():
-        raise DataError("own_head: logits are not finite; expected finite ones. The run diverged: lower --optim.learning-rate.")
-    private = test_store.results_visibility == "private" or shaped_in_confidence(checkpoint.manifest["lineage"])
+        raise DataError(
+            "own_head: logits are not finite; expected finite ones. The run diverged: lower "
+            "--optim.learning-rate."
+        )
+    private = test_store.results_visibility == "private" or shaped_in_confidence(
+        checkpoint.manifest["lineage"]
+    )
     visibility: Visibility = "private" if private else "public"
     name = "own head, averaged weights" if ema else "own head"
     if config.model.multi_label:
         target_NK = test_store.targets(row_N, config.model.num_classes)
-        return multi_label_scores(name, score_NK.numpy(), target_NK, _threshold(config.model), "own head, centre crop", visibility)
+        return multi_label_scores(
+            name,
+            score_NK.numpy(),
+            target_NK,
+            _threshold(config.model),
+            "own head, centre crop",
+            visibility,
+        )
     predicted_N, truth_N = score_NK.argmax(1).numpy(), test_store.labels[row_N]
     sizes = np.bincount(truth_N)
     uneven = len(set(sizes[sizes > 0].tolist())) > 1
-    metrics: tuple[Metric, ...] = ("accuracy", "mean_per_class") if uneven and any_of is None else ("accuracy",)
+    metrics: tuple[Metric, ...] = (
+        ("accuracy", "mean_per_class") if uneven and any_of is None else ("accuracy",)
+    )
     how = f"{config.model.num_classes} classes, centre crop"
-    return [Scoring(m, any_of, visibility).score(name, "own head", how, [predicted_N], truth_N, row_N) for m in metrics]
+    return [
+        Scoring(m, any_of, visibility).score(name, "own head", how, [predicted_N], truth_N, row_N)
+        for m in metrics
+    ]
 
 
 def scorable(
-    config: RunConfig, test_store: Store, manifest: Mapping[str, Any] | None = None, *, any_is_right: bool = False
+    config: RunConfig,
+    test_store: Store,
+    manifest: Mapping[str, Any] | None = None,
+    *,
+    any_is_right: bool = False,
 ) -> tuple[Store, np.ndarray]:
-    """Return a test store with the run's class numbers, and its rows that the run's head can be scored on, int64. Raises as
-    ``score_own_head``, without reading images.
+    """Return a test store with the run's class numbers, and its rows that the run's head can be
+    scored on, int64. Raises as ``score_own_head``, without reading images.
 
     Args:
         manifest: of the run's checkpoint; None if it has not started.
@@ -126,13 +172,14 @@ def scorable(
     check_unseen(config.data, test_store, "own_head")
     if model.multi_label and any_is_right:
         raise ConfigError(
-            "own_head: --labels with a multi-label run; expected none, because the test store has all classes of an image. Drop --labels."
+            "own_head: --labels with a multi-label run; expected none, because the test store "
+            "has all classes of an image. Drop --labels."
         )
     if model.multi_label != test_store.multi_label:
         has, rule = ("one label", "several") if model.multi_label else ("several labels", "one")
         raise DataError(
-            f"own_head: {test_store.path} has {has} per record; expected {rule}, as in training. Import it with such labels, or evaluate "
-            "another run."
+            f"own_head: {test_store.path} has {has} per record; expected {rule}, as in training. "
+            "Import it with such labels, or evaluate another run."
         )
     names = trained_classes(config.data, manifest, "own_head")
     numbered = numbered_as(test_store, names, "own_head", "the training store")
@@ -143,40 +190,66 @@ def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
     """Return the decision threshold, or None if scores only define an order."""
     if isinstance(model, ClassifierConfig):
         return 0.0  # a logit of 0 is probability 1/2
-    # Least squares is fitted to zeros and ones. The scale of one_step's scores is arbitrary, and prototypes' scores only compare classes.
+    # Least squares is fitted to zeros and ones. The scale of one_step's scores is arbitrary, and
+    # prototypes' scores only compare classes.
     return {"least_squares": 0.5, "many_steps": 0.0, "feature_covariance": 0.0}.get(model.head)
 
 
 def _scores_of_head(
     checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
 ) -> tuple[RunConfig, Store, np.ndarray, Tensor]:
-    """Return config, store with the run's class numbers, rows, and scores from cached features, float32 (N, K): NaN if unreadable."""
+    """Return config, store with the run's class numbers, rows, and scores from cached features,
+    float32 (N, K): NaN if unreadable.
+    """
     headed = load_classifier(checkpoint, ema=ema, device=hardware.device)
     assert isinstance(headed.config.model, HeadConfig)
     store, rows = scorable(headed.config, store, checkpoint.manifest, any_is_right=any_is_right)
     keep = not headed.encoder.confidential or store.visibility == "private"
-    blocks = feature_blocks(headed.encoder, headed.pooling, headed.config.model.encoder.width, store, rows, hardware, keep=keep)
-    scored = [headed.head(torch.from_numpy(np.array(block_BD)).to(hardware.device).float()).cpu() for block_BD in blocks]
-    return headed.config, store, rows, torch.cat([torch.empty(0, headed.config.model.num_classes or 0), *scored])
+    blocks = feature_blocks(
+        headed.encoder,
+        headed.pooling,
+        headed.config.model.encoder.width,
+        store,
+        rows,
+        hardware,
+        keep=keep,
+    )
+    scored = [
+        headed.head(torch.from_numpy(np.array(block_BD)).to(hardware.device).float()).cpu()
+        for block_BD in blocks
+    ]
+    return (
+        headed.config,
+        store,
+        rows,
+        torch.cat([torch.empty(0, headed.config.model.num_classes or 0), *scored]),
+    )
 
 
 def _scores_of_network(
     checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
 ) -> tuple[RunConfig, Store, np.ndarray, Tensor]:
-    """Return config, store, rows and scores like ``_scores_of_head``, for a classifier trained as a network."""
+    """Return config, store, rows and scores like ``_scores_of_head``, for a classifier trained as a
+    network.
+    """
     model, config = load_model(checkpoint, ema=ema)
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(
-            f"own_head: {checkpoint.path} has model kind {config.model.kind!r}; expected 'classifier'. Use --protocols knn,linear."
+            f"own_head: {checkpoint.path} has model kind {config.model.kind!r}; expected "
+            "'classifier'. Use --protocols knn,linear."
         )
     model = model.to(hardware.device).eval()
     store, rows = scorable(config, store, checkpoint.manifest, any_is_right=any_is_right)
     score_NK, done = torch.full((len(rows), config.model.num_classes or 0), torch.nan), 0
     size = config.model.encoder.image_size
-    for x_BCHW, row_B, _ in image_batches(store, rows, size, config.data, batch_size=hardware.batch_size, workers=hardware.workers):
+    for x_BCHW, row_B, _ in image_batches(
+        store, rows, size, config.data, batch_size=hardware.batch_size, workers=hardware.workers
+    ):
         score_BK = model(x_BCHW.to(hardware.device)).float().cpu()
         # Readable images never have NaN scores, which mark unreadable ones.
-        score_NK[np.searchsorted(rows, row_B.numpy())] = score_BK.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        score_NK[np.searchsorted(rows, row_B.numpy())] = score_BK.nan_to_num(
+            nan=torch.inf, posinf=torch.inf, neginf=-torch.inf
+        )
         done += len(row_B)
         if hardware.progress is not None:
             hardware.progress(done)
@@ -185,16 +258,22 @@ def _scores_of_network(
 
 def has_own_head(run_or_checkpoint: str | Path) -> bool:
     """Return whether a run is a classifier or a head."""
-    return load_checkpoint(run_or_checkpoint).manifest["config"].get("model", {}).get("kind") in ("classifier", "head")
+    return load_checkpoint(run_or_checkpoint).manifest["config"].get("model", {}).get("kind") in (
+        "classifier",
+        "head",
+    )
 
 
 def _labelled_rows(store: Store, num_classes: int) -> np.ndarray:
     rows = np.flatnonzero(store.labelled)
     if not len(rows):
-        raise DataError(f"own_head: {store.path} has no labels; expected a class for each image. Import it with --label-from FIELD.")
+        raise DataError(
+            f"own_head: {store.path} has no labels; expected a class for each image. Import it "
+            "with --label-from FIELD."
+        )
     if (largest := int(store.classes(rows)[1].max(initial=-1))) >= num_classes:
         raise DataError(
-            f"own_head: {store.path} has label={largest}; expected 0 to {num_classes - 1}, the classes of the run. "
-            "Import it with the same classes as the training store."
+            f"own_head: {store.path} has label={largest}; expected 0 to {num_classes - 1}, the "
+            "classes of the run. Import it with the same classes as the training store."
         )
     return rows

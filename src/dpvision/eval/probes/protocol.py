@@ -1,4 +1,5 @@
-"""The interface of protocols: a name, what it needs from an encoder, and a method that returns scores. Its settings are its fields.
+"""The interface of protocols: a name, what it needs from an encoder, and a method that returns
+scores. Its settings are its fields.
 
 Legend: N training records, M test records, D feature dimension.
 """
@@ -25,18 +26,24 @@ Needs = Literal["features", "images", "own head"]
 
 
 def is_run(spec: str | Path) -> bool:
-    """Return whether ``spec`` is a run or checkpoint folder, rather than the name of another encoder."""
+    """Return whether ``spec`` is a run or checkpoint folder, rather than the name of another
+    encoder.
+    """
     return Path(spec).is_dir()
 
 
 def with_averages(specs: Sequence[str], ema: bool) -> list[bool]:
-    """Return for each encoder whether its averaged weights are asked for: ``ema`` for runs, False for encoders that have none.
+    """Return for each encoder whether its averaged weights are asked for: ``ema`` for runs, False
+    for encoders that have none.
 
     Raises:
         ConfigError: ``ema`` without a run among them.
     """
     if ema and not any(map(is_run, specs)):
-        raise ConfigError(f"encoder: --ema with {', '.join(specs)}; expected a run, the only encoder with averaged weights. Drop --ema.")
+        raise ConfigError(
+            f"encoder: --ema with {', '.join(specs)}; expected a run, the only encoder with "
+            "averaged weights. Drop --ema."
+        )
     return [ema and is_run(spec) for spec in specs]
 
 
@@ -74,14 +81,18 @@ class Subject:
 
 
 class Protocol(ABC):
-    """A way to score an encoder: a frozen dataclass, equal for equal settings, whose repr shows all of them."""
+    """A way to score an encoder: a frozen dataclass, equal for equal settings, whose repr shows all
+    of them.
+    """
 
     name: ClassVar[str]
     """Name for `dpvision evaluate --protocols`."""
     needs: ClassVar[Needs]
 
     def check(self, subject: Subject, task: Task) -> None:  # noqa: B027 (most protocols take any encoder)
-        """Raise ConfigError for an encoder that the protocol cannot score, before any work is done."""
+        """Raise ConfigError for an encoder that the protocol cannot score, before any work is
+        done.
+        """
 
     @abstractmethod
     def run(self, subject: Subject, task: Task) -> list[Score]:
@@ -95,9 +106,15 @@ class FeatureProtocol(Protocol):
 
     @abstractmethod
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
+        self,
+        train_ND: np.ndarray,
+        label_N: np.ndarray,
+        unit_N: np.ndarray,
+        test_MD: np.ndarray,
+        names: Sequence[str] | None,
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-        """Yield for each score its title, its settings, and the predicted test labels (M,) of each draw.
+        """Yield for each score its title, its settings, and the predicted test labels (M,) of each
+        draw.
 
         Args:
             unit_N: records of one unit (person) are held out together.
@@ -106,7 +123,9 @@ class FeatureProtocol(Protocol):
 
     def run(self, subject: Subject, task: Task) -> list[Score]:
         assert subject.features is not None
-        return score_features(*subject.features, [self], task.scoring, task.train[0].label_names, task.say)
+        return score_features(
+            *subject.features, [self], task.scoring, task.train[0].label_names, task.say
+        )
 
 
 def score_features(
@@ -136,9 +155,14 @@ def score_features(
             for x_ND in (train_ND, test_MD):
                 if not torch.isfinite(x_ND).all():
                     bad = int((~torch.isfinite(x_ND)).any(dim=1).sum())
-                    raise DataError(f"evaluate: features of {name} are not finite for {bad} records; expected finite ones. Train again.")
+                    raise DataError(
+                        f"evaluate: features of {name} are not finite for {bad} records; "
+                        "expected finite ones. Train again."
+                    )
             say(f"{protocol.name}: {name}, {pooling}")
-            for title, how, predicted in protocol.predict(train_ND.numpy(), label_N, train.unit_N, test_MD.numpy(), names):
+            for title, how, predicted in protocol.predict(
+                train_ND.numpy(), label_N, train.unit_N, test_MD.numpy(), names
+            ):
                 described = f"{how}, {pooling}" if how else pooling
                 scores.append(scoring.score(name, title, described, predicted, truth_M, row_M))
     return scores

@@ -11,10 +11,27 @@ from dpvision.eval.probes.linear_probe import Linear
 from dpvision.eval.probes.own_head import OwnHead
 from dpvision.eval.probes.protocol import Protocol
 from dpvision.eval.probes.ridge import Ridge
-from dpvision.eval.probes.settings import PROTOCOL_NAMES, FewShotProbeSettings, FineTuneSettings, LarsSettings, checked_protocols
+from dpvision.eval.probes.settings import (
+    PROTOCOL_NAMES,
+    FewShotProbeSettings,
+    FineTuneSettings,
+    LarsSettings,
+    checked_protocols,
+)
 
 PROTOCOLS: dict[str, type[Protocol]] = {
-    kind.name: kind for kind in (KNN, Linear, Ridge, LinearLars, LinearCls, FineTune, FewShotProbe, DPCapProbe, OwnHead)
+    kind.name: kind
+    for kind in (
+        KNN,
+        Linear,
+        Ridge,
+        LinearLars,
+        LinearCls,
+        FineTune,
+        FewShotProbe,
+        DPCapProbe,
+        OwnHead,
+    )
 }
 assert tuple(PROTOCOLS) == PROTOCOL_NAMES, "settings.PROTOCOL_NAMES must list all protocols"
 

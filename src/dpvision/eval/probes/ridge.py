@@ -1,12 +1,16 @@
-"""Ridge probe: closed-form least squares on frozen features, in seconds where logistic regression takes minutes.
+"""Ridge probe: closed-form least squares on frozen features, in seconds where logistic regression
+takes minutes.
 
-Minimises sum over records and classes of (target - x W - b)^2 + strength N ||W||^2, targets +1 for a record's class and -1 for the others
-(one against all), b unpenalised, as scikit-learn's RidgeClassifier with alpha = strength N. Features are standardised by the training
-set's mean and standard deviation, so that strengths are comparable between encoders. One eigendecomposition of the Gram matrix (D x D, or
-N x N if N < D) serves all strengths (Hoerl & Kennard 1970; for N < D Hastie & Tibshirani 2004, "Efficient quadratic regularization for
-expression arrays"). The strength is chosen on a fifth of the training set, never on the test set.
+Minimises sum over records and classes of (target - x W - b)^2 + strength N ||W||^2, targets +1 for
+a record's class and -1 for the others (one against all), b unpenalised, as scikit-learn's
+RidgeClassifier with alpha = strength N. Features are standardised by the training set's mean and
+standard deviation, so that strengths are comparable between encoders. One eigendecomposition of the
+Gram matrix (D x D, or N x N if N < D) serves all strengths (Hoerl & Kennard 1970; for N < D Hastie
+& Tibshirani 2004, "Efficient quadratic regularization for expression arrays"). The strength is
+chosen on a fifth of the training set, never on the test set.
 
-Legend: N training records, M test records, D feature dimension, K classes, R rank: the smaller of N and D.
+Legend: N training records, M test records, D feature dimension, K classes, R rank: the smaller of N
+and D.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +26,8 @@ from dpvision.eval.probes.protocol import FeatureProtocol
 
 STRENGTHS = (10.0, 3.0, 1.0, 0.3, 0.1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6)
 """All are tried; the strongest wins ties of held-out accuracy."""
-# Standardised float64 copies are made in chunks of this size (64 MiB): 50,000 x 10,000 features stay float32.
+# Standardised float64 copies are made in chunks of this size (64 MiB): 50,000 x 10,000 features
+# stay float32.
 _CHUNK = 1 << 23
 
 
@@ -41,8 +46,15 @@ class FittedRidge:
     """The chosen strength; scikit-learn's alpha is strength N."""
 
     def scores(self, x_MD: np.ndarray) -> np.ndarray:
-        """Return scores, float64 (M, K): near +1 for the predicted class, near -1 for the others."""
-        return np.concatenate([z @ self.weight_DK + self.intercept_K for z in _standardised(x_MD, self.mean, self.scale)])
+        """Return scores, float64 (M, K): near +1 for the predicted class, near -1 for the
+        others.
+        """
+        return np.concatenate(
+            [
+                z @ self.weight_DK + self.intercept_K
+                for z in _standardised(x_MD, self.mean, self.scale)
+            ]
+        )
 
     def predict(self, x_MD: np.ndarray) -> np.ndarray:
         """Return the predicted labels, int64 (M,)."""
@@ -56,12 +68,19 @@ class Ridge(FeatureProtocol):
     name: ClassVar[str] = "ridge"
 
     def predict(
-        self, train_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray, test_MD: np.ndarray, names: Sequence[str] | None
+        self,
+        train_ND: np.ndarray,
+        label_N: np.ndarray,
+        unit_N: np.ndarray,
+        test_MD: np.ndarray,
+        names: Sequence[str] | None,
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
         yield "ridge probe", "", [fit_ridge(train_ND, label_N, unit_N).predict(test_MD)]
 
 
-def fit_ridge(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None = None, *, seed: int = 0) -> FittedRidge:
+def fit_ridge(
+    x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None = None, *, seed: int = 0
+) -> FittedRidge:
     """Choose the strength on held-out training records, then fit on all of them.
 
     Memory besides the features: three float64 matrices of R x R (2.4 GB at R = 10,000).
@@ -69,7 +88,8 @@ def fit_ridge(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None =
     Args:
         x_ND: finite features, float32.
         label_N: int64, two classes or more.
-        unit_N: records of the same unit (person) are held out together; if None, each record is its own unit.
+        unit_N: records of the same unit (person) are held out together; if None, each record is its
+            own unit.
         seed: of the choice of the held-out records.
 
     Raises:
@@ -78,7 +98,8 @@ def fit_ridge(x_ND: np.ndarray, label_N: np.ndarray, unit_N: np.ndarray | None =
     held = held_out(label_N, np.arange(len(label_N)) if unit_N is None else unit_N, seed)
     if not held.any() or len(np.unique(label_N[~held])) < 2:
         raise DataError(
-            f"probe: {len(label_N)} training records; expected at least five, and more than one of each class. Label more images."
+            f"probe: {len(label_N)} training records; expected at least five, and more than one "
+            "of each class. Label more images."
         )
     mean, scale = _moments(x_ND)
     class_K, index_N = np.unique(label_N, return_inverse=True)
@@ -95,7 +116,12 @@ def _fit_tall(
     width, count = x_ND.shape[1], np.flatnonzero(~held).size
     parts = []
     for part in (~held, held):
-        gram_DD, cross_DK, sum_D, done = np.zeros((width, width)), np.zeros((width, target_NK.shape[1])), np.zeros(width), 0
+        gram_DD, cross_DK, sum_D, done = (
+            np.zeros((width, width)),
+            np.zeros((width, target_NK.shape[1])),
+            np.zeros(width),
+            0,
+        )
         rows, target_PK = np.flatnonzero(part), target_NK[part]
         for z in _standardised(x_ND, mean, scale, rows):
             gram_DD += z.T @ z  # numpy detects the symmetry and computes one half
@@ -109,13 +135,17 @@ def _fit_tall(
     kept_DD -= count * np.outer(centre_D, centre_D)
     value_D, basis_DD = linalg.eigh(kept_DD, overwrite_a=True, check_finite=False)
     turned_DK = basis_DD.T @ (kept_DK - count * np.outer(centre_D, offset_K))
-    weights = [basis_DD @ (turned_DK / (np.maximum(value_D, 0) + s * count)[:, None]) for s in STRENGTHS]
+    weights = [
+        basis_DD @ (turned_DK / (np.maximum(value_D, 0) + s * count)[:, None]) for s in STRENGTHS
+    ]
     intercepts = [offset_K - centre_D @ weight_DK for weight_DK in weights]
     strength = _best(x_ND, target_NK, held, mean, scale, weights, intercepts)
     del kept_DD, basis_DD
     # The standardised mean of all records is zero, so the intercept is the targets' mean.
     held_DD[np.diag_indices(width)] += strength * len(x_ND)
-    weight_DK = linalg.solve(held_DD, kept_DK + held_DK, assume_a="pos", overwrite_a=True, check_finite=False)
+    weight_DK = linalg.solve(
+        held_DD, kept_DK + held_DK, assume_a="pos", overwrite_a=True, check_finite=False
+    )
     return weight_DK, target_NK.mean(axis=0), strength
 
 
@@ -133,14 +163,20 @@ def _fit_wide(
     kept, count = np.flatnonzero(~held), np.flatnonzero(~held).size
     kept_NN = gram_NN[np.ix_(kept, kept)]
     mean_N = kept_NN.mean(axis=0)
-    kept_NN += mean_N.mean() - mean_N - mean_N[:, None]  # centre the records on the mean of the kept ones
+    kept_NN += (
+        mean_N.mean() - mean_N - mean_N[:, None]
+    )  # centre the records on the mean of the kept ones
     offset_K = target_NK[kept].mean(axis=0)
     value_N, basis_NN = linalg.eigh(kept_NN, overwrite_a=True, check_finite=False)
     turned_NK = basis_NN.T @ (target_NK[kept] - offset_K)
-    duals = [basis_NN @ (turned_NK / (np.maximum(value_N, 0) + s * count)[:, None]) for s in STRENGTHS]
+    duals = [
+        basis_NN @ (turned_NK / (np.maximum(value_N, 0) + s * count)[:, None]) for s in STRENGTHS
+    ]
 
     def lifted(rows: np.ndarray, dual_NK: np.ndarray) -> np.ndarray:
-        return np.concatenate([((x_ND[rows, part] - mean[part]) / scale[part]).T @ dual_NK for part in columns])
+        return np.concatenate(
+            [((x_ND[rows, part] - mean[part]) / scale[part]).T @ dual_NK for part in columns]
+        )
 
     # The duals sum to zero, so centred and uncentred records give the same W.
     weights = np.split(lifted(kept, np.concatenate(duals, axis=1)), len(STRENGTHS), axis=1)
@@ -149,7 +185,9 @@ def _fit_wide(
     strength = _best(x_ND, target_NK, held, mean, scale, weights, intercepts)
     gram_NN[np.diag_indices(total)] += strength * total
     centred_NK = target_NK - target_NK.mean(axis=0)
-    dual_NK = linalg.solve(gram_NN, centred_NK, assume_a="pos", overwrite_a=True, check_finite=False)
+    dual_NK = linalg.solve(
+        gram_NN, centred_NK, assume_a="pos", overwrite_a=True, check_finite=False
+    )
     return lifted(np.arange(total), dual_NK), target_NK.mean(axis=0), strength
 
 
@@ -174,9 +212,14 @@ def _best(
 
 
 def _moments(x_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and standard deviation of each dimension, float64; constant dimensions get deviation 1."""
+    """Return the mean and standard deviation of each dimension, float64; constant dimensions get
+    deviation 1.
+    """
     mean = x_ND.mean(axis=0, dtype=np.float64)
-    square = sum(((z**2).sum(axis=0) for z in _standardised(x_ND, mean, np.ones_like(mean))), np.zeros_like(mean))
+    square = sum(
+        ((z**2).sum(axis=0) for z in _standardised(x_ND, mean, np.ones_like(mean))),
+        np.zeros_like(mean),
+    )
     scale = np.sqrt(square / len(x_ND))
     # float32 rounding of a constant is not signal: standardised, it would be noise of full size.
     scale[scale <= 1e-6 * np.abs(mean)] = 1
@@ -184,7 +227,9 @@ def _moments(x_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, scale
 
 
-def _standardised(x_ND: np.ndarray, mean: np.ndarray, scale: np.ndarray, rows: np.ndarray | None = None) -> Iterator[np.ndarray]:
+def _standardised(
+    x_ND: np.ndarray, mean: np.ndarray, scale: np.ndarray, rows: np.ndarray | None = None
+) -> Iterator[np.ndarray]:
     """Yield standardised chunks of the records, or of ``rows``, float64."""
     count = len(x_ND) if rows is None else len(rows)
     step = max(1, _CHUNK // x_ND.shape[1])

@@ -1,4 +1,6 @@
-"""Names and settings of the protocols for the command line, without slow imports, so that `--help` and errors are fast."""
+"""Names and settings of the protocols for the command line, without slow imports, so that `--help`
+and errors are fast.
+"""
 
 import math
 from collections.abc import Iterable
@@ -12,8 +14,16 @@ if TYPE_CHECKING:
     from dpvision.encoders.encoder import Encoder
 
 PROTOCOL_NAMES = (
-    "knn", "linear", "ridge", "linear_lars", "linear_cls", "fine_tune", "few_shot_probe", "few_shot_dpcap", "own_head",
-)  # fmt: skip
+    "knn",
+    "linear",
+    "ridge",
+    "linear_lars",
+    "linear_cls",
+    "fine_tune",
+    "few_shot_probe",
+    "few_shot_dpcap",
+    "own_head",
+)
 """The names of the classes in ``protocols.PROTOCOLS``."""
 Control = Literal["random", "pixels"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
@@ -45,7 +55,9 @@ class FineTuneSettings:
     batch_size: int = 64
     """Maximum batch size; the images are divided into batches of nearly equal size."""
     learning_rates: tuple[float, ...] | None = None
-    """Rates to choose from; if None, 3e-3, 3e-4, 3e-5 for transformers and 1e-2, 1e-3, 1e-4 for convnets."""
+    """Rates to choose from; if None, 3e-3, 3e-4, 3e-5 for transformers and 1e-2, 1e-3, 1e-4 for
+    convnets.
+    """
     weight_decay: float = 0.05
     """For transformers only."""
     momentum: float = 0.9
@@ -62,17 +74,31 @@ class FineTuneSettings:
             self,
             ("draws", self.draws >= 1, "at least 1"),
             ("epochs", self.epochs >= 1, "at least 1"),
-            ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, f"0 to epochs - 1 ({self.epochs - 1}), lowered together with epochs"),
+            (
+                "warmup_epochs",
+                0 <= self.warmup_epochs < self.epochs,
+                f"0 to epochs - 1 ({self.epochs - 1}), lowered together with epochs",
+            ),
             ("batch_size", self.batch_size >= 2, "at least 2"),
-            ("learning_rates", rates is None or (len(rates) > 0 and all(0 < lr < math.inf for lr in rates)), "positive numbers"),
+            (
+                "learning_rates",
+                rates is None or (len(rates) > 0 and all(0 < lr < math.inf for lr in rates)),
+                "positive numbers",
+            ),
             ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
             ("momentum", 0 <= self.momentum < 1, "0 <= momentum < 1"),
-            ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
+            (
+                "crop_scale",
+                0 < self.crop_scale[0] <= self.crop_scale[1] <= 1,
+                "0 < low <= high <= 1",
+            ),
         )
 
     def rates(self, encoder: "Encoder") -> tuple[float, ...]:
         """Return the learning rates for this kind of network."""
-        return self.learning_rates or ((3e-3, 3e-4, 3e-5) if encoder.family == "transformer" else (1e-2, 1e-3, 1e-4))
+        return self.learning_rates or (
+            (3e-3, 3e-4, 3e-5) if encoder.family == "transformer" else (1e-2, 1e-3, 1e-4)
+        )
 
     def words(self, encoder: "Encoder", k: int) -> str:
         """Return the settings as text for scores."""
@@ -81,10 +107,24 @@ class FineTuneSettings:
         if len(rates) == 1:
             chosen = f"lr {grid}"
         else:
-            chosen = f"lr {grid} by a held-out fifth" if k >= 5 else f"lr {middle_rate(rates):g} (middle of {grid})"
-        how = f"AdamW, decay {self.weight_decay:g}" if encoder.family == "transformer" else f"SGD, momentum {self.momentum:g}"
-        crops = f"crops {self.crop_scale[0]:g}-{self.crop_scale[1]:g} + flip{' + AutoAugment' if self.auto_augment else ''}"
-        return f"{how}, {chosen}, {self.epochs} epochs, batch {self.batch_size}, {crops}, {self.draws} draws"
+            chosen = (
+                f"lr {grid} by a held-out fifth"
+                if k >= 5
+                else f"lr {middle_rate(rates):g} (middle of {grid})"
+            )
+        how = (
+            f"AdamW, decay {self.weight_decay:g}"
+            if encoder.family == "transformer"
+            else f"SGD, momentum {self.momentum:g}"
+        )
+        crops = (
+            f"crops {self.crop_scale[0]:g}-{self.crop_scale[1]:g} + "
+            f"flip{' + AutoAugment' if self.auto_augment else ''}"
+        )
+        return (
+            f"{how}, {chosen}, {self.epochs} epochs, batch {self.batch_size}, {crops}, "
+            f"{self.draws} draws"
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +132,9 @@ class LarsSettings:
     """Settings of the LARS probe; the defaults are the paper's."""
 
     blrs: tuple[float, ...] = (0.1, 0.05, 0.01)
-    """Base learning rates to choose from. The rate is blr x batch / 256: with few images it is small and needs many epochs."""
+    """Base learning rates to choose from. The rate is blr x batch / 256: with few images it is
+    small and needs many epochs.
+    """
     batch_size: int = 16_384
     """Maximum batch size; fewer training images form one batch, which lowers the rate."""
     epochs: int = 90
@@ -103,11 +145,15 @@ class LarsSettings:
     trust: float = 1e-3
     """LARS's trust coefficient."""
     augment: bool = True
-    """Whether to use random resized crops and flips, for which the encoder runs epochs x N times; if not, centre crops, once."""
+    """Whether to use random resized crops and flips, for which the encoder runs epochs x N times;
+    if not, centre crops, once.
+    """
     crop_scale: tuple[float, float] = (0.08, 1.0)
     """Range of a crop's area as a fraction of the image's."""
     eval_resize: float = 256 / 224
-    """Test images: resize the shorter side to this multiple of the encoder's size, then crop the centre."""
+    """Test images: resize the shorter side to this multiple of the encoder's size, then crop the
+    centre.
+    """
     num_blocks: int = 12
     """Number of last blocks whose mean patch tokens are concatenated; all if there are fewer."""
 
@@ -115,13 +161,25 @@ class LarsSettings:
         check_ranges(
             "lars",
             self,
-            ("blrs", bool(self.blrs) and all(0 < blr < math.inf for blr in self.blrs), "positive numbers"),
+            (
+                "blrs",
+                bool(self.blrs) and all(0 < blr < math.inf for blr in self.blrs),
+                "positive numbers",
+            ),
             ("batch_size", self.batch_size >= 2, "at least 2"),
             ("epochs", self.epochs >= 1, "at least 1"),
-            ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, f"0 to epochs - 1 ({self.epochs - 1}), lowered together with epochs"),
+            (
+                "warmup_epochs",
+                0 <= self.warmup_epochs < self.epochs,
+                f"0 to epochs - 1 ({self.epochs - 1}), lowered together with epochs",
+            ),
             ("momentum", 0 <= self.momentum < 1, "0 <= momentum < 1"),
             ("trust", 0 < self.trust < math.inf, "a positive number"),
-            ("crop_scale", 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1, "0 < low <= high <= 1"),
+            (
+                "crop_scale",
+                0 < self.crop_scale[0] <= self.crop_scale[1] <= 1,
+                "0 < low <= high <= 1",
+            ),
             ("eval_resize", 1 <= self.eval_resize < 4, "1 to 4"),
             ("num_blocks", self.num_blocks >= 1, "at least 1"),
         )
@@ -130,7 +188,11 @@ class LarsSettings:
         """Return the settings as text for scores."""
         blrs = "/".join(f"{blr:g}" for blr in self.blrs)
         chosen = f"blr {blrs} by a held-out fifth" if len(self.blrs) > 1 else f"blr {blrs}"
-        crop = f"crops {self.crop_scale[0]:g}-{self.crop_scale[1]:g} + flip" if self.augment else "no augmentation"
+        crop = (
+            f"crops {self.crop_scale[0]:g}-{self.crop_scale[1]:g} + flip"
+            if self.augment
+            else "no augmentation"
+        )
         return f"{self.epochs} epochs, batch {min(self.batch_size, num_records)}, {chosen}, {crop}"
 
 
@@ -139,15 +201,23 @@ def middle_rate(rates: tuple[float, ...]) -> float:
 
 
 def checked_protocols(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of protocols without duplicates. Raises ConfigError for an unknown one, or none."""
+    """Return the names of protocols without duplicates. Raises ConfigError for an unknown one, or
+    none.
+    """
     names = tuple(dict.fromkeys(names))
     if not names or set(names) - set(PROTOCOL_NAMES):
-        raise ConfigError(f"evaluate: protocols={','.join(names)!r}; expected some of {', '.join(PROTOCOL_NAMES)}. Omit it for knn,linear.")
+        raise ConfigError(
+            f"evaluate: protocols={','.join(names)!r}; expected some of "
+            f"{', '.join(PROTOCOL_NAMES)}. Omit it for knn,linear."
+        )
     return names
 
 
 def checked_controls(names: Iterable[str]) -> tuple[Control, ...]:
     """Return the baselines of these names. Raises ConfigError for an unknown one."""
     if set(names) - set(CONTROLS):
-        raise ConfigError(f"evaluate: against={','.join(names)!r}; expected random, pixels, both or none. Omit it for both.")
+        raise ConfigError(
+            f"evaluate: against={','.join(names)!r}; expected random, pixels, both or none. Omit "
+            "it for both."
+        )
     return tuple(c for c in CONTROLS if c in names)

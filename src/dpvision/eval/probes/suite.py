@@ -39,14 +39,17 @@ def evaluate(
     cache: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
-    """Return the scores of an encoder and its baselines: its architecture with the run's initial random weights, and raw pixels.
+    """Return the scores of an encoder and its baselines: its architecture with the run's initial
+    random weights, and raw pixels.
 
-    Protocols on features run on every pooling that the encoder offers; baselines run on every protocol that applies to them.
+    Protocols on features run on every pooling that the encoder offers; baselines run on every
+    protocol that applies to them.
 
     Args:
         spec: as for ``encoders.open.open_encoder``: a run folder, ``timm:NAME``, ``hog``, ...
         train_store: labelled training images.
-        test_store: labelled test images, whose classes are matched by name; if None, a fixed fifth of the first store's units.
+        test_store: labelled test images, whose classes are matched by name; if None, a fixed fifth
+            of the first store's units.
         protocols: with their settings; ``make_protocols`` makes them from names.
         against: baselines. "random" exists only for runs.
         metric: if None, the training store's, else accuracy.
@@ -55,61 +58,115 @@ def evaluate(
         progress: called with a line about the current work.
 
     Returns:
-        Scores by protocol, the encoder before its baselines. They are private if a store is, or if the encoder was trained on private
-        images without a guarantee.
+        Scores by protocol, the encoder before its baselines. They are private if a store is, or if
+        the encoder was trained on private images without a guarantee.
 
     Raises:
         ConfigError: no protocol, an unknown baseline, or a protocol that cannot score this encoder.
-        DataError: a store has no labels, one class only, or labels that the training store lacks; too few images of a class for the
-            shots; the stores share records; a feature is not finite.
+        DataError: a store has no labels, one class only, or labels that the training store lacks;
+            too few images of a class for the shots; the stores share records; a feature is not
+            finite.
         CheckpointError: the encoder cannot be read.
     """
     checked_controls(against)
     if not protocols:
-        raise ConfigError("evaluate: protocols=(); expected some. Omit it for k-NN and the linear probe.")
+        raise ConfigError(
+            "evaluate: protocols=(); expected some. Omit it for k-NN and the linear probe."
+        )
     train_rows, test_rows = evaluation_rows(train_store, test_store)
     scored_store = train_store
     if test_store is not None:
-        check_declared(train_store.window, train_store.undeclared_range, test_store, "evaluate", "the training images")
-        scored_store = same_numbers(numbered_as(test_store, train_store.label_names, "evaluate", "the training store"), test_store, any_of)
-    train_labels, test_labels = (torch.from_numpy(s.labels[r]) for s, r in ((train_store, train_rows), (scored_store, test_rows)))
+        check_declared(
+            train_store.window,
+            train_store.undeclared_range,
+            test_store,
+            "evaluate",
+            "the training images",
+        )
+        scored_store = same_numbers(
+            numbered_as(test_store, train_store.label_names, "evaluate", "the training store"),
+            test_store,
+            any_of,
+        )
+    train_labels, test_labels = (
+        torch.from_numpy(s.labels[r])
+        for s, r in ((train_store, train_rows), (scored_store, test_rows))
+    )
     check_labels(train_labels, test_labels, train_store.label_names)
     encoder = recognised(open_encoder(str(spec), ema=ema, device=device), train_store, scored_store)
-    check_declared(encoder.window, False, train_store, "evaluate", "the images that the run was trained on")
-    private = encoder.confidential or "private" in (train_store.results_visibility, scored_store.results_visibility)
-    measured = "accuracy" if any_of is not None else checked_metric(metric or train_store.meta.get("metric") or "accuracy")
+    check_declared(
+        encoder.window, False, train_store, "evaluate", "the images that the run was trained on"
+    )
+    private = encoder.confidential or "private" in (
+        train_store.results_visibility,
+        scored_store.results_visibility,
+    )
+    measured = (
+        "accuracy"
+        if any_of is not None
+        else checked_metric(metric or train_store.meta.get("metric") or "accuracy")
+    )
     task = Task(
-        (train_store, train_rows), (scored_store, test_rows), Scoring(measured, any_of, "private" if private else "public"),
-        batch_size, workers, device, progress or (lambda text: None),
-    )  # fmt: skip
+        (train_store, train_rows),
+        (scored_store, test_rows),
+        Scoring(measured, any_of, "private" if private else "public"),
+        batch_size,
+        workers,
+        device,
+        progress or (lambda text: None),
+    )
     subject = Subject(encoder, str(spec), ema)
     for protocol in protocols:
         protocol.check(subject, task)
     subjects = [subject, *_controls(subject, against, device)]
     kept = EvaluationCache(task, cache)
     prints = {s.encoder.name: kept.fingerprint(s.encoder) for s in subjects}
-    pairs = [(protocol, s) for protocol in protocols for s in subjects if s is subject or _fits(protocol, s, task)]
-    marks = [prints[s.encoder.name] if protocol.needs != "own head" else None for protocol, s in pairs]
+    pairs = [
+        (protocol, s)
+        for protocol in protocols
+        for s in subjects
+        if s is subject or _fits(protocol, s, task)
+    ]
+    marks = [
+        prints[s.encoder.name] if protocol.needs != "own head" else None for protocol, s in pairs
+    ]
     found = [kept.load(protocol, mark) for (protocol, _), mark in zip(pairs, marks, strict=True)]
-    missing = {s.encoder.name: s.encoder for (p, s), scores in zip(pairs, found, strict=True) if p.needs == "features" and scores is None}
+    missing = {
+        s.encoder.name: s.encoder
+        for (p, s), scores in zip(pairs, found, strict=True)
+        if p.needs == "features" and scores is None
+    }
     features = kept.features(list(missing.values()), prints) if missing else None
     for i, (protocol, s) in enumerate(pairs):
         if found[i] is None:
-            own = None if features is None else (only(features[0], s.encoder.name), only(features[1], s.encoder.name))
+            own = (
+                None
+                if features is None
+                else (only(features[0], s.encoder.name), only(features[1], s.encoder.name))
+            )
             scores = protocol.run(replace(s, features=own), task)
             kept.save(protocol, marks[i], scores)
             found[i] = scores
     return [score for scores in found for score in scores or ()]
 
 
-def _controls(subject: Subject, against: Sequence[Control], device: str | torch.device) -> list[Subject]:
+def _controls(
+    subject: Subject, against: Sequence[Control], device: str | torch.device
+) -> list[Subject]:
     made = []
     if "random" in against and is_run(subject.spec):
         spec = f"random:{subject.spec}"
         made.append(Subject(open_encoder(spec, device=device), spec))
     if "pixels" in against:
         pixels = replace(
-            subject.encoder, name="raw pixels", poolings=raw_pixels, family="fixed", backbone=None, blocks=None, lineage=(), own_sizes=()
+            subject.encoder,
+            name="raw pixels",
+            poolings=raw_pixels,
+            family="fixed",
+            backbone=None,
+            blocks=None,
+            lineage=(),
+            own_sizes=(),
         )
         made.append(Subject(pixels, "pixels"))
     return made
