@@ -50,19 +50,31 @@ def small() -> SizeConstants:
 
 
 def _slow(bank: PatchBank, x_CHW: np.ndarray) -> np.ndarray:
-    """The definition, patch by patch in float64: (2 K, cells, cells) of one image, without the mirror image."""
-    k, weight_PK, bias_K = bank.patch_px, bank.weight_PK.double().numpy(), bank.bias_K.double().numpy()
+    """The definition, patch by patch in float64: (2 K, cells, cells) of one image, without the
+    mirror image.
+    """
+    k, weight_PK, bias_K = (
+        bank.patch_px,
+        bank.weight_PK.double().numpy(),
+        bank.bias_K.double().numpy(),
+    )
     side = x_CHW.shape[-1] - k + 1
     edge = [round(i * side / bank.cells) for i in range(bank.cells + 1)]
     count = len(bias_K)
-    total, number = np.zeros((2 * count, bank.cells, bank.cells)), np.zeros((bank.cells, bank.cells))
+    total, number = (
+        np.zeros((2 * count, bank.cells, bank.cells)),
+        np.zeros((bank.cells, bank.cells)),
+    )
     for row in range(side):
         for column in range(side):
             patch_P = x_CHW[:, row : row + k, column : column + k].ravel()
             patch_P = patch_P - patch_P.mean()
             patch_P = patch_P / math.sqrt((patch_P**2).mean() + VARIANCE_FLOOR)
             z_K = patch_P @ weight_PK + bias_K
-            cell = np.searchsorted(edge, row, side="right") - 1, np.searchsorted(edge, column, side="right") - 1
+            cell = (
+                np.searchsorted(edge, row, side="right") - 1,
+                np.searchsorted(edge, column, side="right") - 1,
+            )
             total[:, *cell] += np.concatenate([np.maximum(z_K - 1, 0), np.maximum(-z_K - 1, 0)])
             number[cell] += 1
     return np.sqrt(total / number)
@@ -88,8 +100,12 @@ def test_atoms_are_whitened_patches_of_length_one(texture_NCHW: Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("side", "stride"), [(s.side_px, s.stride) for s in SETTINGS.values()])
-def test_an_image_and_its_mirror_image_have_the_same_features(side: int, stride: int, texture_NCHW: Tensor) -> None:
-    bank = replace(learn_bank(texture_NCHW, num_atoms=6, patch_px=6, stride=1, cells=3), stride=stride)
+def test_an_image_and_its_mirror_image_have_the_same_features(
+    side: int, stride: int, texture_NCHW: Tensor
+) -> None:
+    bank = replace(
+        learn_bank(texture_NCHW, num_atoms=6, patch_px=6, stride=1, cells=3), stride=stride
+    )
     x_BCHW = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(side))
     torch.testing.assert_close(bank(x_BCHW.flip(-1)), bank(x_BCHW), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(bank(x_BCHW.flip(-2)), bank(x_BCHW), atol=1e-2)
@@ -97,33 +113,63 @@ def test_an_image_and_its_mirror_image_have_the_same_features(side: int, stride:
 
 def test_whitening_makes_the_covariance_of_textures_what_it_says() -> None:
     generator = torch.Generator().manual_seed(0)
-    f_NCQ = torch.einsum("dc,ncq->ndq", torch.randn(6, 6, generator=generator), torch.randn(400, 6, 5, generator=generator)) + 3
+    f_NCQ = (
+        torch.einsum(
+            "dc,ncq->ndq",
+            torch.randn(6, 6, generator=generator),
+            torch.randn(400, 6, 5, generator=generator),
+        )
+        + 3
+    )
     whitening = fit_whitening(f_NCQ, floor=0.2)
-    y_CM = (whitening.matrix_CC.double() @ (f_NCQ - whitening.mean_CQ).double()).transpose(0, 1).flatten(1)
-    scaled = whitening.matrix_CC.double() * (f_NCQ - whitening.mean_CQ).double().square().mean((0, 2)).sqrt()
+    y_CM = (
+        (whitening.matrix_CC.double() @ (f_NCQ - whitening.mean_CQ).double())
+        .transpose(0, 1)
+        .flatten(1)
+    )
+    scaled = (
+        whitening.matrix_CC.double()
+        * (f_NCQ - whitening.mean_CQ).double().square().mean((0, 2)).sqrt()
+    )
     # R (C + w I) R^T = I, so what is left of the covariance is I - w R R^T.
     torch.testing.assert_close(
-        y_CM @ y_CM.T / y_CM.shape[1], torch.eye(6) - 0.2 * scaled @ scaled.T, atol=1e-4, rtol=1e-4, check_dtype=False
+        y_CM @ y_CM.T / y_CM.shape[1],
+        torch.eye(6) - 0.2 * scaled @ scaled.T,
+        atol=1e-4,
+        rtol=1e-4,
+        check_dtype=False,
     )
     row_BD = whitening(f_NCQ[:9])
     torch.testing.assert_close(torch.linalg.vector_norm(row_BD, dim=1), torch.ones(9))
 
 
-def test_cell_frequencies_are_an_orthogonal_transform_whose_constant_is_what_cells_have_in_common() -> None:
-    plain_QQ, scaled_QQ = cell_frequencies(3, 3, [1.0]), cell_frequencies(3, 3, [4.0, 2.0, 1.0, 0.5])
+def test_cell_frequencies_are_an_orthogonal_transform_with_the_cells_mean_as_constant() -> None:
+    plain_QQ, scaled_QQ = (
+        cell_frequencies(3, 3, [1.0]),
+        cell_frequencies(3, 3, [4.0, 2.0, 1.0, 0.5]),
+    )
     torch.testing.assert_close(plain_QQ @ plain_QQ.T, torch.eye(9), atol=1e-6, rtol=0)
-    torch.testing.assert_close(plain_QQ @ torch.ones(9), torch.tensor([3.0] + [0.0] * 8), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        plain_QQ @ torch.ones(9), torch.tensor([3.0] + [0.0] * 8), atol=1e-6, rtol=0
+    )
     energy = scaled_QQ.square().sum(1).unflatten(0, (3, 3))
-    torch.testing.assert_close(energy, torch.tensor([[4.0, 2.0, 1.0], [2.0, 1.0, 0.5], [1.0, 0.5, 0.5]]))
-    # A half that stands for a row which mirrors itself: its frequencies are the even ones of the whole row.
+    torch.testing.assert_close(
+        energy, torch.tensor([[4.0, 2.0, 1.0], [2.0, 1.0, 0.5], [1.0, 0.5, 0.5]])
+    )
+    # A half that stands for a row which mirrors itself: its frequencies are the even ones of the
+    # whole row.
     half = torch.rand(4, generator=torch.Generator().manual_seed(1))
     whole = fft.dct(torch.cat([half, half.flip(0)]).numpy(), norm="ortho")
-    np.testing.assert_allclose((cell_frequencies(1, 4, [1.0]) @ half).numpy() * math.sqrt(2), whole[::2], atol=1e-6)
+    np.testing.assert_allclose(
+        (cell_frequencies(1, 4, [1.0]) @ half).numpy() * math.sqrt(2), whole[::2], atol=1e-6
+    )
     np.testing.assert_allclose(whole[1::2], 0, atol=1e-6)
     # Against SciPy's transform of one square.
     square = torch.rand(3, 3, generator=torch.Generator().manual_seed(0))
     expected = fft.dctn(square.numpy(), norm="ortho")
-    np.testing.assert_allclose((plain_QQ @ square.flatten()).unflatten(0, (3, 3)).numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        (plain_QQ @ square.flatten()).unflatten(0, (3, 3)).numpy(), expected, atol=1e-6
+    )
 
 
 def test_half_of_the_scattering_stands_for_the_whole(texture_NCHW: Tensor) -> None:
@@ -149,12 +195,16 @@ def test_a_centred_transform_sees_the_mirror_image_mirrored(texture_NCHW: Tensor
     for centred in (False, True):
         transform = make_scattering(32, centred=centred)
         plain, mirrored = (transform(x, log=True).flatten(1, 2) for x in (x_BCHW, x_BCHW.flip(-1)))
-        error[centred] = float((plain - mirrored[:, mirror_channels(transform)].flip(-1)).abs().mean() / plain.std())
+        error[centred] = float(
+            (plain - mirrored[:, mirror_channels(transform)].flip(-1)).abs().mean() / plain.std()
+        )
     assert error[True] < 0.01 < 0.1 < error[False]
 
 
 @pytest.mark.parametrize("name", ["patches", "patches+scattering"])
-def test_an_images_features_have_the_same_bits_whatever_stands_beside_it(name: str, small: SizeConstants, texture_NCHW: Tensor) -> None:
+def test_an_images_features_have_the_same_bits_whatever_stands_beside_it(
+    name: str, small: SizeConstants, texture_NCHW: Tensor
+) -> None:
     features = PatchFeatures({32: small}, scattering="scattering" in name)
     x_BCHW = texture_NCHW.float() / 255
     whole_BD = features(x_BCHW)
@@ -171,23 +221,34 @@ def test_orders_tell_the_frequencies_of_a_rows_dimensions(texture_NCHW: Tensor) 
     order_D = feature_orders(scattering=True)
     assert order_D.shape == (22_176,) and order_D.unique().tolist() == [0, 1, 2, 3]
     assert (feature_orders(scattering=False) == order_D[:14_400]).all()
-    # Order 0 is a mean over all cells: shuffling the rows of cells leaves it alone, and moves every other vertical frequency.
+    # Order 0 is a mean over all cells: shuffling the rows of cells leaves it alone, and moves every
+    # other vertical frequency.
     cells_QQ = load_constants(32).scattering.cells_QQ
     assert cells_QQ is not None
     f_QC = torch.rand(32, 243, generator=torch.Generator().manual_seed(0))
     moved_QC = f_QC.unflatten(0, (8, 4))[torch.tensor([4, 0, 6, 2, 1, 7, 3, 5])].flatten(0, 1)
     same_D = ((cells_QQ @ f_QC - cells_QQ @ moved_QC).abs() < 1e-5).flatten()
-    assert same_D[order_D[14_400:] == 0].all() and same_D.unflatten(0, (8, 4, 243)).all(2).sum() == 4  # u = 0
+    assert (
+        same_D[order_D[14_400:] == 0].all() and same_D.unflatten(0, (8, 4, 243)).all(2).sum() == 4
+    )  # u = 0
     encoder = fixed_encoder("patches+scattering", 32)
-    assert encoder.order_D is not None and len(encoder.order_D) == encoder.poolings(torch.rand(1, 3, 32, 32))["3x3"].shape[1]
+    assert (
+        encoder.order_D is not None
+        and len(encoder.order_D) == encoder.poolings(torch.rand(1, 3, 32, 32))["3x3"].shape[1]
+    )
     assert fixed_encoder("hog").order_D is None
 
 
 def test_an_image_is_seen_at_its_own_resolution_on_any_canvas(small: SizeConstants) -> None:
     larger = learn_constants(replace(SMALL, side_px=64, stride=2))
     features = PatchFeatures({32: small, 64: larger}, scattering=True)
-    encoder = replace(fixed_encoder("patches", 64), poolings=lambda x_BCHW: {"3x3": features(x_BCHW)})
-    pixels = [np.asarray(textures(torch.tensor([side]), side)[0].permute(1, 2, 0)) for side in (32, 64, 36, 150)]
+    encoder = replace(
+        fixed_encoder("patches", 64), poolings=lambda x_BCHW: {"3x3": features(x_BCHW)}
+    )
+    pixels = [
+        np.asarray(textures(torch.tensor([side]), side)[0].permute(1, 2, 0))
+        for side in (32, 64, 36, 150)
+    ]
     shown = [encoder.preprocess(p) for p in pixels]
     assert [x.shape for x in shown] == [(3, 64, 64)] * 4
     together = features(torch.from_numpy(np.stack(shown)))
@@ -198,7 +259,10 @@ def test_an_image_is_seen_at_its_own_resolution_on_any_canvas(small: SizeConstan
         assert torch.equal(features(torch.from_numpy(shown[b])[None])[0], together[b])
 
 
-@pytest.mark.parametrize(("side", "seen"), [(8, 32), (28, 32), (32, 32), (50, 32), (52, 64), (64, 64), (102, 64), (103, 128), (5000, 224)])
+@pytest.mark.parametrize(
+    ("side", "seen"),
+    [(8, 32), (28, 32), (32, 32), (50, 32), (52, 64), (64, 64), (102, 64), (103, 128), (5000, 224)],
+)
 def test_the_resolution_follows_the_shorter_side(side: int, seen: int) -> None:
     assert own_size(side, side + 70, SIZES) == own_size(side + 70, side, SIZES) == seen
 
@@ -226,7 +290,12 @@ def test_every_image_that_can_be_decoded_has_finite_features() -> None:
 
 def test_the_encoder_says_what_it_is_made_of() -> None:
     encoder = fixed_encoder("patches", 100)
-    assert (encoder.own_sizes, encoder.image_size, encoder.standard_rows, encoder.family) == ((32, 64), 64, True, "fixed")
+    assert (encoder.own_sizes, encoder.image_size, encoder.standard_rows, encoder.family) == (
+        (32, 64),
+        64,
+        True,
+        "fixed",
+    )
     assert encoder.lineage[0]["visibility"] == "public" and encoder.weights == "trained"
     assert fixed_encoder("patches").own_sizes == (32, 64, 128)
     with pytest.raises(ConfigError, match=r"image_size=7; expected 8 px or more for patches"):
@@ -240,7 +309,10 @@ def test_saved_constants_give_the_same_features_and_damaged_ones_are_refused(
     path = tmp_path / "patches-32px.safetensors"
     save_constants(small, path)
     x_BCHW = texture_NCHW.float() / 255
-    a_BD, b_BD = (PatchFeatures({32: c}, scattering=True)(x_BCHW) for c in (small, load_constants(32, tmp_path)))
+    a_BD, b_BD = (
+        PatchFeatures({32: c}, scattering=True)(x_BCHW)
+        for c in (small, load_constants(32, tmp_path))
+    )
     assert float((a_BD - b_BD).abs().max()) < 2e-3 * float(a_BD.abs().max())
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"cannot be read .* Reinstall dpvision"):
@@ -270,7 +342,10 @@ def test_the_shipped_constants_are_those_that_textures_give(side: int) -> None:
 )
 def test_the_shipped_files_are_those_that_the_slow_test_compared(side: int, digest: str) -> None:
     """Who changes a file runs the slow test above and writes the new digest here."""
-    assert hashlib.sha256((FOLDER / f"patches-{side}px.safetensors").read_bytes()).hexdigest() == digest
+    assert (
+        hashlib.sha256((FOLDER / f"patches-{side}px.safetensors").read_bytes()).hexdigest()
+        == digest
+    )
 
 
 @pytest.mark.slow
@@ -296,5 +371,12 @@ def test_the_fingerprint_tells_constants_of_every_resolution_apart(small: SizeCo
     found = []
     for smallest in (small, other):
         features = PatchFeatures({32: smallest, 64: larger}, scattering=False)
-        found.append(fingerprint(replace(fixed_encoder("patches", 64), poolings=lambda x_BCHW, f=features: {"3x3": f(x_BCHW)})))
+        found.append(
+            fingerprint(
+                replace(
+                    fixed_encoder("patches", 64),
+                    poolings=lambda x_BCHW, f=features: {"3x3": f(x_BCHW)},
+                )
+            )
+        )
     assert found[0] != found[1]

@@ -1,6 +1,7 @@
 """Recipe names on the command line."""
 
 import difflib
+import inspect
 
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
@@ -21,14 +22,23 @@ def get_recipe(name: str) -> RunConfig:
 
 
 def recipe_lines(start: str = "") -> list[str]:
-    """Return the recipes as lines of name and summary. Recipes for single rows of the paper's tables are only counted.
+    """Return the recipes as lines of name and summary. Recipes for single rows of the paper's
+    tables are only counted.
 
     Args:
         start: prefix of the names.
     """
     names = [name for name in RECIPES if name.startswith(start)]
-    lines = [f"  {name:32}{(RECIPES[name].__doc__ or '').strip().splitlines()[0]}" for name in names if name not in TABLE_ROWS]
+    summary = {name: inspect.getdoc(RECIPES[name]) or "" for name in names}
+    lines = [
+        f"  {name:32}{' '.join(summary[name].partition(chr(10) * 2)[0].split())}"
+        for name in names
+        if name not in TABLE_ROWS
+    ]
     left_out = [name for name in names if name in TABLE_ROWS]
     if left_out:
-        lines.append(f"  and {len(left_out)} rows of the DP transfer paper's tables, such as {left_out[0]}: docs/transfer.md")
+        lines.append(
+            f"  and {len(left_out)} rows of the DP transfer paper's tables, such as "
+            f"{left_out[0]}: docs/transfer.md"
+        )
     return lines
