@@ -14,6 +14,7 @@ import numpy as np
 
 from dpvision.config import PrivacyConfig, from_dict
 from dpvision.config.privacy import MAX_GRAD_NORM, MIN_GRAD_NORM
+from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant, mechanism, sampling, stated
 from dpvision.privacy.accountant import PrivacySpent
@@ -117,23 +118,26 @@ class DPPlan:
         return self
 
     @property
+    def unit(self) -> Unit:
+        """Unit: the unit of privacy."""
+        return Unit(
+            self.dataset_size, self.num_units, self.max_records_per_unit, self.sampling_unit
+        )
+
+    @property
     def population(self) -> int:
         """int: declared number of units, or of records if no units are declared."""
-        return self.dataset_size if self.num_units is None else self.num_units
+        return self.unit.population
 
     @property
     def sampled_from(self) -> int:
-        """int: declared number of those that are drawn: people with sampling_unit="person",
-        otherwise records.
-        """
-        return self.population if self.sampling_unit == "person" else self.dataset_size
+        """int: declared number of those that are drawn."""
+        return self.unit.sampled_from
 
     @property
     def clipped_per_unit(self) -> int:
-        """int: clipped gradients that one unit adds to the sum of a step, at most: k records, or
-        one person.
-        """
-        return self.max_records_per_unit if self.sampling_unit == "record" else 1
+        """int: clipped gradients that one unit adds to the sum of a step, at most."""
+        return self.unit.clipped
 
     @property
     def stated_epsilon(self) -> float | None:

@@ -14,7 +14,7 @@ from dpvision.privacy.refusal import refusal
 ATTACK_FPRS = (0.001, 0.01)
 PRETRAINING_PAYS_FROM = 1_000_000
 """Records below which private pre-training is not known to beat features that cost nothing
-(docs/features_free.md, docs/log.md).
+(docs/features_free.md, docs/log).
 """
 LARGE_RHO_STAR = 0.1
 """A common direction this strong, in clip norms, is rare among the gradients of images: weaker ones
