@@ -6,7 +6,7 @@ what cost (docs/doctor.md).
 
 """
 
-from dpvision.doctor.findings import Findings, find_subject, look
 from dpvision.doctor.bench import measure
+from dpvision.doctor.findings import Findings, find_subject, look
 
 __all__ = ["Findings", "find_subject", "look", "measure"]
