@@ -19,7 +19,6 @@ from dp_accounting import dp_event, pld, rdp
 
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.ledger import _text, _with_runs_before
-from dpvision.cli.run_args import spent
 from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.account import filter_bound, store_account
@@ -37,6 +36,7 @@ from dpvision.privacy.refusal import MAX_EPSILON
 from dpvision.report.statement import make_statement
 from dpvision.runs.epsilon_meter import EpsilonMeter
 from dpvision.runs.lineage import own_entry, runs_on
+from dpvision.runs.spent import spent
 
 from ..report.runs import make_run, make_store
 

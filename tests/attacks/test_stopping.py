@@ -17,7 +17,6 @@ import pytest
 
 from dpvision.cli import main
 from dpvision.cli.ledger import _text
-from dpvision.cli.run_args import resume_words, spent
 from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.account import set_cap, store_account
@@ -29,6 +28,7 @@ from dpvision.report.page import make_report
 from dpvision.report.statement import make_statement, write_statement
 from dpvision.report.verify import verify_statement
 from dpvision.runs.epsilon_meter import EpsilonMeter
+from dpvision.runs.spent import resume_words, spent
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from runs import PRIVACY, make_run, make_store
