@@ -119,12 +119,14 @@ def forget_admitted(model: nn.Module) -> None:
 
 
 def _distinct(public: Batch, number: int) -> Batch:
-    """The records with other noise for every ``number``, the first of them twice, in distinct
-    company.
+    """The records with other noise, or in a user's own form in another order, for every ``number``;
+    the first of them twice, in distinct company.
     """
     generator = torch.Generator().manual_seed(number)
 
     def noisy(value: Tensor) -> Tensor:
+        if not isinstance(public, Batch):
+            return value.roll(number, 0)
         if not (number and value.is_floating_point()):
             return value
         return value + torch.randn(value.shape, generator=generator).to(value.device, value.dtype)

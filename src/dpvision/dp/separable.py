@@ -232,12 +232,12 @@ def in_float64(batch: Batch) -> Batch:
 
 def perturbed(batch: Batch) -> Batch:
     """Replace every record by another: other pixels, other ids, and its neighbour's tokens and
-    labels.
+    labels. In a batch of a user's own form all numbers are the neighbour's, which are valid.
     """
     generator = torch.Generator().manual_seed(0)
 
     def other(value: Tensor) -> Tensor:
-        if not value.is_floating_point():
+        if not (isinstance(batch, Batch) and value.is_floating_point()):
             return value.roll(1, 0)
         return value + torch.randn(value.shape, generator=generator, dtype=value.dtype)
 

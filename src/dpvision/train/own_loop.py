@@ -458,6 +458,7 @@ class _Reader:
             num_workers=workers,
             persistent_workers=workers > 0,
             collate_fn=_as_read,
+            generator=torch.Generator(),  # else it takes a number of the global one at each step
         )
         form = None
         try:
