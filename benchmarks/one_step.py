@@ -193,7 +193,7 @@ def opacus_head(feature, label, num_classes):
     plan = _releases(len(label)).plan
     optimizer = DPOptimizer(
         torch.optim.Adam([head.weight], lr=1e-3),
-        noise_multiplier=plan.noise_multiplier,
+        noise_multiplier=plan.noise.multiplier,
         max_grad_norm=plan.max_grad_norm,
         expected_batch_size=len(label),
     )
