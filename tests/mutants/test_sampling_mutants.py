@@ -13,6 +13,7 @@ from zoo import KEY as STEP_KEY
 from zoo import GradientIsImage, image_losses, make_batch
 
 from dpvision.config import RunConfig
+from dpvision.config.unit import Unit
 from dpvision.dp import clip, clipped
 from dpvision.dp.buckets import passes
 from dpvision.dp.noise import privatize
@@ -243,7 +244,7 @@ def test_replayed_draws(new_run: NewRun, poisson_config: RunConfig) -> None:
 def test_truncation_of_tail(poisson: DPPlan) -> None:
     truncated = replace(
         poisson,
-        sampler=sampling.TruncatedPoisson(N, N * RATE, max_batch_size=round(N * RATE)),
+        sampler=sampling.TruncatedPoisson(Unit(N), N * RATE, max_batch_size=round(N * RATE)),
         guarantee="simulated",
         epsilon=None,
         epsilon_rdp=None,

@@ -11,6 +11,7 @@ import torch
 from made import changed, made_sum
 
 from dpvision.config import PrivacyConfig
+from dpvision.config.unit import Unit
 from dpvision.dp.noise import grid_of, privatize
 from dpvision.dp.normals import normals
 from dpvision.errors import ConfigError, PrivacyError
@@ -119,9 +120,9 @@ def test_shares_of_independent_noise_are_disjoint_and_cover_every_parameter(
 
 def test_a_cap_is_for_truncated_draws_only() -> None:
     for wrong in (
-        lambda: Poisson(100, 10.0, max_batch_size=5),
-        lambda: FullBatch(100, 100.0, max_batch_size=5),
-        lambda: TruncatedPoisson(100, 10.0),
+        lambda: Poisson(Unit(100), 10.0, max_batch_size=5),
+        lambda: FullBatch(Unit(100), 100.0, max_batch_size=5),
+        lambda: TruncatedPoisson(Unit(100), 10.0),
         lambda: DPPlan.from_dict({**make_plan(FULL).to_dict(), "max_batch_size": 5}),
     ):
         with pytest.raises((PrivacyError, ConfigError), match="max_batch_size"):
@@ -129,7 +130,7 @@ def test_a_cap_is_for_truncated_draws_only() -> None:
 
 
 def test_truncated_draws_have_no_event_of_a_unit() -> None:
-    sampler = TruncatedPoisson(100, 10.0, max_batch_size=30)
+    sampler = TruncatedPoisson(Unit(100), 10.0, max_batch_size=30)
     with pytest.raises(PrivacyError, match="no accounting"):
         sampler.event(1.0, 5, records=2)
     assert not sampler.accounts_for_units

@@ -11,6 +11,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import integrate, optimize, stats
 
+from dpvision.config.unit import Unit
 from dpvision.errors import PrivacyError
 from dpvision.privacy import accountant, loss_distribution, second_accountant
 from dpvision.privacy.events import Composed, Gaussian
@@ -24,7 +25,7 @@ def by_dp_accounting(rate: float, noise: float, steps: int, delta: float, ours: 
     """On the grid of a statement; on finer ones while that is 1% above ours: both are upper bounds,
     and grids cost small epsilons several percent.
     """
-    event = Poisson(1, rate).event(noise, steps)
+    event = Poisson(Unit(1), rate).event(noise, steps)
     grid = accountant.discretization_interval(event, delta)
     theirs = accountant.epsilon(event, delta, grid)
     for _ in range(4):
@@ -139,7 +140,7 @@ def test_runs_of_different_kinds_compose() -> None:
     parts = [(0.01, 0.9, 300), (0.2, 6.0, 50)]
     event = Composed(
         (
-            *(Poisson(1, part[0]).event(*part[1:]) for part in parts),
+            *(Poisson(Unit(1), part[0]).event(*part[1:]) for part in parts),
             Gaussian(4.0),
         )
     )
@@ -153,7 +154,9 @@ def test_runs_of_different_kinds_compose() -> None:
 )
 def test_a_person_of_several_records(rate: float, noise: float, steps: int, records: int) -> None:
     sampling = "full_batch" if rate == 1 else "poisson"
-    theirs = accountant.epsilon(LAWS[sampling](1, rate).event(noise, steps, records), 1e-6, 1e-3)
+    theirs = accountant.epsilon(
+        LAWS[sampling](Unit(1), rate).event(noise, steps, records), 1e-6, 1e-3
+    )
     ours = epsilon([release(rate, noise, steps, records)], 1e-6)
     assert theirs * 0.99 <= ours <= theirs * 1.01
 

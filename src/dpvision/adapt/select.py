@@ -183,7 +183,7 @@ def _rehearse(
     stream: FeatureStream, candidates: Sequence[Candidate], run_plan: DPPlan, score_plan: DPPlan
 ) -> None:
     """Run every candidate on random numbers of the stream's shape."""
-    rng, num = np.random.default_rng(0), min(_REHEARSAL_RECORDS, run_plan.sampler.sampled_from)
+    rng, num = np.random.default_rng(0), min(_REHEARSAL_RECORDS, run_plan.unit.sampled_from)
     feature_ND = rng.normal(size=(num, stream.feature_ND.shape[1])).astype(np.float32)
     shape = (num, stream.num_classes) if stream.multi_label else num
     label = rng.integers(0, 2 if stream.multi_label else stream.num_classes, shape)

@@ -13,7 +13,6 @@ from dpvision.config import RunConfig
 from dpvision.config.resolve import applied
 from dpvision.errors import ConfigError
 from dpvision.privacy.printed import up, up_delta
-from dpvision.privacy.stated_for import stated_for
 
 if TYPE_CHECKING:
     from dpvision.data.store import Store
@@ -136,7 +135,7 @@ def guarantee_words(
     plan: "DPPlan", epsilon: float, unit_epsilon: float | None, delta: float
 ) -> str:
     """Return the guarantee as one line: per image, and per person if people are declared."""
-    said, k = stated_for(plan.sampling_unit, epsilon, unit_epsilon), plan.max_records_per_unit
+    said, k = plan.unit.stated(epsilon, unit_epsilon), plan.max_records_per_unit
     if not said.of_person:
         whom = "" if plan.num_units is None else " for a single image, unknown for a person,"
         return f"epsilon {up(said.epsilon)}{whom} at delta {up_delta(delta)}"

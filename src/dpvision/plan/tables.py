@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError
 from dpvision.privacy import accountant
 from dpvision.privacy.calibrate import calibrate
@@ -304,7 +305,7 @@ def _event(
     """Event of the plan with some settings replaced."""
     n = records or plan.dataset_size
     size = min(batch or plan.expected_batch_size, n)
-    sampler = replace(plan.sampler, sampled_from=n, expected_batch_size=size)
+    sampler = replace(plan.sampler, unit=Unit(n), expected_batch_size=size)
     return sampler.event(noise or plan.noise.multiplier, steps or plan.steps)
 
 

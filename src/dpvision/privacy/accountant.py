@@ -85,7 +85,7 @@ def unit_epsilon(event: Event, delta: float, *, parts: int = 8000) -> float:
 
     For a mixture ``discretization_interval`` goes by the largest component, which is many times too
     coarse; here the grid follows from the bound. At most 0.1% above the limit at 8000 parts
-    (mixtures of up to 32 records, docs/log.md 2026-11-23).
+    (mixtures of up to 32 records, docs/log 2026-11-23).
 
     Raises:
         PrivacyError: as ``epsilon``.

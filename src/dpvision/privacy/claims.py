@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dpvision.config.unit import Unit
 from dpvision.privacy import accountant
 from dpvision.privacy.sampling import Poisson
 
@@ -66,7 +67,7 @@ class Recomputed:
 
 def recompute(claim: Claim) -> Recomputed:
     """What the settings of ``claim`` cost, at its delta."""
-    draws = Poisson(claim.dataset_size, claim.expected_batch_size)
+    draws = Poisson(Unit(claim.dataset_size), claim.expected_batch_size)
     event = draws.event(claim.noise_multiplier, claim.steps)
     curve, balle = accountant.rdp_curve(event), accountant.epsilon_rdp(event, claim.delta)
     assert curve is not None and balle is not None, (

@@ -16,6 +16,7 @@ import numpy as np
 
 from dpvision.config import PrivacyConfig, from_dict
 from dpvision.config.privacy import MAX_GRAD_NORM, MIN_GRAD_NORM
+from dpvision.config.unit import Drawn, Unit
 from dpvision.errors import PrivacyError
 from dpvision.privacy import accountant
 from dpvision.privacy.accountant import PrivacySpent
@@ -44,10 +45,6 @@ class DPPlan:
     """Says how much noise a step gets, and to which norm gradients are clipped."""
     steps: int
     delta: float
-    dataset_size: int
-    max_records_per_unit: int
-    num_units: int | None
-    """Declared number of units (people); if None, the unit of privacy is the record."""
     value_discretization_interval: float | None
     """Grid of the privacy loss in the stated epsilon; None without a guarantee."""
     epsilon: float | None
@@ -73,10 +70,9 @@ class DPPlan:
     """Digests of the records of those steps; secret."""
 
     def __post_init__(self) -> None:
-        people = self.num_units if self.sampling_unit == "person" else self.dataset_size
-        ok = self.sampler.sampled_from == people and 0 < self.sample_rate <= 1
-        ok = ok and (self.selection is None or (self.steps == 1 and self.guarantee == "dp"))
-        ok = ok and (self.sampling_unit == "record" or self.selection is None)
+        ok = 0 < self.sample_rate <= 1 and (self.unit.is_person or not self.unit.draws_people)
+        if self.selection is not None:
+            ok = ok and self.steps == 1 and self.guarantee == "dp" and not self.unit.draws_people
         if not ok or (self.guarantee == "dp") != (self.epsilon is not None):
             raise self._altered(self.sample_rate)
         norm = self.max_grad_norm
@@ -93,7 +89,7 @@ class DPPlan:
     def _altered(self, sample_rate: float) -> PrivacyError:
         return PrivacyError(
             f"plan: sample_rate={sample_rate}, epsilon={self.epsilon}; expected "
-            f"expected_batch_size / {self.sampler.sampled_from}, and an epsilon exactly with "
+            f"expected_batch_size / {self.unit.sampled_from}, and an epsilon exactly with "
             "guarantee=dp. Make plans with make_plan; restore an altered file."
         )
 
@@ -117,9 +113,29 @@ class DPPlan:
         return self.sampler.sample_rate
 
     @property
-    def sampling_unit(self) -> Literal["record", "person"]:
-        """str: what is drawn. With "person" every epsilon is a person's."""
+    def unit(self) -> Unit:
+        """Unit: the unit of privacy."""
         return self.sampler.unit
+
+    @property
+    def dataset_size(self) -> int:
+        """int: declared number of records."""
+        return self.unit.num_records
+
+    @property
+    def num_units(self) -> int | None:
+        """int: declared number of people; if None, the unit of privacy is the record."""
+        return self.unit.num_people
+
+    @property
+    def max_records_per_unit(self) -> int:
+        """int: bound k on a person's records, of the run or, where people are drawn, of a step."""
+        return self.unit.max_records
+
+    @property
+    def sampling_unit(self) -> Drawn:
+        """str: what is drawn. With "person" every epsilon is a person's."""
+        return self.unit.drawn
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -134,21 +150,19 @@ class DPPlan:
     @property
     def population(self) -> int:
         """int: declared number of units, or of records if no units are declared."""
-        return self.dataset_size if self.num_units is None else self.num_units
+        return self.unit.population
 
     @property
     def clipped_per_unit(self) -> int:
-        """int: clipped gradients that one unit adds to the sum of a step, at most: k records, or
-        one person.
-        """
-        return self.sampler.clipped_per_unit(self.max_records_per_unit)
+        """int: clipped gradients that one unit adds to the sum of a step, at most."""
+        return self.unit.clipped
 
     @property
     def stated_epsilon(self) -> float | None:
         """float: epsilon of all planned steps for a unit, or for a record if no units are declared;
         None without a guarantee.
         """
-        return self.epsilon if self.num_units is None else self.unit_epsilon
+        return self.unit_epsilon if self.unit.is_person else self.epsilon
 
     def require_true(self) -> None:
         """Refuse to execute a plan whose stated epsilons are not those of its own numbers: changed
@@ -431,7 +445,7 @@ class PlanForm:
     epsilon_rdp: float | None
     unit_epsilon: float | None
     clipping: Literal["hard", "automatic"] = "hard"
-    sampling_unit: Literal["record", "person"] = "record"
+    sampling_unit: Drawn = "record"
     selection: Selection | None = None
 
     def plan(self) -> DPPlan:
@@ -440,15 +454,12 @@ class PlanForm:
         Raises:
             PrivacyError: the values contradict each other.
         """
-        people = self.num_units if self.sampling_unit == "person" else self.dataset_size
+        unit = Unit(
+            self.dataset_size, self.num_units, self.max_records_per_unit, self.sampling_unit
+        )
         names = {field.name for field in fields(DPPlan)} - {"sampler", "noise"}
         plan = DPPlan(
-            sampler=LAWS[self.sampling](
-                people or self.dataset_size,
-                self.expected_batch_size,
-                self.sampling_unit,
-                self.max_batch_size,
-            ),
+            sampler=LAWS[self.sampling](unit, self.expected_batch_size, self.max_batch_size),
             noise=IndependentGaussian(self.noise_multiplier, self.max_grad_norm),
             **{name: getattr(self, name) for name in names},
         )

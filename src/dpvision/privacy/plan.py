@@ -84,18 +84,10 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
     private = cfg.guarantee == "dp"
     plan = DPPlan(
         guarantee=cfg.guarantee,
-        sampler=LAWS[cfg.sampling](
-            cfg.sampled_from,
-            float(cfg.expected_batch_size),
-            cfg.sampling_unit,
-            cfg.max_batch_size,
-        ),
+        sampler=LAWS[cfg.sampling](cfg.unit, float(cfg.expected_batch_size), cfg.max_batch_size),
         noise=IndependentGaussian(float(cfg.noise_multiplier or 0.0), cfg.max_grad_norm),
         steps=cfg.num_steps if selection is None else 1,
-        delta=default_delta(cfg.num_units or cfg.dataset_size) if cfg.delta is None else cfg.delta,
-        dataset_size=cfg.dataset_size,
-        max_records_per_unit=cfg.max_records_per_unit,
-        num_units=cfg.num_units,
+        delta=default_delta(cfg.unit.population) if cfg.delta is None else cfg.delta,
         value_discretization_interval=None,
         epsilon=math.inf if private else None,  # until it is accounted for
         epsilon_rdp=None,

@@ -14,7 +14,7 @@ from dpvision.privacy.refusal import refusal
 ATTACK_FPRS = (0.001, 0.01)
 PRETRAINING_PAYS_FROM = 1_000_000
 """Records below which private pre-training is not known to beat features that cost nothing
-(docs/features_free.md, docs/log.md).
+(docs/features_free.md, docs/log).
 """
 LARGE_RHO_STAR = 0.1
 """A common direction this strong, in clip norms, is rare among the gradients of images: weaker ones
@@ -175,7 +175,7 @@ def signal(plan: DPPlan, num_parameters: int | None) -> dict[str, float] | None:
     if plan.epsilon is None or plan.epsilon <= 0:
         return None
     planned = math.sqrt(plan.steps) * plan.expected_batch_size / plan.noise.multiplier
-    limit = plan.sampler.sampled_from / gaussian.noise_for(plan.epsilon, plan.delta)
+    limit = plan.unit.sampled_from / gaussian.noise_for(plan.epsilon, plan.delta)
     figures = {"signal_planned": planned, "signal_limit": limit}
     if num_parameters is not None:
         figures["num_parameters"] = num_parameters

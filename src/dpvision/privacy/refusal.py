@@ -99,7 +99,7 @@ def _unaccounted(plan: DPPlan) -> str | None:
     if sampler.max_batch_size is None:
         return None
     assert plan.epsilon is not None
-    untruncated = Poisson(sampler.sampled_from, sampler.expected_batch_size, sampler.unit)
+    untruncated = Poisson(sampler.unit, sampler.expected_batch_size)
     plain = accountant.epsilon(
         plan.noise.event(untruncated, plan.steps), plan.delta, plan.value_discretization_interval
     )

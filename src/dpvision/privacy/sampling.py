@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from scipy import special
 
+from dpvision.config.unit import Unit
 from dpvision.errors import PrivacyError
 from dpvision.privacy.events import (
     Event,
@@ -32,12 +33,10 @@ Law = Literal["poisson", "truncated_poisson", "full_batch"]
 class Sampler:
     """The interface of the laws below: values that draw batches and account for them."""
 
-    sampled_from: int
-    """Declared, public number of those that are drawn, whatever the store holds."""
+    unit: Unit
+    """What is drawn, and the declared, public number of them, whatever the store holds."""
     expected_batch_size: float
     """Public; the divisor of the noisy sum."""
-    unit: Literal["record", "person"] = "record"
-    """What is drawn."""
     max_batch_size: int | None = None
     """Cap of truncated_poisson; None with the others."""
 
@@ -57,7 +56,7 @@ class Sampler:
     @property
     def sample_rate(self) -> float:
         """float: probability that one of them is in a batch."""
-        return self.expected_batch_size / self.sampled_from
+        return self.expected_batch_size / self.unit.sampled_from
 
     @property
     def amplifies(self) -> bool:
@@ -66,11 +65,7 @@ class Sampler:
 
     def known(self) -> "FullBatch":
         """The sampler whose event holds if the attacker knows every batch."""
-        return FullBatch(self.sampled_from, self.sampled_from, self.unit)
-
-    def clipped_per_unit(self, records: int) -> int:
-        """The most clipped gradients that a unit of up to ``records`` records adds to a step."""
-        return records if self.unit == "record" else 1
+        return FullBatch(self.unit, self.unit.sampled_from)
 
     def require(self, num_records: int) -> None:
         """Refuse a number of records (people) for which the event does not hold.
@@ -102,10 +97,13 @@ class Sampler:
         """Fields of a plan's flat form."""
         return {
             "sampling": self.law,
+            "dataset_size": self.unit.num_records,
             "expected_batch_size": self.expected_batch_size,
             "sample_rate": self.sample_rate,
             "max_batch_size": self.max_batch_size,
-            "sampling_unit": self.unit,
+            "max_records_per_unit": self.unit.max_records,
+            "num_units": self.unit.num_people,
+            "sampling_unit": self.unit.drawn,
         }
 
 
@@ -119,10 +117,10 @@ class FullBatch(Sampler):
     random: ClassVar[bool] = False
 
     def require(self, num_records: int) -> None:
-        if num_records > self.sampled_from:
+        if num_records > self.unit.sampled_from:
             raise PrivacyError(
                 f"plan: a full batch of {num_records} records; expected at most the "
-                f"{self.sampled_from} declared. Give each record one id, with its images as "
+                f"{self.unit.sampled_from} declared. Give each record one id, with its images as "
                 "views, or make a plan for more records."
             )
 
@@ -178,11 +176,11 @@ class TruncatedPoisson(Poisson):
     accounts_for_units: ClassVar[bool] = False
 
     def require(self, num_records: int) -> None:
-        if num_records > self.sampled_from:
+        if num_records > self.unit.sampled_from:
             raise PrivacyError(
-                f"plan.draw: num_records={num_records}; expected at most {self.sampled_from} as "
-                "declared with truncated_poisson, whose cost depends on it. Make a plan for the "
-                "larger store."
+                f"plan.draw: num_records={num_records}; expected at most "
+                f"{self.unit.sampled_from} as declared with truncated_poisson, whose cost depends "
+                "on it. Make a plan for the larger store."
             )
 
     def draw(self, num_records: int, rng: Stream) -> np.ndarray:
@@ -197,7 +195,7 @@ class TruncatedPoisson(Poisson):
             )
         if steps == 0:
             return NoRelease()
-        n, rate, most = self.sampled_from, self.sample_rate, self.max_batch_size
+        n, rate, most = self.unit.sampled_from, self.sample_rate, self.max_batch_size
         assert most is not None
         return Repeated(TruncatedPoissonGaussian(n, rate, most, noise_multiplier), steps)
 

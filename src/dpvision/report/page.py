@@ -6,6 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from dpvision.config.unit import Stated
 from dpvision.data.open import open_store
 from dpvision.errors import PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share
@@ -13,7 +14,6 @@ from dpvision.eval.score_file import NOTHING_FITTED
 from dpvision.files import write_json
 from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.stated_for import Stated, stated_for
 from dpvision.report import figures
 from dpvision.report.gallery import Gallery
 from dpvision.report.html import render, setting_rows, write_page
@@ -83,7 +83,7 @@ def make_report(
     said = (
         None
         if guarantee is None
-        else stated_for(unit, guarantee["epsilon"], guarantee["unit_epsilon"])
+        else Stated.of(unit, guarantee["epsilon"], guarantee["unit_epsilon"])
     )
     html = render(
         "report_page.html",
@@ -126,7 +126,7 @@ def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
     else:
         s = plan.sampler
         step = (
-            f"dp.TruncatedSubsampledGaussianDpEvent({s.sampled_from}, {s.sample_rate!r}, "
+            f"dp.TruncatedSubsampledGaussianDpEvent({plan.unit.sampled_from}, {s.sample_rate!r}, "
             f"{s.max_batch_size}, {plan.noise.multiplier!r})"
             if s.max_batch_size is not None
             else f"dp.PoissonSampledDpEvent({s.sample_rate!r}, {gaussian})"
