@@ -50,7 +50,7 @@ def delta_of_stopping(plan: DPPlan, printed_T: np.ndarray, samples: int = 60_000
     """delta spent at the printed epsilons by a run that stops at the first step whose privacy loss
     exceeds what it would print.
     """
-    rng, step, found = np.random.default_rng(7), 1 / plan.noise_multiplier, 0.0
+    rng, step, found = np.random.default_rng(7), 1 / plan.noise.multiplier, 0.0
     for _ in range(samples // 10_000):
         loss = np.cumsum(rng.normal(step**2 / 2, step, (10_000, plan.steps)), axis=1)
         over = loss > printed_T
