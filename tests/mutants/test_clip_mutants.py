@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import zoo
 import zoo_tokens
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from zoo import KEY, class_losses, make_batch, rows
 
 from dpvision.config import RunConfig
+from dpvision.data.batch import HostRows
 from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
@@ -35,6 +37,7 @@ from dpvision.dp import (
     one_pass,
     outer_products,
     per_record,
+    route,
     separable,
     weight_grads,
 )
@@ -437,3 +440,88 @@ def test_mask_keyed_by_row(scenes: Store, config: RunConfig, tmp_path: Path) -> 
         check_crops()
     with planted(StepKey, "uniform_numpy", uniform_by_row, "others get other captions"):
         check_captions()
+
+
+class Sorted(nn.Module):
+    """A layer on rows sorted by a label that random records do not have, and put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(192, 6), nn.Linear(6, 5)
+
+    def forward(self, x_BD: Tensor, key_B: Tensor) -> Tensor:
+        order = key_B.argsort(stable=True)
+        return self.head(torch.tanh(self.layer(x_BD[order]))[order.argsort()])
+
+
+def sorted_losses(model: nn.Module, batch: Any, key: StepKey) -> Tensor:
+    out = model(batch.image_BVCHW[:, 0].flatten(1), (batch.label_B == 3).long())
+    return nn.functional.cross_entropy(out, batch.label_B, reduction="none")
+
+
+def test_rows_in_another_order() -> None:
+    """A way that was found on records of other labels is taken again."""
+    batch = make_batch(4)
+    batch = batch._replace(
+        label_B=torch.tensor([3, 0, 1, 3]),
+        image_BVCHW=batch.image_BVCHW * torch.tensor([9.0, 1, 0.1, 1]).view(4, 1, 1, 1, 1),
+    )
+
+    def check() -> None:
+        model = seeded(Sorted)
+        others = batch._replace(label_B=torch.tensor([0, 1, 0, 1]))
+        clipped_sum(sorted_losses, model, others, KEY, max_grad_norm=C)
+        check_clip(clipped_sum, model, sorted_losses, batch)
+
+    check()
+    with planted(route, "_moves_rows", lambda run, many, calls: False, f"{MORE}|{OTHER}"):
+        check()
+
+
+def test_records_decide_the_flow() -> None:
+    def guarded(model: nn.Module, batch: Any, key: StepKey) -> Tensor:
+        loss_B = class_losses(model, batch, key)
+        return torch.where(loss_B.isfinite().all(), loss_B, torch.zeros_like(loss_B))
+
+    def check(checked: bool) -> None:
+        assert_refused(
+            lambda: clipped_sum(
+                guarded,
+                seeded(zoo.Bare),
+                make_batch(4),
+                KEY,
+                max_grad_norm=C,
+                check_separability=checked,
+            ),
+            "a batch that one record skips",
+        )
+
+    check(False)
+    with planted(route, "follow", lambda *_: route.Level.ROWS, "was accepted"):
+        check(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(route, "follow", lambda *_: route.Level.ROWS)
+        check(True)
+        with planted(separable, "_HOSTILE", (), "was accepted"):
+            check(True)
+
+
+def test_host_rows_of_another_batch() -> None:
+    batch = make_batch(4)
+    host = HostRows(batch.record_id_B, batch.valid_B)
+    padded = batch._replace(
+        record_id_B=batch.record_id_B[[0, 1, 1, 1]],
+        valid_B=torch.tensor([True, True, False, False]),
+    )
+
+    def check() -> None:
+        assert_refused(
+            lambda: clipped_sum(
+                class_losses, seeded(zoo.Bare), padded, KEY, max_grad_norm=C, host=host
+            ),
+            "padding that counts",
+        )
+
+    check()
+    with planted(clip, "_host_rows", lambda batch, host: host, "was accepted"):
+        check()

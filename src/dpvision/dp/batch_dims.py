@@ -128,6 +128,12 @@ _PICKING: set[Any] = {
     for name in ("masked_select", "nonzero", "unique")
 }
 """Functions whose result size depends on the data."""
+_READ_NAMES = """__bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ __dlpack__
+    item tolist numpy equal allclose is_nonzero storage untyped_storage data_ptr"""
+READS = frozenset(_READ_NAMES.split())
+"""Names of functions that give Python a tensor's numbers: calls too, so that a pass may make only
+those that were seen.
+"""
 
 Losses = Callable[[Any], Tensor]
 """batch -> losses_B."""
@@ -155,7 +161,7 @@ class _Recorder(TorchFunctionMode):
         inputs = self._inputs(len(self.calls), list(tensors_in(args, kwargs)))
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
-        if made:
+        if made or func.__name__ in READS:
             self.calls.append(
                 (func, inputs, self._outputs(len(self.calls), made), _settings(func, args, kwargs))
             )
@@ -167,7 +173,6 @@ def find_batch_dims(
     few: Any,
     many: Any,
     replaced: dict[int, Any],
-    make_losses: Callable[[], Losses],
 ) -> list[Call] | str:
     """List the calls of a forward pass with the batch dimension of every tensor.
 
@@ -176,11 +181,10 @@ def find_batch_dims(
         few, many: batches of ``NUM_RECORDS`` equal records.
         replaced: row -> ``many`` with another record in that row. Empty on the ``meta`` device,
             which has no values: rows of one record are then assumed to be adjacent.
-        make_losses: returns the pass with other weights, none of them all zero, as a function that
-            returns losses_B; called if needed.
 
     Returns:
-        The calls, or the reason why they cannot be determined.
+        The calls, some with an order that is not known (``order_by_gradients``), or the reason why
+        they cannot be determined.
     """
 
     masked: set[int] = set()
@@ -206,10 +210,7 @@ def find_batch_dims(
                 f"{call.function.__name__} picks rows by their values, so that a record's rows "
                 "cannot be told"
             )
-    if not replaced:
-        return calls
-    found = _with_rows(run, many, replaced, calls)
-    return found if isinstance(found, str) else _by_gradients(make_losses, many, found)
+    return _with_rows(run, many, replaced, calls) if replaced else calls
 
 
 def _with_rows(
@@ -259,9 +260,15 @@ def _with_rows(
     ]
 
 
-def _by_gradients(make_losses: Callable[[], Losses], many: Any, calls: list[Call]) -> list[Call]:
+def order_by_gradients(
+    make_losses: Callable[[], Losses], many: Any, calls: list[Call]
+) -> list[Call]:
     """Find the order of rows that no record changes: the gradient of a record's loss reaches only
     its own rows.
+
+    Args:
+        make_losses: returns the pass with other weights, none of them all zero, as a function that
+            returns losses_B; called if needed.
     """
     unknown = {
         at for at, call in enumerate(calls) if any(map(_is_unknown, (*call.inputs, *call.outputs)))

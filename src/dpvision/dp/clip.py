@@ -90,7 +90,7 @@ def clipped_sum(
         blocks: compiled programs of the model's blocks (``compiled.compile_blocks``), for
             "one_pass".
         host: the ids and validity of this batch on the CPU. If None, they are copied from it, and
-            the host waits for a GPU.
+            the host waits for a GPU. A row that differs from them contributes zero.
         check_separability: whether to run ``check_separable`` on random records, once for each
             model and loss. False where it was run, on public records, before.
         rows: rows of a pass; public, and the same for a whole run. A larger batch is split by the
@@ -105,13 +105,13 @@ def clipped_sum(
         ConfigError: a setting is unknown or out of range, or no parameter is trained.
         PrivacyError: the model cannot be clipped exactly, or mixes records; a record is in two
             valid rows; a record's bits depend on the other rows of its pass; trained parameters are
-            in half precision or in several precisions; or float32 matrix products are set to run in
-            reduced precision.
+            in half precision or in several precisions; float32 matrix products are set to run in
+            reduced precision; or ``host`` is not of this batch (seen on a CPU).
     """
     _check(rule, method, max_grad_norm, loss_scale, chunk_size, rows)
     params = trained_parameters(model, max_grad_norm)
-    host = host or HostRows(batch.record_id_B.cpu(), batch.valid_B.cpu())
     device = batch.record_id_B.device
+    host = _host_rows(batch, host)
     valid = host.valid_B.nonzero()[:, 0]
     if len(valid) == 0:
         return ClippedSum.zeros(model, max_grad_norm)
@@ -215,6 +215,21 @@ def _how(
     )
 
 
+def _host_rows(batch: Batch, host: HostRows | None) -> HostRows:
+    """``host`` if it is of this batch, as far as a CPU can tell; a copy from the batch if None."""
+    if host is None:
+        return HostRows(batch.record_id_B.cpu(), batch.valid_B.cpu())
+    same = all(a.shape == b.shape for a, b in zip(host, batch[:2], strict=True))
+    if same and batch.record_id_B.device.type == "cpu":
+        same = all(torch.equal(a, b) for a, b in zip(host, batch[:2], strict=True))
+    if not same:
+        raise PrivacyError(
+            "clip: host= has other ids or other valid rows than the batch; expected those of this "
+            "batch: they decide which rows count, and that no record counts twice. Leave it out."
+        )
+    return host
+
+
 def _sum_of_pass(
     loss_fn: LossFn,
     model: nn.Module,
@@ -237,9 +252,11 @@ def _sum_of_pass(
     hash_B = hashes(key, host.record_id_B[valid])
     order = hash_B.argsort(stable=True)
     source = torch.cat([valid[order], valid[order[:1]].expand(num_rows - num)])
-    batch = take(batch, send(source, device))._replace(
-        valid_B=send(torch.arange(num_rows) < num, device)
-    )
+    batch = take(batch, send(source, device))
+    is_own_B = send(torch.arange(num_rows) < num, device)
+    if device.type != "cpu":  # compared there before; here without waiting for the device
+        is_own_B &= batch.valid_B & (batch.record_id_B == send(host.record_id_B[source], device))
+    batch = batch._replace(valid_B=is_own_B)
     if method == "vmap":
         grads, norms, losses = _by_vmap(loss_fn, model, batch, num, key, how)
     else:

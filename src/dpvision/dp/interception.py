@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dpvision.dp import broadcast
-from dpvision.dp.batch_dims import MIXED, OPENED, BatchDim, Call, block_call, tensors_in
+from dpvision.dp.batch_dims import MIXED, OPENED, READS, BatchDim, Call, block_call, tensors_in
 from dpvision.dp.rounding import UNIT
 from dpvision.dp.rule import NoRule
 from dpvision.dp.rules import ELEMENTWISE, EXPANDING, RULES
@@ -118,7 +118,7 @@ class InterceptedPass(TorchFunctionMode):
             else []
         )
         out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
-        if any(True for _ in tensors_in((out,), {})):
+        if func.__name__ in READS or any(True for _ in tensors_in((out,), {})):
             if self._at >= len(self._calls) or not self._calls[self._at].fits(func, args, kwargs):
                 raise GraphChanged(func.__name__)
             self._at += 1

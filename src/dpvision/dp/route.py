@@ -17,16 +17,18 @@ from torch.func import functional_call
 
 from dpvision.data.batch import Batch, mapped, rows_where, take
 from dpvision.data.keys import StepKey
-from dpvision.dp.batch_dims import NUM_RECORDS, Call, find_batch_dims
+from dpvision.dp.batch_dims import NUM_RECORDS, Call, find_batch_dims, order_by_gradients
 from dpvision.dp.compiled import Pending
 from dpvision.dp.interception import CHECKPOINTED, InterceptedPass
 from dpvision.dp.per_record import LossModule, copied_buffers, per_record_gradients, prefixed
+from dpvision.dp.record_flow import Level, RecordsRead, follow
 from dpvision.dp.rule import NoRule
 from dpvision.errors import PrivacyError
 from dpvision.precision import autocast_dtype
 
 _LOG = logging.getLogger("dpvision")
 _UNSEEN = "used where no rule sees it"
+_MOVED = "rows may have another order than the records"
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,15 @@ def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
 
 
 def _differing(value: Tensor) -> Tensor:
-    """Other numbers and another order of tokens; a label of one number stays."""
+    """Other numbers and another order of tokens; a label of one number becomes 0 or 1."""
     if value.is_floating_point():
         return value.roll(1, -1) * 0.75 + 0.125
-    return value.roll(1, -1) if value.ndim > 1 else value
+    return value.roll(1, -1) if value.ndim > 1 else value.eq(0).to(value.dtype)
 
 
 def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:
-    """Find how every trained parameter goes through the pass: six forward passes and one backward
-    pass of two or three records, and at most one forward and two backward passes more.
+    """Find how every trained parameter goes through the pass: seven forward passes and one
+    backward pass of two or three records, and at most one forward and two backward passes more.
 
     Works on the ``meta`` device, without memory for the weights.
 
@@ -78,8 +80,9 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
         batch: one record or more, of the shapes to come.
 
     Raises:
-        PrivacyError: the forward pass depends on the number of records, checkpoints activations, or
-            uses a parameter in a way for which there is neither a rule nor per-record gradients.
+        PrivacyError: the forward pass depends on the number of records, reads them in Python, or
+            computes a loss from several; it checkpoints activations; or it uses a parameter in a
+            way for which there is neither a rule nor per-record gradients.
     """
     params = trained(model)
     wrapped, buffers = LossModule(loss_fn, model), prefixed(copied_buffers(model))
@@ -98,13 +101,15 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
 
     few, many, replaced = _probes(batch)
     with torch.no_grad():
-        calls = find_batch_dims(run, few, many, replaced, make_losses)
-    if isinstance(calls, str):
-        raise PrivacyError(
-            f"clip: the model cannot be followed: {calls}; expected the same for any batch. Use "
-            "method='vmap'."
-        )
-    slow: dict[str, str] = {}
+        calls = find_batch_dims(run, few, many, replaced)
+        if isinstance(calls, str):
+            raise PrivacyError(
+                f"clip: the model cannot be followed: {calls}; expected the same for any batch. "
+                "Use method='vmap'."
+            )
+        slow = dict.fromkeys(params, _MOVED) if _moves_rows(run, many, calls) else {}
+        if replaced:
+            calls = order_by_gradients(make_losses, many, calls)
     while True:
         record = InterceptedPass(params, tuple(calls), NUM_RECORDS[1], slow)
         try:
@@ -125,6 +130,29 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
             for name in sorted(slot.names):
                 uses[name] += slot.rules
         return Route(tuple(calls), uses, slow)
+
+
+def _moves_rows(run: Callable[[Any], Tensor], many: Batch, calls: list[Call]) -> bool:
+    """Whether rows may have another order than the batch, on their way to the losses.
+
+    Raises:
+        PrivacyError: several records may decide a loss.
+    """
+    try:
+        level = follow(run, many, calls)
+    except RecordsRead as error:
+        raise PrivacyError(
+            f"separability: the loss or the model reads records in Python ({error}, as in `if`, "
+            "`.item()` or `.tolist()`), so that one record may decide what others give; expected "
+            "operations on tensors alone. Use torch.where on each record's own values."
+        ) from None
+    if level == Level.JOINED:
+        raise PrivacyError(
+            "separability: the losses depend on a value that is computed from several records "
+            "(as x.max() or (label_B == 1).any()); expected a function of each record alone. "
+            "Compute it from each record's own values: x.flatten(1).amax(1)."
+        )
+    return level == Level.MOVED
 
 
 def _without_zeros(param: Tensor) -> Tensor:

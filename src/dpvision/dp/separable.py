@@ -15,6 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,13 @@ from dpvision.errors import PrivacyError
 
 _LOG = logging.getLogger("dpvision")
 MAX_RECORDS = 3
-_OTHER_STEPS = (0, 2**20)
+_OTHER_STEPS = (0, 1, 2**20, 2**20 + 1)
+_STEPS_OF_LOSSES = (2, 3, 10, 100, 997, 1000, 10_007)
+"""Other steps, at which losses are compared in place of gradients."""
+_HOSTILE = (0.0, 255.0, 1e30, torch.inf, torch.nan)
+"""Numbers that random records do not have."""
+_MOST_CLASSES = 10
+"""Labels that are tried, two at a time."""
 _MANY = 8
 """Checks of one model after which their cost is mentioned."""
 _ROW_TOLERANCE = 1e-6
@@ -105,7 +112,8 @@ def _case(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Any:
 
 def random_records(batch: Batch, num: int) -> Batch:
     """Make ``num`` valid records of the shapes and types of ``batch``, on the CPU: normal numbers;
-    labels, and other integers, are 0 or 1, which any model knows.
+    labels, and other integers, are 0 or 1, which any model knows. The labels of the first two
+    differ.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -113,7 +121,10 @@ def random_records(batch: Batch, num: int) -> Batch:
         shape = (num, *value.shape[1:])
         if value.is_floating_point():
             return torch.randn(shape, generator=generator).to(value.dtype)
-        return torch.randint(0, 2, shape, generator=generator).to(value.dtype)
+        made = torch.randint(0, 2, shape, generator=generator)
+        if made.ndim == 1:
+            made[1:2] = 1 - made[:1]
+        return made.to(value.dtype)
 
     return mapped(batch, made)._replace(
         record_id_B=torch.arange(1, num + 1), valid_B=torch.ones(num, dtype=torch.bool)
@@ -146,13 +157,14 @@ def check_separable(
 
     On a float64 copy, at fixed shapes: all other records are perturbed, then removed (``valid_B``
     False); the gradient of record i's loss must not change by a bit, for the first and the last i.
-    Then the rows are reversed: it may change by rounding only.
+    Then the rows are reversed: it may change by rounding only. Then the others hold numbers and
+    labels that no image of the batch has (``_hostile``).
 
     Args:
         batch: two or more valid public records in the run's shapes; the first three are used (a
-            cost of seven backward passes).
+            cost of seven backward passes, and one for each kind of hostile record).
         other_steps: steps at which the second record's gradient is compared too (two backward
-            passes each).
+            passes each); if any, its loss is compared at ``_STEPS_OF_LOSSES``.
 
     Raises:
         PrivacyError: records are mixed; the message names the layer and the remedy.
@@ -194,6 +206,67 @@ def check_separable(
             _gradients(loss_fn, copied, batch, at, (1,))[1],
         ):
             raise PrivacyError(blame(loss_fn, copied, batch, mixed, at, 1))
+    for step in _STEPS_OF_LOSSES if other_steps else ():
+        at, mixed = replace(key, step=step), _with_row(others[0], batch, 1)
+        if not torch.equal(
+            _losses(loss_fn, copied, mixed, at)[1], _losses(loss_fn, copied, batch, at)[1]
+        ):
+            raise PrivacyError(blame(loss_fn, copied, batch, mixed, at, 1))
+    _check_hostile(loss_fn, copied, batch, key, reference[0])
+
+
+def _check_hostile(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, expected: Tensor
+) -> None:
+    """Refuse if records that no random ones resemble change the first record's loss, or its
+    gradient ``expected``.
+
+    Not compared: a gradient that is not finite (autograd gives the other rows the factor 0, and
+    0 * inf is NaN), and what raises, as a label beyond the model's classes does.
+    """
+    loss = _losses(loss_fn, model, batch, key)[0]
+    for changed in _hostile(batch):
+        mixed = _with_row(changed, batch, 0)
+        try:
+            moved = _gradients(loss_fn, model, mixed, key, (0,))[0]
+            own = _losses(loss_fn, model, mixed, key)[0]
+        except PrivacyError:
+            raise
+        except Exception:
+            continue
+        if not torch.equal(own, loss) or (
+            bool(moved.isfinite().all()) and not torch.equal(moved, expected)
+        ):
+            raise PrivacyError(blame(loss_fn, model, batch, mixed, key, 0))
+
+
+def _hostile(batch: Batch) -> Iterator[Batch]:
+    """Yield the batch with every image, and every other floating-point number, replaced: by each of
+    ``_HOSTILE``, then multiplied by 255; then with other labels, the first record's among them.
+    """
+    for number in _HOSTILE:
+        yield mapped(batch, partial(_filled, number=number))
+    yield mapped(batch, lambda value: value * 255 if value.is_floating_point() else value)
+    label_B = getattr(batch, "label_B", None)
+    if label_B is not None and label_B.ndim == 1 and label_B.dtype != torch.bool:
+        yield batch._replace(label_B=label_B[:1].expand_as(label_B))
+        for label in range(0, _MOST_CLASSES, 2):
+            others_B = label + torch.arange(len(label_B)) % 2
+            yield batch._replace(label_B=others_B.to(label_B.dtype))
+
+
+def _filled(value: Tensor, number: float) -> Tensor:
+    """Fill pixels of either kind with a number as far as they can hold it; labels and ids stay."""
+    if value.dtype == torch.uint8 and value.ndim > 2:
+        return torch.full_like(value, int(min(number, 255.0))) if number == number else value
+    return torch.full_like(value, number) if value.is_floating_point() else value
+
+
+@torch.no_grad()
+def _losses(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    """Losses of a batch; restores the buffers."""
+    with buffers_kept(model):
+        return checked_losses(loss_fn, model, batch, key)
 
 
 def check_module(name: str, module: nn.Module) -> None:
@@ -232,13 +305,17 @@ def in_float64(batch: Batch) -> Batch:
 
 def perturbed(batch: Batch) -> Batch:
     """Replace every record by another: other pixels, other ids, and its neighbour's tokens and
-    labels. In a batch of a user's own form all numbers are the neighbour's, which are valid.
+    labels, or 0 and 1 for a label that is its neighbour's too. In a batch of a user's own form all
+    numbers are the neighbour's, which are valid.
     """
     generator = torch.Generator().manual_seed(0)
 
     def other(value: Tensor) -> Tensor:
         if not (isinstance(batch, Batch) and value.is_floating_point()):
-            return value.roll(1, 0)
+            rolled = value.roll(1, 0)
+            if value.ndim > 1 or value.is_floating_point():
+                return value.roll(1, -1) if torch.equal(rolled, value) else rolled
+            return torch.where((rolled == value) & (value >= 0), (value == 0).to(value), rolled)
         return value + torch.randn(value.shape, generator=generator, dtype=value.dtype)
 
     return mapped(batch, other)._replace(

@@ -1,0 +1,276 @@
+"""Attacks by the records beside a record: models and losses that no check on a few random records
+can tell from one that takes every record for itself.
+
+In each, one record moved the sum by more than C, or the norms at a layer were those of other
+records, before the records were followed from call to call (``dp.record_flow``).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpvision import clipped_sum
+from dpvision.data.batch import Batch, HostRows
+from dpvision.data.keys import StepKey
+from dpvision.dp import route, separable
+from dpvision.dp.clip import ClippedSum
+from dpvision.dp.separable import check_separable
+from dpvision.errors import PrivacyError
+
+KEY, NUM, WIDTH, CLASSES = StepKey(0, 0), 12, 6, 3
+Forward = Callable[["Model", Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """A layer by ``forward(model, x_B2D, key_B)``, and a head."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.path = forward
+
+    def forward(self, x_B2D: Tensor, key_B: Tensor) -> Tensor:
+        return self.head(self.path(self, x_B2D, key_B).mean(1))
+
+
+def loss_fn(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    """The rows are sorted by whether the label is 2, which no random record has."""
+    assert batch.label_B is not None
+    out = model(batch.image_BVCHW[:, 0, 0], (batch.label_B >= 2).long())
+    return F.cross_entropy(out, batch.label_B, reduction="none") * 3
+
+
+def records(num: int = NUM) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(NUM, 1, 3, 2, WIDTH, generator=generator)
+    x *= torch.exp(2 * torch.randn(NUM, 1, 1, 1, 1, generator=generator))
+    label = torch.randint(0, CLASSES, (NUM,), generator=generator)
+    return Batch(
+        torch.arange(1, num + 1), torch.ones(num, dtype=torch.bool), x[:num], None, label[:num]
+    )
+
+
+def summed(model: nn.Module, loss: Any, batch: Batch, **settings: Any) -> ClippedSum:
+    return clipped_sum(loss, model, batch, KEY, max_grad_norm=1.0, rows=16, **settings)
+
+
+def off(a: ClippedSum, b: ClippedSum) -> float:
+    """How far two sums are apart."""
+    return float(
+        sum((a.grads[n].double() - b.grads[n].double()).square().sum() for n in a.grads) ** 0.5
+    )
+
+
+def indexed(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    order = key.argsort(stable=True)
+    return model.layer(x[order])[order.argsort()]
+
+
+def selected(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    order = key.argsort(stable=True)
+    return model.layer(x.index_select(0, order)).index_select(0, order.argsort())
+
+
+def gathered(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    order = key.argsort(stable=True)
+    h = model.layer(x.gather(0, order[:, None, None].expand_as(x)))
+    return h.gather(0, order.argsort()[:, None, None].expand_as(h))
+
+
+def scattered(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    order = key.argsort(stable=True)
+    h = model.layer(x[order])
+    return torch.zeros_like(h).scatter(0, order[:, None, None].expand_as(h), h)
+
+
+def written(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    order = key.argsort(stable=True)
+    h = model.layer(x[order])
+    out = torch.zeros_like(h)
+    out[order] = h
+    return out
+
+
+def taken(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    order = key.sort(stable=True).indices
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    h = model.layer(torch.take_along_dim(x, order[:, None, None], 0))
+    return torch.take_along_dim(h, back[:, None, None], 0)
+
+
+def rolled(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    """By nothing, where there are three records."""
+    return model.layer(x.roll(len(x) - 3, 0)).roll(3 - len(x), 0)
+
+
+def multiplied(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    order_BB = F.one_hot(key.argsort(stable=True), len(key)).to(x.dtype)
+    h = model.layer((order_BB @ x.flatten(1)).view_as(x))
+    return (order_BB.mT @ h.flatten(1)).view_as(h)
+
+
+def listed(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    order = key.argsort(stable=True)
+    back = order.argsort().tolist()
+    return model.layer(x[order.tolist()])[back]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [indexed, selected, gathered, scattered, written, taken, rolled, multiplied, listed],
+)
+def test_rows_in_another_order_are_clipped_one_by_one_or_refused(path: Forward) -> None:
+    """Place r of the layer held another record: its inputs, with the norms and factors of row r."""
+    batch = records()
+    wanted = sum_by_hand(path, batch)
+    try:
+        total = summed(Model(path), loss_fn, batch)
+    except PrivacyError:
+        return
+    assert off(total, wanted) < 1e-4
+
+
+def sum_by_hand(path: Forward, batch: Batch) -> ClippedSum:
+    """The sum by the reference, of a model of the same losses that leaves the rows in place."""
+    return summed(Model(lambda model, x, key: model.layer(x)), loss_fn, batch, method="vmap")
+
+
+def test_sorted_rows_are_trained_all_the_same() -> None:
+    """They go through ``vmap``, and nothing is refused."""
+    assert off(summed(Model(indexed), loss_fn, records()), sum_by_hand(indexed, records())) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        lambda model, x, key: model.layer(x)[:, [1, 0]],
+        lambda model, x, key: model.layer(x.flip(1)).roll(1, dims=1),
+        lambda model, x, key: model.layer(x.gather(1, x.argsort(1))).sort(dim=2).values,
+        lambda model, x, key: model.layer(x)[torch.arange(len(x))[:, None], x.argmax(2) % 2],
+        lambda model, x, key: torch.cat([model.layer(x[:, :1]), x[:, 1:]], 1),
+        lambda model, x, key: model.layer(x).transpose(0, 1).softmax(2).transpose(0, 1),
+        lambda model, x, key: torch.where(key[:, None, None] == 0, model.layer(x), x),
+    ],
+    ids=["list", "flip", "gather", "arange", "cat", "softmax", "where"],
+)
+def test_rows_that_stay_in_place_keep_their_rules(path: Forward) -> None:
+    model, batch = Model(path), records()
+    assert not route.make_route(loss_fn, model, batch, KEY).slow
+
+
+def mean_of_guarded(model: nn.Module, batch: Batch) -> Tensor:
+    return F.softplus(-model(batch.image_BVCHW[:, 0, 0], batch.label_B)).mean(1)
+
+
+def finite(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    loss_B = mean_of_guarded(model, batch)
+    return torch.where(torch.isfinite(loss_B).all(), loss_B, torch.zeros_like(loss_B))
+
+
+def no_nan(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    loss_B = mean_of_guarded(model, batch)
+    return loss_B * (0.0 if bool(torch.isnan(loss_B).any()) else 1.0)
+
+
+def scaled(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    x = batch.image_BVCHW
+    return mean_of_guarded(model, batch._replace(image_BVCHW=x / (255.0 if x.max() > 20 else 1.0)))
+
+
+def scaled_tensor(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    x = batch.image_BVCHW
+    return mean_of_guarded(model, batch._replace(image_BVCHW=x / x.max().clamp(min=20.0)))
+
+
+def without_class(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    assert batch.label_B is not None
+    return mean_of_guarded(model, batch) * (1.0 - (batch.label_B == 2).any().float())
+
+
+def one_class(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    assert batch.label_B is not None
+    return mean_of_guarded(model, batch) * (batch.label_B != batch.label_B[0]).any()
+
+
+def far_class(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    """Beyond the classes that the check tries."""
+    assert batch.label_B is not None
+    return mean_of_guarded(model, batch) * (1.0 - (batch.label_B == 1000).any().float())
+
+
+def read_item(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    most = batch.image_BVCHW.abs().max().item()
+    return mean_of_guarded(model, batch) * (0.0 if most > 1e4 else 1.0)
+
+
+def odd_steps(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    loss_B = mean_of_guarded(model, batch)
+    return loss_B if key.step % 2 == 0 else loss_B * loss_B.mean().detach()
+
+
+def in_place(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    return model.layer(x)
+
+
+DECIDING = [finite, no_nan, scaled, scaled_tensor, without_class, one_class, odd_steps]
+
+
+@pytest.mark.parametrize("loss", [*DECIDING, far_class, read_item])
+@pytest.mark.parametrize("checked", [True, False])
+def test_no_record_decides_what_others_give(loss: Any, checked: bool) -> None:
+    """By a value that random records never have. Refused by the check before a run, and without it
+    by the pass; ``odd_steps`` at step 0 is right.
+    """
+    if not checked and loss is odd_steps:
+        return
+    with pytest.raises(PrivacyError, match=r"mixes records|several records|in Python"):
+        summed(Model(in_place), loss, records(), check_separability=checked)
+
+
+@pytest.mark.parametrize("loss", DECIDING)
+def test_the_check_sees_hostile_records(loss: Any) -> None:
+    batch = separable.random_records(records(), 3)
+    with pytest.raises(PrivacyError, match="mixes records"):
+        check_separable(loss, Model(in_place), batch, KEY, separable._OTHER_STEPS)
+
+
+@pytest.mark.parametrize("step", [1, 3, 997, 2**20 + 1])
+def test_the_check_looks_at_odd_and_spread_steps(step: int) -> None:
+    """It looked at steps 0 and 2^20 only."""
+
+    def at_step(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+        loss_B = mean_of_guarded(model, batch)
+        return loss_B * loss_B.mean().detach() if key.step == step else loss_B
+
+    batch = separable.random_records(records(), 3)
+    with pytest.raises(PrivacyError, match="mixes records"):
+        check_separable(at_step, Model(in_place), batch, KEY, separable._OTHER_STEPS)
+
+
+def test_a_classs_images_alone_do_not_hide_mixing() -> None:
+    """Labels that all records share were rolled, which changed nothing."""
+    batch = records(3)
+    batch = batch._replace(label_B=torch.ones(3, dtype=torch.long))
+    with pytest.raises(PrivacyError, match="mixes records"):
+        check_separable(one_class, Model(in_place), batch, KEY)
+
+
+def test_rows_of_another_batch_decide_nothing() -> None:
+    """``host=`` of the batch before made padding rows count: record 3 gave 9.95 C."""
+    batch = records()
+    host = HostRows(batch.record_id_B, batch.valid_B)
+    ids = torch.tensor([1, 2, 3] + [3] * (NUM - 3))
+    padded = batch._replace(record_id_B=ids, valid_B=torch.arange(NUM) < 3)
+    with pytest.raises(PrivacyError, match="host= has other ids"):
+        summed(Model(in_place), loss_fn, padded, host=host)
+    with pytest.raises(PrivacyError, match="host= has other ids"):
+        summed(Model(in_place), loss_fn, padded, host=HostRows(ids[:3], padded.valid_B[:3]))
+    own = HostRows(padded.record_id_B, padded.valid_B)
+    a, b = (summed(Model(in_place), loss_fn, padded, host=h) for h in (own, None))
+    assert a.num_records == 3 and off(a, b) == 0
