@@ -178,6 +178,8 @@ def _check_slow(
     if not slow:
         return
     told = ", ".join(f"{name} ({reason})" for name, reason in slow.items())
+    if set(slow.values()) == {_MOVED}:
+        told = f"all {len(slow)} parameters ({_MOVED})"
     try:
         with torch.no_grad():
             per_record_gradients(
