@@ -38,7 +38,7 @@ def serve(args: argparse.Namespace) -> None:
     from dpvision.dp.clip import clipped_sum
     from dpvision.models import make_model
     from dpvision.recipes import RECIPES
-    from dpvision.train.heap import keep_freed_memory
+    from dpvision.train.memory import keep_freed_memory
     from dpvision.train.objectives import example_batch, loss_function
 
     torch.set_num_threads(args.threads)

@@ -53,7 +53,7 @@ def serve(args: argparse.Namespace) -> None:
     from dpvision.data.synthetic_store import write_scenes
     from dpvision.recipes import RECIPES
     from dpvision.train import start
-    from dpvision.train.heap import keep_freed_memory
+    from dpvision.train.memory import keep_freed_memory
     from dpvision.train.step import step_sum
 
     torch.set_num_threads(args.threads)

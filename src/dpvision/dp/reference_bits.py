@@ -29,11 +29,10 @@ from dpvision.data.batch import Batch, mapped, take
 from dpvision.data.keys import StepKey
 from dpvision.devices import send
 from dpvision.dp.one_pass import How, forward_backward, weigh
+from dpvision.dp.outer_products import OUTER_NUMBERS, OneHot, Side, chunks
 from dpvision.dp.per_record import default_chunk, even_chunks, per_record_gradients
-from dpvision.dp.products import OUTER_NUMBERS, chunks
 from dpvision.dp.route import route_key, trained
 from dpvision.dp.separable import random_records
-from dpvision.dp.sides import OneHot, Side
 from dpvision.dp.weight_grads import sum_of_squares
 from dpvision.errors import PrivacyError
 
@@ -82,6 +81,9 @@ def admit(
         PrivacyError: a record's bits depend on its place, or on the records beside it, in a pass of
             M rows.
     """
+    # For each round of images: digests of a pass of M distinct records are the reference. Then for
+    # every size, a pass of the last records in reverse, and one of copies of the first, must give
+    # each record the digests that it has there. A size that fails is dropped; M itself is refused.
     num = len(public.record_id_B)
     numbers = sum(v.numel() for v in public if v is not None and v.is_floating_point())
     found = sorted({num, *(size for size in sizes if 0 < size < num)}, reverse=True)
@@ -233,7 +235,7 @@ def _named(kind: str, grads: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _of_side(side: Side) -> Tensor:
     if isinstance(side, OneHot):
-        return _hashed(side.index_BT)
+        return _hashed(side.kept)
     parts = chunks(side.num_records, side.places * side.width, OUTER_NUMBERS, side.device)
     return torch.cat([_hashed(side.rows(part)) for part in parts])
 

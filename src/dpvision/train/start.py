@@ -35,14 +35,13 @@ from dpvision.runs.run import Stopped, new_run
 from dpvision.runs.store_checks import check_labels, check_people, check_store, require_public
 from dpvision.train import distributed
 from dpvision.train.distributed import together
-from dpvision.train.feed import to_device
 from dpvision.train.gates import check_gates
 from dpvision.train.loop import Session
 from dpvision.train.memory import require_fit
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
 from dpvision.train.same import check_same_everywhere, facts_of_start
-from dpvision.train.step import Training, autocast, check_reference_bits
+from dpvision.train.step import Training, autocast, check_reference_bits, to_device
 from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
 
