@@ -91,6 +91,10 @@ class Passed:
     """Records whose ``slow_gradients`` are computed together; empty if all parameters have
     rules.
     """
+    rounding: float
+    """Relative rounding of the scaled operands of weight gradients (``outer_products.rounding``),
+    in the precision of the forward pass; 0 but for half precision on a GPU.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +185,7 @@ def forward_backward(
         slow,
         slow_gradients,
         chunks,
+        _rounding(params),
     )
 
 
@@ -229,7 +234,7 @@ def weigh(passed: Passed, batch: Batch, bits: np.ndarray, how: How) -> Weighed:
         # double the price of the products. Rows that are not valid are in no block: the sum's bits
         # do not depend on how many there are.
         num = len(bits)
-        whole = _rounding(passed.params) > 0
+        whole = passed.rounding > 0
         cuts = [
             [slice(0, num)]
             if whole
@@ -294,7 +299,7 @@ def _norms(passed: Passed, parts: list[list[list[Slot]]], batch: Batch, how: How
         square.value_B.clamp(min=0).sqrt() / scale,  # below zero by rounding only; NaN stays NaN
         slow_B,
         highest_B,
-        _rounding(params) * square.length_B.sqrt() / scale,
+        passed.rounding * square.length_B.sqrt() / scale,
         works_KB.mul_(len(parts)).sqrt_() / scale,
         torch.isfinite(highest_B),
     )
