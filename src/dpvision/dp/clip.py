@@ -180,8 +180,7 @@ def check_bits(
 
     Args:
         public: as many valid public records as a pass has rows, in the shapes to come.
-        sizes: smaller numbers of rows to check too; passes are padded to the next of those
-            admitted.
+        sizes: smaller numbers of rows to check too; a pass is padded to the next admitted number.
 
     Returns:
         The numbers of rows admitted, ascending.

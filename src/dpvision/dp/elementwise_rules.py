@@ -105,7 +105,7 @@ def attention(
 
 
 _PART_NUMBERS = 2**18
-"""Numbers of a layer norm's input in hand at a time on a CPU: with far fewer, starting a second
+"""Numbers of a layer norm's input processed at a time on a CPU: with far fewer, starting a second
 thread costs more than it saves.
 """
 
@@ -199,7 +199,7 @@ def group_norm(
 
 
 def _record_parts(x_BTD: Tensor) -> list[slice]:
-    """Few records at a time on a CPU: what is in hand stays in the cache."""
+    """Slices of few records on a CPU, whose numbers stay in the cache."""
     num = len(x_BTD)
     at_once = (
         max(1, _PART_NUMBERS * num // max(1, x_BTD.numel()))

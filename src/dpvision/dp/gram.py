@@ -67,7 +67,7 @@ class SquareNorms:
 
     @staticmethod
     def certain(value_B: Tensor) -> "SquareNorms":
-        """Of gradients written out: what is normed is what is added, each number of it once."""
+        """Norms of gradients that are written out, whose numbers are those that are added."""
         zero_B = torch.zeros_like(value_B)
         return SquareNorms(value_B, zero_B, zero_B, 4 * value_B)
 
@@ -120,8 +120,8 @@ def square_norms(outers: list[OuterProducts]) -> SquareNorms:
 
 
 def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
-    """sum over u of ||G_ui||^2 of different weights that share their input: one Gram matrix of it
-    for all.
+    """Return the sum of ||G_ui||^2 over weights u with the same input, whose Gram matrix is
+    computed once.
     """
     parts = [
         _symmetric_dot([left.rows(rows) for left in lefts], right.rows(rows))
@@ -136,8 +136,8 @@ def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
 
 
 def written_square_norms(outer: OuterProducts, rows: slice, value_N: Tensor) -> SquareNorms:
-    """The part of ``value_N``, squared norms of outer products written out for the norm and not for
-    the sum, that rounding can change.
+    """Return what rounding can change in ``value_N``, the squared norms of outer products that are
+    written out for the norm only; the value itself is zero.
     """
     lengths_NT = [
         torch.linalg.vector_norm(side.rows(rows), dim=2, dtype=torch.float64)
@@ -247,8 +247,8 @@ def _cross_gram(a: Side, b: Side, rows: slice) -> Tensor:
 
 
 def _blocked(width: int) -> int:
-    """Roundings that a term of an inner product of this width meets in ``product``: of its block,
-    and of adding up the blocks.
+    """Roundings of a term of an inner product in ``product``: inside its block, and as the blocks
+    are added up.
     """
     return width if width <= MOST_TERMS else MOST_TERMS + -(-width // MOST_TERMS)
 

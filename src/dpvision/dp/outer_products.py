@@ -286,7 +286,7 @@ class OuterProducts:
 
     @property
     def working_numbers(self) -> int:
-        """Numbers in hand while one record's gradient is written out."""
+        """Numbers held while one record's gradient is written out."""
         return max(self.written_numbers, self.left.places * max(self.left.width, self.right.width))
 
     def write_out(self, rows: slice) -> Tensor:
@@ -369,7 +369,9 @@ class OuterProducts:
     def _scattered(
         self, left: OneHot, factor_B: Tensor, keep_B: Tensor | None, *, exact: bool
     ) -> Tensor:
-        """The weighted sum where the left side only says which row; ``exact``: in float64."""
+        """The weighted sum with one-hot rows on the left: each right row is added to its row of the
+        total; ``exact``: in float64.
+        """
         value = self.right.rows(slice(None)) * factor_B[:, None, None]
         if keep_B is not None:
             value = value.masked_fill(~keep_B[:, None, None], 0.0)

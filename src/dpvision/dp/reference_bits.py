@@ -2,10 +2,10 @@
 its pass.
 
 The proof of a sum's bound (docs/clipping.md) needs a record's inputs, output gradients, norm and
-factor to be functions of the record, the weights and the key, bit for bit. Kernels need not oblige:
-on some processors the rows of a float32 product have other last bits among 15 rows than among 16. A
-record that leaves then changes the contributions of all others in its pass, as much as the loss
-magnifies them.
+factor to be functions of the record, the weights and the key, bit for bit. On
+some processors they are not: the rows of a float32 product have other last bits among 15 rows than
+among 16. Removing one record then changes the contributions of all others in its pass, and the loss
+may magnify the change.
 
 A record's reference bits are those in a pass of M rows, the physical batch size. Public records
 show, on the device, in the precision and with the threads of the run, at which numbers of rows n <=
@@ -72,10 +72,9 @@ def admit(
     """Check passes of M = len(public) rows, then of each of ``sizes``; return those at which a
     record has its reference bits.
 
-    Three passes of M rows, and two of every other size, one if it fails: distinct records, the same
-    in another order, and copies of one. Small passes are repeated with other images, since a few
-    numbers may agree by chance. Parameters that are all zero get small numbers meanwhile: behind a
-    zero head every gradient vanishes, and so would every difference.
+    The cost is three passes of M rows, and two of every other size. Small passes are repeated with
+    other images, since a few numbers may agree by chance. Parameters that are all zero hold small
+    numbers meanwhile: behind a zero head every gradient vanishes, and with it every difference.
 
     Raises:
         PrivacyError: a record's bits depend on its place, or on the records beside it, in a pass of

@@ -47,8 +47,8 @@ from dpvision.weights import Lineage, contents
 
 OpenParent = Callable[[str], Checkpoint]
 _COMPARED = 16
-"""Records on which compiled blocks are compared, in float32, where the run is in lower precision:
-its programs differ in any case, and a physical batch that fits in bfloat16 may not fit in float32.
+"""Compiled blocks are compared in float32 on at most so many records, which fit where a bfloat16
+batch may not.
 """
 
 
@@ -225,8 +225,8 @@ def _prepare(
         start_from(model, config.model, parent)
     loss_fn = loss_function(config)
     if plan.guarantee == "dp" and group.is_main:
-        # The same on every rank, and in float64 twice the memory of the weights several times over:
-        # once is enough.
+        # On one rank only: the result is the same on all, and the float64 copies take several times
+        # the memory of the weights.
         check_gates(config, model, loss_fn)
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     model.to(group.device)
