@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dpvision.data.caption_text import scene_captions
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.data.tokenizer import train_tokenizer
+from dpvision.data.tokenizer import scene_captions, train_tokenizer
 from dpvision.eval.captions.cider_scores import say_captions
 from dpvision.eval.captions.open_captioner import open_captioner
 from dpvision.models.generate import GenerateSettings

@@ -14,11 +14,10 @@ from dpvision.cli.output import emit
 from dpvision.cli.recipe import get_recipe
 from dpvision.cli.run_args import STOPPED, charge_words
 from dpvision.config import CaptionerConfig, HeadConfig, RunConfig
-from dpvision.data.caption_text import scene_captions
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.data.tokenizer import train_tokenizer
+from dpvision.data.tokenizer import scene_captions, train_tokenizer
 from dpvision.errors import DataError
 from dpvision.eval.captions.label_sets import load_label_set
 from dpvision.eval.captions.open_captioner import open_captioner

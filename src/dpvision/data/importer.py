@@ -30,17 +30,21 @@ from dpvision.data.import_people import (
     refuse_alike,
     refuse_shared,
 )
-from dpvision.data.join import UNMATCHED_FILE
-from dpvision.data.merge import merge_duplicates
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched
-from dpvision.data.record_lines import append_line, have_captions, line_of
+from dpvision.data.record_lines import append_line, have_captions, line_of, merge_duplicates
 from dpvision.data.rgb import Window, check_window
-from dpvision.data.shard_writer import ShardWriter, new_store_folder, require_new
 from dpvision.data.sources import Missed, Sample, Source, open_source
 from dpvision.data.store import ROW, UNDECLARED, WINDOW, Store, write_description
-from dpvision.data.store_key import keyed_hash, new_key
+from dpvision.data.store_writer import (
+    ShardWriter,
+    keyed_hash,
+    new_key,
+    new_store_folder,
+    require_new,
+)
+from dpvision.data.table_files import UNMATCHED_FILE
 from dpvision.errors import DataError
 
 _CHUNK, _CHUNK_BYTES = 64, 1 << 26

@@ -24,9 +24,8 @@ from dpvision.data.decode import BadImage, decode
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.perceptual import RADIUS, nearest_within, perceptual_hashes
-from dpvision.data.shard_writer import new_store_folder
 from dpvision.data.store import SHARED_KEPT, Store, write_description
-from dpvision.data.store_key import copy_key
+from dpvision.data.store_writer import copy_key, new_store_folder
 from dpvision.errors import DataError
 
 How = Literal["bytes", "pixels", "perceptual", "features"]

@@ -8,9 +8,8 @@ import numpy as np
 from dpvision.data.declared import shared_images
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
-from dpvision.data.shard_writer import new_store_folder
 from dpvision.data.store import SHARED_KEPT, Store, write_description
-from dpvision.data.store_key import copy_key
+from dpvision.data.store_writer import copy_key, new_store_folder
 from dpvision.errors import DataError
 from dpvision.privacy.store_marks import StoreLedgers
 

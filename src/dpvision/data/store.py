@@ -12,7 +12,7 @@ A store is a folder::
     records.jsonl       one line per record: its key in the source and its captions
     shards/*.tar        WebDataset shards; tars of that format stay in place, and ``shards`` has
                         their paths
-    confidential/       what the import left out and why; the key of the ids (store_key.py)
+    confidential/       what the import left out and why; the key of the ids (store_writer.py)
 
 Legend: B requested rows, V views, C channels, H height, W width, N records of the store, M labels
 of all requested rows, K classes.

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from dpvision.config import DataConfig
+from dpvision.data.declared import check_declared
 from dpvision.data.open import is_store, open_store
-from dpvision.data.pixel_range import check_declared
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 

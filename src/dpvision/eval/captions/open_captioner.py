@@ -9,7 +9,7 @@ import torch
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import CaptionerConfig, DataConfig
 from dpvision.data.captions import clean_caption
-from dpvision.data.pixel_range import window_of
+from dpvision.data.declared import window_of
 from dpvision.data.rgb import Window
 from dpvision.data.tokenizer import CaptionTokenizer
 from dpvision.encoders.trained import load_model

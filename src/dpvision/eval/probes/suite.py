@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from dpvision.data.class_names import numbered_as
-from dpvision.data.pixel_range import check_declared
+from dpvision.data.declared import check_declared
 from dpvision.data.store import Store
 from dpvision.encoders.fixed import raw_pixels
 from dpvision.encoders.open import open_encoder, recognised
