@@ -16,8 +16,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
+from dpvision.data.declared import shared_images
 from dpvision.data.decode import extension
 from dpvision.data.sources import Sample
+from dpvision.data.store import ABOUT, Store, write_description
 from dpvision.data.tarindex import TarWriter
 from dpvision.errors import CheckpointError, DataError, remedy_for
 from dpvision.files import new_folder
@@ -161,3 +165,34 @@ def _write(store_dir: Path, key: bytes) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(key.hex())
+
+
+def write_part(
+    store: Store, folder: Path, chosen: np.ndarray, about: dict[str, Any], without: str = ""
+) -> None:
+    """Write the store of some records of another one, whose shards it reads in place and whose id
+    and key it shares.
+
+    Args:
+        chosen: bool (N,), the records of the part.
+        about: entries of store.json that differ from those of ``store``.
+        without: an entry that the part does not have.
+    """
+    home = store.path.resolve()
+
+    def there(name: str) -> tuple[str, int]:
+        file = store.meta[name]
+        return str(home / file["path"]), file["bytes"]
+
+    kept = {name: store.meta[name] for name in ABOUT if name in store.meta and name != without}
+    if store.meta.get("unit_field") is not None:
+        kept["shared_images"] = shared_images(store)
+    copy_key(home, folder)
+    write_description(
+        folder,
+        store.index[chosen],
+        kept | about,
+        shards=[(str(home / shard["path"]), shard["bytes"]) for shard in store.meta["shards"]],
+        text=there("text"),
+        labels=there("labels") if "labels" in store.meta else None,
+    )
