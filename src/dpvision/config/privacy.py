@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dpvision.config.checks import check_choices, require
+from dpvision.config.unit import Unit
 
 MIN_GRAD_NORM, MAX_GRAD_NORM = 1e-12, 1e12
 """Range of clipping norms. Outside it, factors, squares and contributions leave the range of
@@ -297,19 +298,18 @@ class PrivacyConfig:
         return self.steps
 
     @property
-    def sampled_from(self) -> int:
-        """int: declared number of those that are drawn: people with sampling_unit="person",
-        otherwise records.
-        """
-        return (
-            self.dataset_size
-            if self.sampling_unit == "record" or self.num_units is None
-            else self.num_units
+    def unit(self) -> Unit:
+        """Unit: the unit of privacy."""
+        return Unit(
+            self.dataset_size, self.num_units, self.max_records_per_unit, self.sampling_unit
         )
 
     @property
+    def sampled_from(self) -> int:
+        """int: declared number of those that are drawn."""
+        return self.unit.sampled_from
+
+    @property
     def clipped_per_unit(self) -> int:
-        """int: clipped gradients that one unit adds to the sum of a step, at most: k records, or
-        one person.
-        """
-        return self.max_records_per_unit if self.sampling_unit == "record" else 1
+        """int: clipped gradients that one unit adds to the sum of a step, at most."""
+        return self.unit.clipped

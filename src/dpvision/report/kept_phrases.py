@@ -7,9 +7,9 @@ figures of all runs on each.
 
 from typing import Any
 
+from dpvision.config.unit import Stated
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import one_in, up, up_delta
-from dpvision.privacy.stated_for import stated_for
 from dpvision.report.choice_phrases import of_earlier_runs
 from dpvision.report.numbers import factor
 from dpvision.report.phrases import of_every_guarantee, simulated, tier
@@ -38,7 +38,7 @@ def protection(figures: dict[str, Any], sampling_unit: str = "record") -> str:
         sampling_unit: of the plan behind the figures; of a total, in which unit_epsilon alone says
             it, "record".
     """
-    said = stated_for(sampling_unit, figures["epsilon"], figures["unit_epsilon"])
+    said = Stated.of(sampling_unit, figures["epsilon"], figures["unit_epsilon"])
     whom = "person, with all their images" if said.of_person else "single image"
     return (
         f"with epsilon {up(said.epsilon, 2)} and delta {up_delta(figures['delta'])} for each {whom}"
@@ -68,7 +68,7 @@ def in_words(plan: DPPlan, others: Others) -> list[str]:
     """Return paragraphs that explain that headline."""
     said = []
     for store in others:
-        said_for = stated_for("record", store["epsilon"], store["unit_epsilon"])
+        said_for = Stated.of("record", store["epsilon"], store["unit_epsilon"])
         epsilon, whom = (
             said_for.epsilon,
             "person, with all their images," if said_for.of_person else "image",

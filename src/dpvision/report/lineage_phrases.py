@@ -5,7 +5,6 @@ from typing import Any
 from dpvision.data.store import SHARED_KEPT
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import up, up_delta
-from dpvision.privacy.stated_for import stated_for
 
 PROCEDURAL = "Apache-2.0 (procedural)"
 """Licence of textures and scenes rendered by dpvision."""
@@ -38,7 +37,7 @@ def entry_text(entry: dict[str, Any], *, own: bool) -> str:
     if guarantee is not None:
         plan = DPPlan.from_dict(guarantee["plan"])
         # Of the plan: an entry of an older version has the epsilon of the executed steps.
-        said = stated_for(plan.sampling_unit, plan.epsilon or 0.0, plan.unit_epsilon)
+        said = plan.unit.stated(plan.epsilon or 0.0, plan.unit_epsilon)
         epsilon = said.epsilon if plan.stated_steps(guarantee["steps"]) else 0.0
         whom = (
             " for a person"

@@ -4,8 +4,9 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
+from dpvision.config import unit
 from dpvision.dp import rounding
-from dpvision.privacy import printed, stated_for
+from dpvision.privacy import printed
 from dpvision.report import (
     choice_phrases,
     head_phrases,
@@ -25,7 +26,7 @@ _MODULES = (
     phrases,
     printed,
     rounding,
-    stated_for,
+    unit,
     unit_phrases,
 )
 

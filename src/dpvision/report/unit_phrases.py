@@ -6,7 +6,6 @@ from typing import Any
 
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import one_in, up
-from dpvision.privacy.stated_for import stated_for
 from dpvision.report.numbers import factor, percent_up
 from dpvision.report.phrases import CLIPPED, RECORD, tier
 
@@ -35,7 +34,7 @@ def in_words(plan: DPPlan, guarantee: dict[str, Any]) -> list[str]:
         guarantee: must have unit_epsilon and unit_attack.
     """
     delta, attack, k = guarantee["delta"], guarantee["unit_attack"], plan.max_records_per_unit
-    said = stated_for(plan.sampling_unit, guarantee["epsilon"], guarantee["unit_epsilon"])
+    said = plan.unit.stated(guarantee["epsilon"], guarantee["unit_epsilon"])
     epsilon = said.epsilon
     seen = (
         "the model after every step"
