@@ -23,7 +23,6 @@ from dpvision.cli.adapt import (
 )
 from dpvision.cli.output import RecipeName, emit, may_show, private_scores, shown
 from dpvision.cli.paths import check_store
-from dpvision.cli.recipe import get_recipe
 from dpvision.cli.run_args import STOPPED, RunArgs, check_places
 from dpvision.cli.tune_price import Price, charged_refusal, price_table, prices
 from dpvision.cli.tune_space import How, grid, parse_space
@@ -47,6 +46,7 @@ from dpvision.config.resolve import read_of, resolve
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.settings import checked_protocols
 from dpvision.privacy.printed import up
+from dpvision.recipes import get_recipe
 from dpvision.runs.spent import charge_words
 
 if TYPE_CHECKING:
