@@ -19,7 +19,7 @@ ORDER = [
     {"encoders"},
     {"eval", "adapt", "audit"},
     {"report"},
-    {"doctor"},
+    {"demo", "doctor", "tune"},
     {"cli"},
     {"dense"},
 ]
@@ -137,7 +137,7 @@ def test_every_package_has_its_place() -> None:
 
 SAME_NAME = {
     # a command, and what it does
-    "demo": {"cli", "recipes"},
+    "demo": {".", "cli", "recipes"},
     "ledger": {"cli", "privacy"},
     "overlap": {"cli", "data"},
     "plan": {"cli", "privacy"},

@@ -1,64 +1,32 @@
-"""The trials of ``dpvision tune``: ordinary runs, chosen by Optuna, scored, and counted before they
-start.
+"""The trials of a study: ordinary runs, chosen by Optuna, scored, and counted before they start.
 
-RUNS/NAME/trial-NNN is a run; RUNS/NAME/confidential holds the study: study.json (what was asked),
-study.journal (Optuna's; it has times) and trials.txt. The journal on disk has each trial before its
-run is made, and the run's id before the first charge, so that a crash loses no count.
+The journal on disk has each trial before its run is made, and the run's id before the first charge,
+so that a crash loses no count.
 """
 
-import contextlib
-import fcntl
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dpvision.cli.tune_space import How, Range, Settings, Space
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.config.resolve import read_of, resolve
-from dpvision.errors import CheckpointError, ConfigError, DPVisionError, PrivacyError
+from dpvision.errors import CheckpointError, ConfigError, DPVisionError, PrivacyError, RunStopped
 from dpvision.privacy.printed import up
-
-if TYPE_CHECKING:
-    from dpvision.privacy.account import RenyiFilter
-    from dpvision.privacy.plan import DPPlan
-
-FORMAT = "dpvision-tune-2"
-LOSS = "loss"
-OWN_HEAD = "own_head"
-
-
-class TrialStopped(Exception):
-    """A signal stopped a trial, which is saved."""
-
-
-@dataclass(frozen=True)
-class Study:
-    """What is searched, and how."""
-
-    root: Path
-    config: RunConfig
-    space: Space
-    how: How
-    trials: int
-    objective: str
-    test: Path | None
-    simulate: float | None
-    plan: "DPPlan"
-    """Of every trial under a guarantee, up to the clipping."""
-    budget: "RenyiFilter | None" = None
-    """Of the charged way."""
-    private: bool = False
-    """Whether results are confidential."""
-    quiet: bool = False
-
-    @property
-    def maximize(self) -> bool:
-        return self.objective != LOSS
+from dpvision.tune.space import Range, Settings, Space
+from dpvision.tune.study import (
+    LOSS,
+    OWN_HEAD,
+    Study,
+    charged_event,
+    plan_of,
+    study_folder,
+    trial_folder,
+)
 
 
 @dataclass(frozen=True)
@@ -74,100 +42,66 @@ class Trial:
     """
 
 
-def trial_folder(root: Path, number: int) -> Path:
-    """Return the run folder of a trial."""
-    return root / f"trial-{number:03d}"
+@dataclass(frozen=True)
+class Found:
+    """What a search found."""
 
-
-def run_ids(root: Path) -> set[str]:
-    """Return the ids of a study's runs."""
-    return {json.loads(path.read_text())["run_id"] for path in root.glob("trial-*/run.json")}
-
-
-@contextlib.contextmanager
-def study_folder(root: Path, asked: dict[str, Any], *, resume: bool) -> Iterator[Path]:
-    """Make or reopen a study's confidential folder, locked for the duration of the block.
-
-    Args:
-        asked: what the study is of, ready for JSON; on resume it must be the same.
-
-    Raises:
-        CheckpointError: the folder is taken, holds no study, or is in use.
-        ConfigError: the resumed study asked for something else.
+    trials: list[Trial]
+    """All finished trials, the best first; those without a score come last."""
+    refused: PrivacyError | None
+    """The refusal that ended the search: of a trial that has no run and was charged nothing, by the
+    owner's cap for example. A resumed study tries that trial again.
     """
-    folder, file = root / "confidential", root / "confidential" / "study.json"
-    check_study(root, resume=resume)
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise CheckpointError(
-                f"tune: {root} is in use by another process. Wait for it, or choose another --name."
-            ) from None
-        from dpvision.files import write_json
-        from dpvision.privacy.marks import read_json
 
-        asked = {"format": FORMAT, **asked}
-        if resume:
-            saved = read_json(file)
-            other = [name for name in asked if saved.get(name) != asked[name]]
-            if other:
-                raise ConfigError(
-                    f"tune: {', '.join(other)} differ from those of {root}; expected the same "
-                    "command with --resume, because the price was printed for it. Repeat it as "
-                    "it was, or choose another --name."
-                )
-        else:
-            write_json(file, asked)
-        yield folder
-
-
-def check_study(root: Path, *, resume: bool) -> None:
-    """Refuse a new study in a folder that is taken, and a resumed one in a folder without a study.
-
-    Raises:
-        CheckpointError: as said.
-    """
-    found = (root / "confidential" / "study.json").exists()
-    if resume and not found:
-        raise CheckpointError(
-            f"tune: {root} holds no study; expected one with --resume. Drop --resume, or correct "
-            "--name and --runs."
-        )
-    if not resume and root.exists() and any(root.iterdir()):
-        raise CheckpointError(
-            f"tune: {root} is taken; expected a new name. Use --resume to continue a study, or "
-            "another --name."
-        )
+    @property
+    def best(self) -> Trial | None:
+        """None if every trial failed."""
+        return self.trials[0] if self.trials and self.trials[0].score is not None else None
 
 
 def search(
-    study: Study, folder: Path, say: Callable[[str, str], None]
-) -> tuple[list[Trial], PrivacyError | None]:
+    study: Study,
+    say: Callable[[str, str], None] = lambda line, detail: None,
+    *,
+    resume: bool = False,
+    quiet: bool = True,
+) -> Found:
     """Run the trials that are left.
 
     Args:
         say: called with a line, and with what follows from results, which may be private.
-
-    Returns:
-        All finished trials, and the refusal that ended the search, if one did: of a trial that has
-        no run and was charged nothing, by the owner's cap for example. A resumed study tries that
-        trial again.
+        resume: whether the study in its folder goes on.
+        quiet: whether trials print no progress of their own.
 
     Raises:
-        TrialStopped: by a signal; the study can be resumed.
+        RunStopped: by a signal; the study can be resumed.
         PrivacyError: a trial that has a run is refused.
-        CheckpointError: the journal lacks trials that have run folders.
+        CheckpointError: the folder is taken, in use, or holds no study to resume; or the journal
+            lacks trials that have run folders.
+        ConfigError: the resumed study asked for something else.
     """
+    with study_folder(study, resume=resume) as folder:
+        trials, refused = _search(study, folder / "study.journal", say, quiet=quiet)
+    ranked = sorted(
+        trials,
+        key=lambda trial: (
+            trial.score is None,
+            (trial.score or 0.0) * (-1 if study.maximize else 1),
+        ),
+    )
+    return Found(ranked, refused)
+
+
+def _search(
+    study: Study, journal: Path, say: Callable[[str, str], None], *, quiet: bool
+) -> tuple[list[Trial], PrivacyError | None]:
+    """Return the finished trials, and what ended the search before the last one."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
     from optuna.trial import TrialState
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    journal = folder / "study.journal"
     _drop_torn_line(journal)
     Path(f"{journal}.lock").unlink(
         missing_ok=True
@@ -199,6 +133,7 @@ def search(
                 settings,
                 found.user_attrs.get(name),
                 partial(found.set_user_attr, name),
+                quiet=quiet,
             )
         except DPVisionError as error:
             if isinstance(error, PrivacyError) and name not in found.user_attrs:
@@ -211,10 +146,12 @@ def search(
             found.tell(number, state=TrialState.FAIL)
             if isinstance(error, PrivacyError) and not resume:  # the next one would be refused, too
                 raise
-            say(f"Trial {number} of {study.trials} ended.", f" It failed, and counts: {error}")
+            say(
+                f"Trial {number} of {study.asked.trials} ended.", f" It failed, and counts: {error}"
+            )
             return None
         found.tell(number, value)
-        say(f"Trial {number} of {study.trials} ended.", f" Score: {value:.5g}")
+        say(f"Trial {number} of {study.asked.trials} ended.", f" Score: {value:.5g}")
         return None
 
     refused = None
@@ -223,7 +160,7 @@ def search(
             refused = finish(one.number, one.params, resume=True) or refused
         else:  # killed before it had its settings
             found.tell(one.number, state=TrialState.FAIL)
-    while refused is None and (begun := len(found.trials)) < study.trials:
+    while refused is None and (begun := len(found.trials)) < study.asked.trials:
         if study.budget is not None and not study.budget.admits(
             [charged_event(study.plan)] * (begun + 1)
         ):
@@ -243,15 +180,6 @@ def search(
     return [Trial(one.number, one.params, one.value, ids[one.number]) for one in finished], refused
 
 
-def charged_event(plan: "DPPlan") -> Any:
-    """Return the event of a plan's steps for what its stated epsilon is for: a record, or a person.
-    A trial that began counts whole.
-    """
-    from dpvision.privacy.account import unit_view
-
-    return plan.event(plan.steps, unit_view([(plan, plan.steps)]) or "record")
-
-
 def trial_config(study: Study, settings: Settings) -> RunConfig:
     """Return a trial's config.
 
@@ -260,11 +188,11 @@ def trial_config(study: Study, settings: Settings) -> RunConfig:
         PrivacyError: they change the price.
     """
     config = resolve(study.config, read_of(study.config, settings))
-    if study.simulate is not None:
+    if study.asked.simulate is not None:
         from dpvision.privacy.simulation import simulated
 
-        return replace(config, privacy=simulated(config.privacy, study.simulate))
-    if study.how == "charged":
+        return replace(config, privacy=simulated(config.privacy, study.asked.simulate))
+    if study.asked.how == "charged":
         from dpvision.privacy.mechanism import IndependentGaussian
 
         plan = plan_of(config)
@@ -277,19 +205,14 @@ def trial_config(study: Study, settings: Settings) -> RunConfig:
     return config
 
 
-def plan_of(config: RunConfig) -> "DPPlan":
-    """Return the plan that a run with this config executes; raises as ``make_plan``."""
-    if isinstance(config.model, HeadConfig):
-        from dpvision.adapt.prepare import head_plan
-
-        return head_plan(config)
-    from dpvision.privacy.plan import make_plan
-
-    return make_plan(config.privacy)
-
-
 def _run_trial(
-    study: Study, number: int, settings: Settings, run_id: str | None, keep: Callable[[str], None]
+    study: Study,
+    number: int,
+    settings: Settings,
+    run_id: str | None,
+    keep: Callable[[str], None],
+    *,
+    quiet: bool,
 ) -> float:
     """Run or go on with one trial, and return its score.
 
@@ -309,9 +232,9 @@ def _run_trial(
             "ledger still counts."
         )
     make = _fit_head if isinstance(config.model, HeadConfig) else _fit_network
-    if not make(config, folder, resume=started, quiet=study.quiet, keep=keep):
-        raise TrialStopped
-    if run_base(folder) != folder and not study.private:
+    if not make(config, folder, resume=started, quiet=quiet, keep=keep):
+        raise RunStopped("Stopped; the trial is saved. Continue with --resume.")
+    if run_base(folder) != folder and not study.confidential:
         raise PrivacyError(
             f"tune: {folder} is confidential, because its weights come from private images "
             "without a guarantee; expected public results. Start from other weights."
@@ -381,23 +304,23 @@ def _score(study: Study, folder: Path) -> float:
     from dpvision.eval.score import is_of_the_run
     from dpvision.eval.score_file import NOTHING_FITTED, write_scores
 
-    assert study.test is not None
-    store, workers = open_store(study.test), study.config.hardware.workers or 2
+    assert study.asked.test is not None
+    store, workers = open_store(study.asked.test), study.config.hardware.workers or 2
     if study.objective == OWN_HEAD:
         scores, fitted = score_own_head(folder, store, workers=workers), NOTHING_FITTED
     else:
         protocols = make_protocols((study.objective,))
         scores, fitted = (
             evaluate(folder, store, protocols=protocols, against=(), workers=workers),
-            study.test.name,
+            study.asked.test.name,
         )
     value = next(score for score in scores if is_of_the_run(score.name))
-    if study.how in ("public", "charged") and value.visibility != "public":
+    if study.asked.how in ("public", "charged") and value.visibility != "public":
         raise PrivacyError(
             "tune: the score of a trial is private; expected a public one, which costs nothing. "
             "Use public test images."
         )
-    write_scores(folder, scores, train_data=fitted, test_data=study.test.name)
+    write_scores(folder, scores, train_data=fitted, test_data=study.asked.test.name)
     return value.value
 
 

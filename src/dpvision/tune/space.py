@@ -1,6 +1,4 @@
-"""The settings that ``dpvision tune`` varies: names, ranges and lists, and which of them keep the
-price that was printed.
-"""
+"""The settings that a study varies: names, ranges and lists, and which of them keep the price."""
 
 import contextlib
 import itertools
