@@ -40,6 +40,7 @@ ORDER = (
     "encoders",
     "eval",
     "adapt",
+    "statement",
     "report",
     "cli",
     "dense",

@@ -308,9 +308,9 @@ def _kept(store: "Store", lineage: "Lineage") -> str:
     """Return the guarantees that weights keep in a run without one: on public images, those of the
     private runs behind them.
     """
-    from dpvision.report.guarantee import other_stores
-    from dpvision.report.kept_phrases import kept
     from dpvision.runs.lineage import shaped_in_confidence
+    from dpvision.statement.guarantee import other_stores
+    from dpvision.statement.history_phrases import kept
 
     if store.visibility != "public" or shaped_in_confidence(lineage):
         return ""

@@ -16,10 +16,10 @@ from dpvision.privacy.events import Composed, Event
 from dpvision.privacy.plan import DPPlan, View
 from dpvision.privacy.printed import up, up_delta
 from dpvision.privacy.second_accountant import Release, release
-from dpvision.report.again import COARSE, TOLERANCE, check_leaves
-from dpvision.report.check_result import Check, failed, not_checked, ok, unverified
-from dpvision.report.schema import problems, statement_schema
 from dpvision.runs.lineage import private_stores
+from dpvision.statement.again import COARSE, TOLERANCE, check_leaves
+from dpvision.statement.check import Check, failed, not_checked, ok, unverified
+from dpvision.statement.schema import problems, statement_schema
 
 _SLACK = 1e-6
 _NOT_COMPUTED = (PrivacyError, ArithmeticError, ValueError, MemoryError)
