@@ -19,7 +19,6 @@ from dp_accounting import dp_event, pld, rdp
 
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.ledger import _text, _with_runs_before
-from dpvision.cli.run_args import spent
 from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.account import filter_bound, store_account
@@ -31,11 +30,13 @@ from dpvision.privacy.composition import (
     total_epsilon,
     unit_epsilon,
 )
+from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
 from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_EPSILON
 from dpvision.runs.epsilon_meter import EpsilonMeter
 from dpvision.runs.lineage import own_entry, runs_on
+from dpvision.runs.spent import spent
 from dpvision.statement.statement import make_statement
 
 from ..statement.runs import make_run, make_store
@@ -136,7 +137,7 @@ def test_settings_fixed_beforehand_are_composed_as_dp_accounting_does(
     renyi = rdp.RdpAccountant().compose(step, PARENT.steps).compose(child)
     theirs = renyi.get_epsilon(DELTA)  # its series bounds fractional orders from above
     assert theirs * 0.999 <= made["epsilon_rdp"] <= theirs * (1 + 1e-9)
-    noise = (PARENT.steps / PARENT.noise_multiplier**2 + 4 / 8.0**2) ** -0.5
+    noise = (PARENT.steps / PARENT.noise.multiplier**2 + 4 / 8.0**2) ** -0.5
     assert made["epsilon_unamplified"] == pytest.approx(
         dp_accounting.get_epsilon_gaussian(noise, DELTA)
     )
@@ -375,7 +376,7 @@ def test_a_total_above_the_limit_of_one_run_is_refused(plans: tuple[DPPlan, DPPl
     """Each run is within it, and the statement of the second one would say an epsilon that no
     single run may have.
     """
-    weak = replace(plans[1], noise_multiplier=plans[1].noise_multiplier / 4)
+    weak = replace(plans[1], noise=IndependentGaussian(plans[1].noise.multiplier / 4, 1.0))
     alone = weak.spent(4).unit_epsilon
     assert alone is not None and 7 < alone < MAX_EPSILON
     parts = parts_of([(weak, 4)] * 3)

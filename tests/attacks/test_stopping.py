@@ -17,7 +17,6 @@ import pytest
 
 from dpvision.cli import main
 from dpvision.cli.ledger import _text
-from dpvision.cli.run_args import resume_words, spent
 from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.account import set_cap, store_account
@@ -26,6 +25,7 @@ from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report.page import make_report
 from dpvision.runs.epsilon_meter import EpsilonMeter
+from dpvision.runs.spent import resume_words, spent
 from dpvision.statement.guarantee import guarantee_of
 from dpvision.statement.statement import make_statement, write_statement
 from dpvision.statement.verify import verify_statement
@@ -50,7 +50,7 @@ def delta_of_stopping(plan: DPPlan, printed_T: np.ndarray, samples: int = 60_000
     """delta spent at the printed epsilons by a run that stops at the first step whose privacy loss
     exceeds what it would print.
     """
-    rng, step, found = np.random.default_rng(7), 1 / plan.noise_multiplier, 0.0
+    rng, step, found = np.random.default_rng(7), 1 / plan.noise.multiplier, 0.0
     for _ in range(samples // 10_000):
         loss = np.cumsum(rng.normal(step**2 / 2, step, (10_000, plan.steps)), axis=1)
         over = loss > printed_T

@@ -16,20 +16,16 @@ from dpvision.cli.run_args import (
     STOPPED,
     RunArgs,
     announce,
-    charge_words,
     check_places,
-    guarantee_words,
-    lost_words,
-    resume_words,
     resumed_hardware,
     saved_config,
-    spent,
 )
 from dpvision.cli.typed import joined, parse_first, parse_run
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.config.resolve import resolve
 from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.printed import up
+from dpvision.runs.spent import charge_words, guarantee_words, lost_words, resume_words, spent
 
 if TYPE_CHECKING:
     from dpvision.data.store import Store
@@ -293,11 +289,11 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
                 "a person's row": _row_of_a_person(plan.max_records_per_unit)
                 if by_person and of_head
                 else None,
-                "sampling": f"{plan.sampling}, of people" if by_person else plan.sampling,
+                "sampling": f"{plan.sampler.law}, of people" if by_person else plan.sampler.law,
                 "expected batch size": plan.expected_batch_size,
                 "steps": plan.steps,
                 "sample-gradients": round(plan.steps * plan.expected_batch_size) * several,
-                "noise multiplier": plan.noise_multiplier,
+                "noise multiplier": plan.noise.multiplier,
                 "clip norm": plan.max_grad_norm if plan.max_grad_norm is not None else "none",
             }
         )

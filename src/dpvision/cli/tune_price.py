@@ -56,9 +56,8 @@ class Price:
 def charged_refusal(plan: "DPPlan") -> str | None:
     """Return why trials of this plan cannot be charged one by one, or None if they can."""
     from dpvision.cli.tune_trials import charged_event
-    from dpvision.privacy import accountant
 
-    if plan.sampling == "truncated_poisson" or accountant.rdp_curve(charged_event(plan)) is None:
+    if charged_event(plan).divergences() is None:
         return (
             "tune: these draws have no Renyi accounting (truncated batches, or several images "
             "of a person under Poisson draws); expected some for trials chosen one after the "
@@ -210,5 +209,5 @@ def _selection(config: RunConfig, plan: "DPPlan", trials: int, candidates: tuple
         return f"refused: {error}"
     return (
         f"{up(whole.stated_epsilon)} for all, with noise multiplier "
-        f"{shown(whole.noise_multiplier)}, not {shown(plan.noise_multiplier)}"
+        f"{shown(whole.noise.multiplier)}, not {shown(plan.noise.multiplier)}"
     )

@@ -46,10 +46,10 @@ LEAST_ABOVE_CHANCE = 0.2
 """Share of the way from chance to 100% that the easiest of our sets must promise."""
 IMAGES_PAY_FROM = 2_000_000
 """Images without captions from which a private encoder beat its warm start (ViP paper: 2.8 points).
-On a million scenes our three experiments gave +1.8, -0.3 and -1.6 points (docs/log.md).
+On a million scenes our three experiments gave +1.8, -0.3 and -1.6 points (docs/log).
 """
 CAPTIONS_PAY_FROM = 300_000
-"""Captioned images from which a private captioner beat its warm start (docs/log.md: 1.2 points at
+"""Captioned images from which a private captioner beat its warm start (docs/log: 1.2 points at
 300,000, nothing at 6,000).
 """
 LABELS_GIVE_WAY_FROM = 1_000_000
@@ -58,7 +58,7 @@ serves any head afterwards.
 """
 STRONGEST_RHO = 0.1
 """A direction that must be stronger than this, in clipping norms, to be found was never found
-(docs/log.md).
+(docs/log).
 """
 
 

@@ -42,13 +42,15 @@ def evaluate_segmentation(
     An ENCODER is a run folder of a vision transformer, random:RUN, vip:FILE or mae:FILE; several
     are trained in sequence.
 
-      dpvision evaluate segmentation vip:vip.pth --ade20k ADEChallengeData2016 --public --work work
-      --dry-run torchrun --nproc-per-node 8 -m dpvision evaluate segmentation vip:vip.pth --ade20k
-      ADEChallengeData2016 --public --work work dpvision evaluate segmentation runs/a random:runs/a
-      --train images/train --train-masks masks/train --test images/val
-          --test-masks masks/val --classes classes.json --ignore-ids 0 255 --public
-          --segmentation.crop-size 128 --segmentation.epochs 20 --segmentation.batch-size 8
-          --segmentation.warmup-steps 20 --sheet sheet.png
+      dpvision evaluate segmentation vip:vip.pth --ade20k ADEChallengeData2016 --public
+          --work work --dry-run
+      torchrun --nproc-per-node 8 -m dpvision evaluate segmentation vip:vip.pth
+          --ade20k ADEChallengeData2016 --public --work work
+      dpvision evaluate segmentation runs/a random:runs/a --train images/train
+          --train-masks masks/train --test images/val --test-masks masks/val
+          --classes classes.json --ignore-ids 0 255 --public --segmentation.crop-size 128
+          --segmentation.epochs 20 --segmentation.batch-size 8 --segmentation.warmup-steps 20
+          --sheet sheet.png
 
     The defaults are the paper's: 100 epochs of ADE20K in batches of 16, infeasible on a CPU.
     --dry-run opens everything, times one pass and prints the expected duration.
