@@ -441,11 +441,7 @@ def _commands(
         "--data",
         str(args.data) if private else "STORE",
     ]
-    target = (
-        "privacy.target_epsilon"
-        if study.config.privacy.num_units is None
-        else "privacy.target_unit_epsilon"
-    )
+    target = f"privacy.{study.config.privacy.unit.target}"
     settings = {
         target if name == "epsilon" else name: value
         for name, value in asked.items()

@@ -117,7 +117,7 @@ def prices(
             "private selection",
         ),
     )
-    return Price(rows, made, fits, one, plan.num_units is not None)
+    return Price(rows, made, fits, one, plan.unit.is_person)
 
 
 def price_table(price: Price, how: How, trials: int) -> str:

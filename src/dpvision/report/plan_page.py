@@ -105,7 +105,7 @@ def _command(name: str | None, plan: DPPlan) -> str:
     ]
     if plan.sampler.law != "poisson":
         words.append(f"--sampling {plan.sampler.law}")
-    if plan.num_units is not None:
+    if plan.unit.is_person:
         words.append(
             f"--num-units {plan.num_units} --max-records-per-unit {plan.max_records_per_unit}"
         )
@@ -192,7 +192,7 @@ def _figures(plan: DPPlan, tables: Mapping[str, Table]) -> dict[str, Markup | No
             "images of a person",
             "epsilon",
             log="xy",
-            mark=(plan.clipped_per_unit, stated),
+            mark=(plan.unit.clipped, stated),
         ),
     }
     return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}

@@ -163,16 +163,15 @@ def in_words(plan: DPPlan, guarantee: dict[str, Any] | None) -> list[str]:
     words, attack, more = _IMAGE, guarantee["attack"], ""
     all_of_them = f"{unit.num_records:,} images, with everything that belongs to it"
     if said.of_person:
-        words, attack, k = _PERSON, guarantee["unit_attack"], unit.max_records
-        images = "one image" if k == 1 else f"at most {k} images"
-        images += " in each step" if unit.draws_people else ""
+        words, attack = _PERSON, guarantee["unit_attack"]
+        images = unit.images + (" in each step" if unit.draws_people else "")
         all_of_them = (
             f"{unit.population:,} people, with all their images, of which {images} took part"
         )
         if said.of_image is not None:
             more = (
-                f" For a single image of a person with at most {k}, epsilon is "
-                f"{up(said.of_image, 2)}."
+                f" For a single image of a person with at most {unit.max_records}, "
+                f"epsilon is {up(said.of_image, 2)}."
             )
     return [
         f"Remove any one of the {all_of_them}. Any result of this training could have occurred "
@@ -301,7 +300,7 @@ def delta_rule(plan: DPPlan, num_parents: int) -> str:
     default = (
         "1 / (2 N)" if plan.delta < MAX_DELTA else f"{up_delta(MAX_DELTA)}, the largest default"
     )
-    rule = default if plan.delta == default_delta(plan.population) else "set explicitly"
+    rule = default if plan.delta == default_delta(plan.unit.population) else "set explicitly"
     joined = (
         f" With {count(num_parents, 'earlier run')} in the lineage, every figure holds at the "
         "smallest delta."
