@@ -18,6 +18,7 @@ ORDER = [
     {"train"},
     {"encoders"},
     {"eval", "adapt", "audit"},
+    {"statement"},
     {"report"},
     {"demo", "doctor", "tune"},
     {"cli"},
@@ -142,7 +143,7 @@ SAME_NAME = {
     "overlap": {"cli", "data"},
     "plan": {"cli", "privacy"},
     "tokenizer": {"cli", "data"},
-    "verify": {"cli", "report"},
+    "verify": {"cli", "statement"},
     # what is opened by its name or place, whatever its kind
     "open": {"data", "encoders"},
     # what the command line takes

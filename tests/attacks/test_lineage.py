@@ -44,8 +44,8 @@ from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.printed import up
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import transfer_heads
-from dpvision.report.statement import make_statement
 from dpvision.runs.lineage import own_entry, runs_on
+from dpvision.statement.statement import make_statement
 from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session
 from dpvision.weights import contents

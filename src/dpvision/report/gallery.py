@@ -23,7 +23,7 @@ from dpvision.eval.captions.cider import cider_d
 from dpvision.eval.captions.cider_scores import say_captions
 from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.models.generate import GenerateSettings
-from dpvision.report.strips import image_uri
+from dpvision.report.html import image_uri
 from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import shaped_in_confidence
 

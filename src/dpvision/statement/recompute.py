@@ -16,10 +16,10 @@ from dpvision.privacy.events import Composed, Event
 from dpvision.privacy.plan import DPPlan, View
 from dpvision.privacy.printed import up, up_delta
 from dpvision.privacy.second_accountant import Release, release
-from dpvision.report.again import COARSE, TOLERANCE, check_leaves
-from dpvision.report.check_result import Check, failed, not_checked, ok, unverified
-from dpvision.report.schema import problems, statement_schema
 from dpvision.runs.lineage import private_stores
+from dpvision.statement.again import COARSE, TOLERANCE, check_leaves
+from dpvision.statement.check import Check, failed, not_checked, ok, unverified
+from dpvision.statement.schema import problems, statement_schema
 
 _SLACK = 1e-6
 _NOT_COMPUTED = (PrivacyError, ArithmeticError, ValueError, MemoryError)
@@ -287,9 +287,7 @@ def by_first_accountant(parts: list[Part], delta: float, view: View, method: str
 
 def _release(plan: DPPlan, steps: int, view: View) -> Release:
     rate = 1.0 if view == "unamplified" or not plan.sampler.random else plan.sample_rate
-    return release(
-        rate, plan.noise.multiplier, steps, plan.clipped_per_unit if view == "unit" else 1
-    )
+    return release(rate, plan.noise.multiplier, steps, plan.unit.clipped if view == "unit" else 1)
 
 
 def _check_profile(

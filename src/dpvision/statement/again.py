@@ -16,11 +16,10 @@ from dpvision.privacy.account import RunAccount, StoreAccount
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan
-from dpvision.report import choice_phrases, kept_phrases, phrases
-from dpvision.report.check_result import Check, failed, listed, not_checked, ok, same, unverified
-from dpvision.report.guarantee import NOTHING
-from dpvision.report.phrase_version import phrase_version
-from dpvision.report.statement import Facts, compose
+from dpvision.statement import history_phrases, phrases
+from dpvision.statement.check import Check, Tally, listed, not_checked, same, unverified
+from dpvision.statement.guarantee import NOTHING
+from dpvision.statement.statement import Facts, compose, phrase_version
 from dpvision.weights import lineage_digest
 
 TOLERANCE = 0.01
@@ -91,7 +90,7 @@ def check_leaves(statement: dict[str, Any]) -> list[Check]:
             # older versions claimed less: they left out what the weights keep from earlier runs
             NOTHING
         )
-    figures, words, declared = _Tally(), _Tally(), 0
+    figures, words, declared = Tally(), Tally(), 0
     for where, stated, found in pairs(statement, again):
         if _DECLARED.fullmatch(where) or where.startswith(
             earlier
@@ -138,24 +137,6 @@ def check_leaves(statement: dict[str, Any]) -> list[Check]:
             "with --run",
         ),
     ]
-
-
-class _Tally:
-    def __init__(self) -> None:
-        self.number, self.wrong = 0, list[str]()
-
-    def count(self, where: str, right: bool) -> None:
-        self.number += 1
-        if not right:
-            self.wrong.append(where)
-
-    def check(self, name: str, passed: str, why: str) -> Check:
-        more = ", ..." if len(self.wrong) > 5 else ""
-        return (
-            failed(name, f"{why}: {', '.join(self.wrong[:5])}{more}")
-            if self.wrong
-            else ok(name, f"{self.number} {passed}")
-        )
 
 
 def pairs(stated: Any, found: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -212,7 +193,7 @@ def _facts(statement: dict[str, Any]) -> Facts:
         recipe=statement["recipe"],
         inherited=[_entry(entry) for entry in before],
         own=_entry(own) | {"guarantee": None},
-        config={**settings, "privacy": {"sampling_unit": plan.sampling_unit}},
+        config=settings,
         settings=settings,
         from_store=history["other_runs"]["known"],
         updates=history["steps_in_weights"],
@@ -306,8 +287,11 @@ def _bare_plan(statement: dict[str, Any]) -> DPPlan:
     texts, others = (statement["in_words"], mechanism["clipping"]), statement["other_stores"]
 
     def fits(plan: DPPlan) -> int:
-        words = kept_phrases.in_words(plan, others) if others else phrases.in_words(plan, None)
-        return sum(a == b for a, b in zip(texts, (words, phrases.clipping(plan)), strict=True))
+        words = (
+            history_phrases.kept_in_words(plan, others) if others else phrases.in_words(plan, None)
+        )
+        clipping = phrases.clipping(plan, head=phrases.is_head(statement["settings"]))
+        return sum(a == b for a, b in zip(texts, (words, clipping), strict=True))
 
     return max(plans, key=fits)
 
@@ -318,7 +302,7 @@ def _other_runs_texts(statement: dict[str, Any]) -> list[str]:
     """
     stated = statement["history"]["other_runs"]
     if not stated["known"]:
-        return [choice_phrases.OTHER_RUNS_UNKNOWN]
+        return [history_phrases.OTHER_RUNS_UNKNOWN]
     nothing = PrivacySpent(None, None, 0.0, 0, None, None)
     runs = tuple(
         RunAccount(run["run_id"], run["guarantee"], 0, run["steps"], 0, nothing)
@@ -349,7 +333,7 @@ def _other_runs_texts(statement: dict[str, Any]) -> list[str]:
         for people, moves in product((False, True), range(_MOVES))
     )
     return list(
-        dict.fromkeys(choice_phrases.other_runs(account, statement["run_id"]) for account in made)
+        dict.fromkeys(history_phrases.other_runs(account, statement["run_id"]) for account in made)
     )
 
 

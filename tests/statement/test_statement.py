@@ -21,10 +21,10 @@ from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.report import phrases
 from dpvision.report.page import make_report
-from dpvision.report.schema import problems, statement_schema
-from dpvision.report.statement import make_statement, write_statement
+from dpvision.statement import phrases
+from dpvision.statement.schema import problems, statement_schema
+from dpvision.statement.statement import make_statement, write_statement
 
 from .runs import POISSON, PUBLIC_SCORES, STEPS, make_run, make_store, score_entry
 

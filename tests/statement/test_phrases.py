@@ -5,9 +5,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpvision.privacy import printed
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.printed import up
-from dpvision.report import numbers, phrases
+from dpvision.statement import phrases
 
 from .runs import PRIVACY
 
@@ -20,26 +21,28 @@ def test_a_rounded_number_is_never_smaller_than_the_number(x: float, digits: int
 
 @given(st.floats(0, 1))
 def test_a_percentage_is_never_smaller_than_the_share(share: float) -> None:
-    shown = float(numbers.percent_up(share).rstrip("%")) / 100
+    shown = float(printed.percent_up(share).rstrip("%")) / 100
     assert share - 1e-9 <= shown <= min(1.0, share + 0.01)
 
 
 def test_exact_decimals_are_not_rounded_up() -> None:
-    assert (up(7.99, 2), up(0.1 + 0.2, 1), numbers.percent_up(0.07)) == ("7.99", "0.3", "7.0%")
+    assert (up(7.99, 2), up(0.1 + 0.2, 1), printed.percent_up(0.07)) == ("7.99", "0.3", "7.0%")
 
 
 def test_small_numbers_keep_their_exponent() -> None:
     assert (
-        numbers.short(1e-5),
-        numbers.short(2.1385e-9),
-        numbers.short(0.25),
-        numbers.short(0.0),
+        printed.short(1e-5),
+        printed.short(2.1385e-9),
+        printed.short(0.25),
+        printed.short(0.0),
     ) == ("1e-5", "2.14e-9", "0.25", "0")
 
 
 def test_words_for_a_person_appear_with_a_contribution_bound() -> None:
     plan = make_plan(replace(PRIVACY, max_records_per_unit=3, num_units=20_000))
-    assert "At most 3 of a person" in phrases.unit(plan) and "20,000 people" in phrases.unit(plan)
+    assert "At most 3 of a person" in phrases.unit(
+        plan, head=False
+    ) and "20,000 people" in phrases.unit(plan, head=False)
 
 
 def test_the_grid_of_the_noise_is_called_a_mitigation_and_not_a_proof() -> None:

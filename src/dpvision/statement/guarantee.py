@@ -8,10 +8,10 @@ from typing import Any
 from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan
-from dpvision.report import choice_phrases, kept_phrases, phrases
-from dpvision.report.schema import Stop
 from dpvision.runs.lineage import private_stores, runs_on
 from dpvision.runs.versions import code_versions
+from dpvision.statement import history_phrases, phrases
+from dpvision.statement.schema import Stop
 
 _FPRS = (0.001, 0.01)
 
@@ -56,20 +56,18 @@ def _attack(of: Curve) -> dict[str, float]:
 NOTHING = "This run guarantees nothing."
 
 
-def headline(
-    guarantee: dict[str, Any] | None, sampling_unit: str, kept: list[dict[str, Any]]
-) -> str:
+def headline(guarantee: dict[str, Any] | None, drawn: str, kept: list[dict[str, Any]]) -> str:
     """Return the headline of a statement.
 
     Args:
         guarantee: the run's own.
-        sampling_unit: of the run's plan.
+        drawn: by the run's plan: records or people (``Unit.drawn``).
         kept: from ``other_stores``, of a run without a guarantee whose images, and those of all
             such runs behind it, are public.
     """
     if guarantee is not None:
-        return f"Differential privacy {kept_phrases.protection(guarantee, sampling_unit)}."
-    return kept_phrases.headline(kept) if kept else NOTHING
+        return f"Differential privacy {history_phrases.protection(guarantee, drawn)}."
+    return history_phrases.kept_headline(kept) if kept else NOTHING
 
 
 def guarantee_of(
@@ -136,7 +134,7 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
     they are unknown.
     """
     if account is None:
-        return {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
+        return {"known": False, "text": history_phrases.OTHER_RUNS_UNKNOWN}
     runs = [
         {
             "run_id": run.run_id,
@@ -149,7 +147,7 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
     ]
     return {
         "known": True,
-        "text": choice_phrases.other_runs(account, run_id),
+        "text": history_phrases.other_runs(account, run_id),
         "runs": runs,
         "epsilon_total": account.epsilon,
         "epsilon_filter": account.epsilon_filter,

@@ -13,7 +13,7 @@ import pytest
 from dpvision.config import PrivacyConfig
 from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
 from dpvision.report.page import make_report, recompute_code
-from dpvision.report.statement import make_statement
+from dpvision.statement.statement import make_statement
 
 from . import runs
 from .test_statement import SCHEMA, problems

@@ -8,27 +8,43 @@ docs/statement.md explains every field; docs/statement.schema.json is the schema
 import dataclasses
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dpvision.checkpoint import load_checkpoint
+from dpvision.config import unit
+from dpvision.dp import rounding
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
 from dpvision.eval.score_file import read_scores
 from dpvision.files import write_json
+from dpvision.privacy import printed
 from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import choice_phrases, head_phrases, kept_phrases, phrases, unit_phrases
-from dpvision.report.guarantee import guarantee_of, headline, other_runs, other_stores
-from dpvision.report.lineage_phrases import entry_text
-from dpvision.report.phrase_version import phrase_version
-from dpvision.report.schema import Stop, Tuning
 from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import shaped_in_confidence
+from dpvision.statement import history_phrases, phrases
+from dpvision.statement.guarantee import guarantee_of, headline, other_runs, other_stores
+from dpvision.statement.schema import Stop, Tuning
 from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
+_WORDING = (unit, history_phrases, phrases, printed, rounding)
+"""The modules that write sentences."""
+_NOT_SETTINGS = {"recipe", "privacy", "init_from", "public_weights"}
+"""Config entries left out: they are elsewhere in the statement, or are local paths."""
+
+
+@cache
+def phrase_version() -> str:
+    """Digest of the code that writes a statement's sentences: ``verify`` can write them again if
+    its own is the same.
+    """
+    return hashlib.sha256(
+        b"".join(Path(str(module.__file__)).read_bytes() for module in _WORDING)
+    ).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +147,7 @@ def statement_of(
             inherited=ledger.lineage,
             own={**manifest["lineage"][-1], "guarantee": None},
             config=manifest["config"],
-            settings=head_phrases.settings_of(manifest),
+            settings=settings_of(manifest),
             from_store=evidence.from_store,
             updates=manifest["updates"],
             restarts=ledger.restarts,
@@ -163,36 +179,26 @@ def compose(facts: Facts) -> dict[str, Any]:
         else None
     )
     others = other_stores(facts.inherited, store_id if guarantee else None, fixed=fixed)
-    head = head_phrases.is_head(config)
-    lineage, of_people = _lineage(facts, guarantee), plan.sampling_unit == "person"
-    ended_early = None if guarantee is None else choice_phrases.stop(plan, steps, facts.stop)
-    words, kept = (
-        head_phrases if head else phrases,
-        [] if guarantee is not None or shaped_in_confidence(lineage) else others,
-    )
+    head, drawn = phrases.is_head(config), plan.unit.drawn
+    lineage = _lineage(facts, guarantee)
+    ended_early = None if guarantee is None else history_phrases.stop(plan, steps, facts.stop)
+    kept = [] if guarantee is not None or shaped_in_confidence(lineage) else others
     if kept:
-        in_words, not_covered = (
-            kept_phrases.in_words(plan, kept),
-            kept_phrases.not_covered(lineage, kept),
-        )
-        released = kept_phrases.released(words.FILES)
+        in_words = history_phrases.kept_in_words(plan, kept)
+        not_covered = history_phrases.kept_not_covered(lineage, kept)
+        released = history_phrases.kept_released(phrases.HEAD_FILES if head else phrases.FILES)
     else:
-        of_unit = guarantee is not None and guarantee["unit_epsilon"] is not None
-        in_words = (
-            unit_phrases.in_words(plan, guarantee)
-            if guarantee and of_unit
-            else phrases.in_words(plan, guarantee)
-        )
-        released, not_covered = words.released(plan), phrases.not_covered(plan)
+        in_words, not_covered = phrases.in_words(plan, guarantee), phrases.not_covered(plan)
+        released = phrases.released(plan, head=head)
     if guarantee is not None:
-        not_covered += choice_phrases.not_covered_of(
+        not_covered += history_phrases.not_covered_of(
             lineage, tuning, guarantee, ended_early, facts.other_runs
         )
     return {
         "format": FORMAT,
         "phrases": phrase_version(),
         "guaranteed": guaranteed,
-        "headline": headline(guarantee, plan.sampling_unit, kept),
+        "headline": headline(guarantee, drawn, kept),
         "in_words": in_words,
         "run_id": facts.run_id,
         "recipe": facts.recipe,
@@ -200,21 +206,17 @@ def compose(facts: Facts) -> dict[str, Any]:
             "released": released,
             "not_covered": not_covered,
             "trust_model": phrases.trust_model(plan),
-            "adjacency": unit_phrases.ADJACENCY_OF_PEOPLE if of_people else phrases.ADJACENCY,
+            "adjacency": phrases.ADJACENCY[drawn],
             "unit": {
                 "max_records_per_unit": plan.max_records_per_unit,
                 "num_units": plan.num_units,
                 "sampling_unit": plan.sampling_unit,
-                "text": (
-                    (head_phrases.unit_of_people if head else unit_phrases.unit)
-                    if of_people
-                    else phrases.unit
-                )(plan),
+                "text": phrases.unit(plan, head=head),
             },
             "dataset_size": {
                 "value": plan.dataset_size,
                 "public": True,
-                "text": unit_phrases.NUMBER_OF_PEOPLE if of_people else phrases.DATASET_SIZE,
+                "text": phrases.DATASET_SIZE[drawn],
             },
         },
         "guarantee": guarantee,
@@ -230,16 +232,14 @@ def compose(facts: Facts) -> dict[str, Any]:
             "max_batch_size": plan.sampler.max_batch_size,
             "steps_planned": plan.steps,
             "steps_executed": steps,
-            "clipping": (head_phrases if head else unit_phrases if of_people else phrases).clipping(
-                plan
-            ),
+            "clipping": phrases.clipping(plan, head=head),
             "sensitivity": phrases.sensitivity(plan, config),
             "noise_generator": phrases.noise_generator(plan),
-            "bad_records": unit_phrases.BAD_IMAGES if of_people else phrases.BAD_RECORDS,
+            "bad_records": phrases.BAD_RECORDS[drawn],
             "selection": phrases.selection(plan),
         },
         "history": {
-            "ledger": phrases.ledger_source(facts.from_store),
+            "ledger": history_phrases.ledger_source(facts.from_store),
             "steps_in_weights": facts.updates,
             "steps_wasted": steps - facts.updates,
             "restarts": facts.restarts,
@@ -248,14 +248,14 @@ def compose(facts: Facts) -> dict[str, Any]:
             "tuning": {
                 "declared": tuning,
                 "charged": plan.selection is not None,
-                "text": choice_phrases.tuning(plan, tuning),
+                "text": history_phrases.tuning(plan, tuning),
             },
-            "preprocessing": head_phrases.preprocessing(config)
+            "preprocessing": history_phrases.head_preprocessing(config)
             if head
-            else phrases.preprocessing(config),
+            else history_phrases.preprocessing(plan, config),
             "lineage": lineage,
-            "heads_and_evaluations": head_phrases.HEADS if head else phrases.HEADS,
-            "audits": {"runs": [], "text": phrases.NO_AUDITS},
+            "heads_and_evaluations": history_phrases.OF_A_HEAD if head else history_phrases.HEADS,
+            "audits": {"runs": [], "text": history_phrases.NO_AUDITS},
         },
         "side_channels": phrases.side_channels(plan),
         "settings": facts.settings,
@@ -481,14 +481,39 @@ def _lineage(facts: Facts, guarantee: dict[str, Any] | None) -> list[dict[str, A
     entries = [{"licence": None, **entry} for entry in [*facts.inherited, own]]
     more = [
         {
-            "deduplicated": phrases.deduplicated(entry.get("deduplicated")),
-            "declared": phrases.declared(entry.get("declared")),
+            "deduplicated": history_phrases.deduplicated(entry.get("deduplicated")),
+            "declared": history_phrases.declared(entry.get("declared")),
         }
         for entry in entries
     ]
     last = len(entries) - 1
     joined = [entry | beside for entry, beside in zip(entries, more, strict=True)]
-    return [entry | {"text": entry_text(entry, own=i == last)} for i, entry in enumerate(joined)]
+    return [
+        entry | {"text": history_phrases.entry_text(entry, own=i == last)}
+        for i, entry in enumerate(joined)
+    ]
+
+
+def settings_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of model, data, optimizer, hardware and seed, without local paths. A
+    head's encoder is given by its public name and fingerprint.
+    """
+    config = manifest["config"]
+    kept = {
+        **{k: v for k, v in config.items() if k not in _NOT_SETTINGS},
+        "data": {k: v for k, v in config["data"].items() if k != "store"},
+    }
+    if not phrases.is_head(config):
+        return kept
+    model, encoder = kept["model"], manifest["encoder"]
+    frozen = {key: value for key, value in model["encoder"].items() if key != "spec"}
+    frozen |= {name: encoder[name] for name in ("name", "licence", "fingerprint")}
+    unused = {"labels"}
+    if not model["candidates"]:
+        unused |= {"candidates", "selection_runs", "selection_shape"}
+    return kept | {
+        "model": {k: v for k, v in model.items() if k not in unused} | {"encoder": frozen}
+    }
 
 
 def versions_of(manifest: dict[str, Any]) -> dict[str, str]:

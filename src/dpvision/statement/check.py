@@ -42,6 +42,26 @@ def unverified(name: str, why: str) -> Check:
     return Check(name, "unverified", why)
 
 
+class Tally:
+    """Values that were compared, and the places of the wrong ones."""
+
+    def __init__(self) -> None:
+        self.number, self.wrong = 0, list[str]()
+
+    def count(self, where: str, right: bool) -> None:
+        self.number += 1
+        if not right:
+            self.wrong.append(where)
+
+    def check(self, name: str, passed: str, why: str) -> Check:
+        more = ", ..." if len(self.wrong) > 5 else ""
+        return (
+            failed(name, f"{why}: {', '.join(self.wrong[:5])}{more}")
+            if self.wrong
+            else ok(name, f"{self.number} {passed}")
+        )
+
+
 def compared(name: str, pairs: Iterable[tuple[str, Any, Any]], passed: str) -> Check:
     """Return one check of several equalities, given as (name, stated, found)."""
     wrong = [

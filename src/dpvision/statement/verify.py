@@ -17,9 +17,11 @@ from dpvision.eval.score_file import read_scores
 from dpvision.privacy.ledger import LedgerContents, read_ledger
 from dpvision.privacy.ledger_format import Line
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.printed import count
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report.check_other_runs import check_other_runs
-from dpvision.report.check_result import (
+from dpvision.runs.folder import read_run
+from dpvision.runs.versions import code_versions
+from dpvision.statement.check import (
     Check,
     compared,
     differences,
@@ -28,12 +30,14 @@ from dpvision.report.check_result import (
     ok,
     unverified,
 )
-from dpvision.report.head_phrases import settings_of
-from dpvision.report.numbers import count
-from dpvision.report.recompute import check_epsilons, check_figures, check_schema
-from dpvision.report.statement import read_evidence, statement_of, versions_of
-from dpvision.runs.folder import read_run
-from dpvision.runs.versions import code_versions
+from dpvision.statement.other_runs import check_other_runs
+from dpvision.statement.recompute import check_epsilons, check_figures, check_schema
+from dpvision.statement.statement import (
+    read_evidence,
+    settings_of,
+    statement_of,
+    versions_of,
+)
 from dpvision.strict_json import parse_json
 from dpvision.weights import lineage_digest, unpack
 

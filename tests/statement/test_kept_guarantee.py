@@ -21,12 +21,12 @@ from dpvision.errors import PrivacyError
 from dpvision.privacy.ledger import store_account
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.printed import up
-from dpvision.report.guarantee import NOTHING
-from dpvision.report.kept_phrases import IN_BOTH
 from dpvision.report.page import make_report
-from dpvision.report.schema import problems, statement_schema
-from dpvision.report.statement import make_statement, write_statement
-from dpvision.report.verify import verify_statement
+from dpvision.statement.guarantee import NOTHING
+from dpvision.statement.history_phrases import IN_BOTH
+from dpvision.statement.schema import problems, statement_schema
+from dpvision.statement.statement import make_statement, write_statement
+from dpvision.statement.verify import verify_statement
 
 from .runs import PRIVACY, make_run, make_store
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dpvision.report.schema import problems, statement_schema
+from dpvision.statement.schema import problems, statement_schema
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -13,8 +13,8 @@ from dpvision.privacy.ledger import StoreAccount, store_account
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import View
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import choice_phrases
-from dpvision.report.check_result import (
+from dpvision.statement import history_phrases
+from dpvision.statement.check import (
     Check,
     compared,
     differences,
@@ -23,9 +23,9 @@ from dpvision.report.check_result import (
     ok,
     unverified,
 )
-from dpvision.report.guarantee import other_runs
-from dpvision.report.phrase_version import phrase_version
-from dpvision.report.recompute import recomputed
+from dpvision.statement.guarantee import other_runs
+from dpvision.statement.recompute import recomputed
+from dpvision.statement.statement import phrase_version
 
 _NAME = "other runs"
 _AGAIN = "write the statement again, with --store"
@@ -213,12 +213,10 @@ def _texts(
         cap=None if said is None else Cap(**said),
         cap_covers_choice=bool((stated["cap"] or {}).get("covers_choice")),
         draws_people=any(
-            plan.sampling_unit == "person"
-            for plan, steps in parts
-            if plan.guarantee == "dp" and steps
+            plan.unit.draws_people for plan, steps in parts if plan.guarantee == "dp" and steps
         ),
     )
     return {
-        choice_phrases.other_runs(replace(then, moves=moves), run_id)
+        history_phrases.other_runs(replace(then, moves=moves), run_id)
         for moves in range(account.moves + 1)
     }

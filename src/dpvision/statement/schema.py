@@ -46,7 +46,7 @@ _KNOWN = {
 def statement_schema() -> dict[str, Any]:
     """Return the schema of statement.json; docs/statement.schema.json is the same file."""
     return json.loads(
-        resources.files("dpvision.report").joinpath("statement.schema.json").read_text()
+        resources.files("dpvision.statement").joinpath("statement.schema.json").read_text()
     )
 
 
@@ -59,7 +59,7 @@ def problems(value: Any, schema: dict[str, Any], where: str = "statement") -> li
     if unknown := schema.keys() - _KNOWN:
         raise NotImplementedError(
             f"schema of {where}: {sorted(unknown)}; expected {sorted(_KNOWN)}. Add the keyword "
-            "to dpvision.report.schema."
+            "to dpvision.statement.schema."
         )
     if "const" in schema or "enum" in schema:
         allowed_values = schema.get("enum", [schema.get("const")])

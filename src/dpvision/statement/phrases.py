@@ -1,14 +1,18 @@
-"""The sentences of the statement: facts about every run, and facts that follow from a plan."""
+"""The statement's sentences about scope and mechanism: facts about every run, and facts that
+follow from a plan.
 
-from typing import Any
+A sentence that differs between records and people is asked of the plan's unit: a table by what is
+drawn, or the words of whom an epsilon is for. ``head`` is whether the run is of a private head on
+frozen features.
+"""
 
-from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
+from typing import Any, NamedTuple
+
 from dpvision.dp.rounding import RESERVE, added_bound
 from dpvision.privacy.composition import Method
 from dpvision.privacy.plan import DPPlan, default_delta
-from dpvision.privacy.printed import one_in, up, up_delta
+from dpvision.privacy.printed import count, factor, one_in, percent_up, up, up_delta
 from dpvision.privacy.refusal import MAX_DELTA
-from dpvision.report.numbers import count, factor, percent_up
 
 TRUST_MODEL = (
     "Whoever runs the training is trusted with the images. The guarantee holds against "
@@ -16,33 +20,49 @@ TRUST_MODEL = (
     "step. It assumes that they learn neither the random keys of the run nor which images a "
     "step has drawn."
 )
-ADJACENCY = (
-    "Add or remove one: two sets of images are neighbours if one has one image more than the "
-    "other and they are otherwise equal."
-)
+ADJACENCY = {
+    "record": (
+        "Add or remove one: two sets of images are neighbours if one has one image more than the "
+        "other and they are otherwise equal."
+    ),
+    "person": (
+        "Add or remove one person: two sets of images are neighbours if one has one person more "
+        "than the other, with all their images, however many, and they are otherwise equal."
+    ),
+}
+"""Which sets of images are neighbours, by what is drawn."""
 RECORD = (
     "One record: an image with all its captions and labels. Files with identical image bytes "
     "are one record."
 )
-DATASET_SIZE = (
-    "The number of images is a declared, public constant of the plan. The sampling rate and the "
-    "divisor follow from it, never from the number of images in the store, which may differ by "
-    "up to 1% (in full batches: be up to 1% smaller)."
-)
-BAD_RECORDS = (
-    "An image that cannot be decoded, or whose gradient is not finite, contributes exactly zero "
-    "to its step. It is not replaced by another, and no step is skipped or stopped because of "
-    "it."
-)
-HEADS = (
-    "Scores in this statement were measured on public images with heads trained on public "
-    "images: they cost no privacy. A head trained on private images needs a guarantee of its "
-    "own, which this statement does not give."
-)
-NO_AUDITS = (
-    "No attack was run against this model. The bounds on attacks in this statement are proven "
-    "and do not rely on one."
-)
+DATASET_SIZE = {
+    "record": (
+        "The number of images is a declared, public constant of the plan. The sampling rate and "
+        "the divisor follow from it, never from the number of images in the store, which may "
+        "differ by up to 1% (in full batches: be up to 1% smaller)."
+    ),
+    "person": (
+        "The numbers of people and of images are declared, public constants of the plan. The "
+        "sampling rate and the divisor follow from the declared number of people, never from the "
+        "numbers in the store, which may differ by up to 1% (in full batches there may be up to 1% "
+        "fewer people). How many images a person has is secret."
+    ),
+}
+"""Where the declared numbers go, by what is drawn."""
+BAD_RECORDS = {
+    "record": (
+        "An image that cannot be decoded, or whose gradient is not finite, contributes exactly "
+        "zero to its step. It is not replaced by another, and no step is skipped or stopped "
+        "because of it."
+    ),
+    "person": (
+        "An image that cannot be decoded, or that has no caption or label where one is needed, "
+        "counts as one that the person does not have. A person without any other image, or whose "
+        "gradient is not finite, contributes exactly zero to the step. No one else is drawn in "
+        "that person's place, and no step is skipped or stopped because of it."
+    ),
+}
+"""What an image that cannot be used contributes, by what is drawn."""
 SIDE_CHANNELS = [
     "Time: the duration of a step depends on how many images it drew. Times are not released.",
     "Floating point: noise is added in finite precision, whose rounding an attacker could in "
@@ -61,6 +81,10 @@ FILES = (
     "this statement, report.html."
 )
 """What a run of a network may release."""
+HEAD_FILES = (
+    "The head (weight and bias), settings, ledger, public scores, this statement, report.html."
+)
+"""What a head's run may release."""
 NO_PROFILE = "added epsilons give one pair (epsilon, delta), no profile"
 COMPOSITION: dict[Method, str] = {
     "one run": "The weights come from one run on this store.",
@@ -80,6 +104,46 @@ COMPOSITION: dict[Method, str] = {
 }
 
 
+def is_head(config: dict[str, Any]) -> bool:
+    """Return whether a run's config is of a private head."""
+    return config["model"].get("kind") == "head"
+
+
+class _Words(NamedTuple):
+    """What the paragraphs say of an image, or of a person."""
+
+    it: str
+    others: str
+    took_part: str
+    its_use: str
+    unused: str
+    used: str
+    several: str
+    one: str
+
+
+_IMAGE = _Words(
+    it="it",
+    others="all other images",
+    took_part="image was used",
+    its_use="its use",
+    unused="images that were not used",
+    used="that were used",
+    several="images",
+    one="image",
+)
+_PERSON = _Words(
+    it="them",
+    others="the images of all other people",
+    took_part="person took part",
+    its_use="it",
+    unused="people who did not take part",
+    used="who did",
+    several="people",
+    one="person",
+)
+
+
 def in_words(plan: DPPlan, guarantee: dict[str, Any] | None) -> list[str]:
     """Return paragraphs that explain the headline to a reader who does not know epsilon."""
     if guarantee is None:
@@ -89,28 +153,41 @@ def in_words(plan: DPPlan, guarantee: dict[str, Any] | None) -> list[str]:
             "The figures below describe what was executed. None of them is a statement about "
             "privacy.",
         ]
-    epsilon, delta, attack = guarantee["epsilon"], guarantee["delta"], guarantee["attack"]
+    unit, delta = plan.unit, guarantee["delta"]
+    said = unit.stated(guarantee["epsilon"], guarantee["unit_epsilon"])
     seen = (
         "the model after every step"
         if plan.selection is None
         else "the model that was chosen, with its score,"
     )
+    words, attack, more = _IMAGE, guarantee["attack"], ""
+    all_of_them = f"{unit.num_records:,} images, with everything that belongs to it"
+    if said.of_person:
+        words, attack = _PERSON, guarantee["unit_attack"]
+        images = unit.images + (" in each step" if unit.draws_people else "")
+        all_of_them = (
+            f"{unit.population:,} people, with all their images, of which {images} took part"
+        )
+        if said.of_image is not None:
+            more = (
+                f" For a single image of a person with at most {unit.max_records}, "
+                f"epsilon is {up(said.of_image, 2)}."
+            )
     return [
-        f"Remove any one of the {plan.dataset_size:,} images, with everything that belongs to "
-        "it. Any result of this training could have occurred without it as well: its "
-        f"probability changes by a factor of at most e^epsilon = {factor(epsilon)}, up to delta, "
-        f"{one_in(delta)}.",
-        f"For scale, take the strongest attacker: one who knows all other images, sees {seen} "
-        "and only has to decide whether one given image was used. If a fair coin had decided "
-        f"its use, no method would be right more than {percent_up(attack['coin_accuracy'])} of "
-        "the time; guessing is right 50% of the time.",
-        "If the attacker may accuse only 1 in 100 of the images that were not used, at most "
-        f"{percent_up(attack['tpr_at_fpr_0.01'])} of those that were used can be found; if only "
-        f"1 in 1,000, at most {percent_up(attack['tpr_at_fpr_0.001'])}. Blind guessing would "
-        "find 1% and 0.1%.",
+        f"Remove any one of the {all_of_them}. Any result of this training could have occurred "
+        f"without {words.it} as well: its probability changes by a factor of at most e^epsilon = "
+        f"{factor(said.epsilon)}, up to delta, {one_in(delta)}.{more}",
+        f"For scale, take the strongest attacker: one who knows {words.others}, sees {seen} and "
+        f"only has to decide whether one given {words.took_part}. If a fair coin had decided "
+        f"{words.its_use}, no method would be right more than "
+        f"{percent_up(attack['coin_accuracy'])} of the time; guessing is right 50% of the time.",
+        f"If the attacker may accuse only 1 in 100 of the {words.unused}, at most "
+        f"{percent_up(attack['tpr_at_fpr_0.01'])} of those {words.used} can be found; if only 1 "
+        f"in 1,000, at most {percent_up(attack['tpr_at_fpr_0.001'])}. Blind guessing would find "
+        "1% and 0.1%.",
         "These are proven worst-case limits, not measurements; real attackers know less. "
-        f"{tier(epsilon)} What many images have in common is learned on purpose and is not "
-        "protected: the guarantee is for each single image.",
+        f"{tier(said.epsilon)} What many {words.several} have in common is learned on purpose "
+        f"and is not protected: the guarantee is for each single {words.one}.",
     ]
 
 
@@ -138,18 +215,20 @@ def tier(epsilon: float) -> str:
     )
 
 
-def released(plan: DPPlan) -> str:
+def released(plan: DPPlan, *, head: bool) -> str:
     """Return what may be released."""
+    files = HEAD_FILES if head else FILES
     if plan.guarantee != "dp":
-        return f"{FILES} Any of them may reveal the content of the images."
-    return f"{FILES} They depend on the private images only through noisy sums."
+        return f"{files} Any of them may reveal the content of the images."
+    features = " Features of the images stay with the store." if head else ""
+    return f"{files} They depend on the private images only through noisy sums.{features}"
 
 
 def not_covered(plan: DPPlan) -> list[str]:
     """Return what the guarantee does not cover."""
     if plan.guarantee != "dp":
         return ["Everything: no image of this run is protected."]
-    return [CONFIDENTIAL, *of_every_guarantee(persons=plan.num_units is not None)]
+    return [CONFIDENTIAL, *of_every_guarantee(persons=plan.unit.is_person)]
 
 
 CONFIDENTIAL = (
@@ -180,16 +259,39 @@ def of_every_guarantee(*, persons: bool) -> list[str]:
     ]
 
 
-def unit(plan: DPPlan) -> str:
+def unit(plan: DPPlan, *, head: bool) -> str:
     """Return the unit of the guarantee."""
-    k = plan.max_records_per_unit
-    if plan.num_units is None:
+    of, k = plan.unit, plan.unit.max_records
+    if not of.is_person:
         return RECORD
+    people = (
+        f"One person, with all their images: {of.num_people:,} people are declared, a public "
+        f"number. {RECORD}"
+    )
+    if not of.draws_people:
+        return (
+            f"{people} At most {k} of a person take part. The headline has the epsilon of a "
+            "person, unit_epsilon. The figure called epsilon is for one image of a person with "
+            "no more images than that: with more, removing one lets another take part."
+        )
+    if not head:
+        which = (
+            f"At most {k} of a person's images take part in a step, chosen from the seed, the "
+            "step and those images' ids."
+        )
+    else:
+        some = (
+            "One image of each person takes part"
+            if k == 1
+            else f"At most {k} images of a person take part, with one label"
+        )
+        which = (
+            f"{some}, in every release the same, chosen from the seed and that person's ids and "
+            "labels."
+        )
     return (
-        f"One person, with all their images: {plan.num_units:,} people are declared, a public "
-        f"number. {RECORD} At most {k} of a person take part. The headline has the epsilon of a "
-        "person, unit_epsilon. The figure called epsilon is for one image of a person with no "
-        "more images than that: with more, removing one lets another take part."
+        f"{people} People are drawn. {which} Every epsilon is for a person. There is none for a "
+        "single image of a person: without it, the person still takes part."
     )
 
 
@@ -198,8 +300,7 @@ def delta_rule(plan: DPPlan, num_parents: int) -> str:
     default = (
         "1 / (2 N)" if plan.delta < MAX_DELTA else f"{up_delta(MAX_DELTA)}, the largest default"
     )
-    rule = default if plan.delta == default_delta(plan.population) else "set explicitly"
-    whom = "images" if plan.num_units is None else "people"
+    rule = default if plan.delta == default_delta(plan.unit.population) else "set explicitly"
     joined = (
         f" With {count(num_parents, 'earlier run')} in the lineage, every figure holds at the "
         "smallest delta."
@@ -207,8 +308,8 @@ def delta_rule(plan: DPPlan, num_parents: int) -> str:
         else ""
     )
     return (
-        f"{rule}, N being the declared number of {whom}; training is refused when N x delta "
-        f"exceeds 1.5.{joined}"
+        f"{rule}, N being the declared number of {plan.unit.protected}; training is refused when "
+        f"N x delta exceeds 1.5.{joined}"
     )
 
 
@@ -221,20 +322,6 @@ def composition(num_runs: int, method: Method) -> str:
     )
 
 
-def declared(by: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return who declared weights without a lineage public, or None if nothing had to be
-    declared.
-    """
-    if by is None:
-        return None
-    who = "the operator" if by["by"] == "operator" else "their name in a library"
-    return {
-        **by,
-        "text": f"Declared to be public by {who}: {by['name']}, from {by['source']}. This was not "
-        "verified.",
-    }
-
-
 def trust_model(plan: DPPlan) -> str:
     """Return the trust model: who may see what."""
     if plan.selection is None:
@@ -243,24 +330,6 @@ def trust_model(plan: DPPlan) -> str:
         "the weights after every single step",
         "all steps of the run that was chosen, and nothing of the others",
     )
-
-
-def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return which private twins were left out of a public store (``data overlap --out``), or None
-    if none were searched for.
-    """
-    if record is None:
-        return None
-    stores = ", ".join(store_id[:8] for store_id in record["against"])
-    return {
-        "against": record["against"],
-        "methods": record["methods"],
-        "text": (
-            f"Public images that are also in store {stores} were left out before training on "
-            f"this store ({'; '.join(record['methods'])}). Their number is not given because it "
-            "depends on the private images."
-        ),
-    }
 
 
 def selection(plan: DPPlan) -> dict[str, Any] | None:
@@ -316,7 +385,7 @@ def accountant_method(plan: DPPlan) -> str:
 
 def sampling_assumed(plan: DPPlan) -> str:
     """Return the sampling scheme that the accountant assumes."""
-    q, one = f"probability {plan.sample_rate:.6g}", plan.sampling_unit
+    q, one = f"probability {plan.sample_rate:.6g}", plan.unit.drawn
     return {
         "poisson": f"Poisson: in each step each {one} is sampled independently, with {q}.",
         "truncated_poisson": f"Truncated Poisson: each {one} sampled independently, with {q}; a "
@@ -329,7 +398,7 @@ def sampling_executed(plan: DPPlan) -> str:
     """Return the sampling scheme that was executed."""
     if plan.guarantee != "dp":
         return sampling_assumed(plan)
-    several = "records" if plan.sampling_unit == "record" else "people"
+    several = plan.unit.several
     drawn = {
         "poisson": f"drawn by geometric gaps between chosen {several}, which is exactly the "
         "assumed law; batches vary in size and may be empty",
@@ -351,14 +420,28 @@ CLIPPED = {
 """How a gradient is clipped, by ``DPPlan.clipping``."""
 
 
-def clipping(plan: DPPlan) -> str:
-    """Return what bounds a record's influence."""
+def clipping(plan: DPPlan, *, head: bool) -> str:
+    """Return what bounds the influence of a record, or of a person who is drawn."""
     if plan.max_grad_norm is None:
         return "None."
-    factor = CLIPPED[plan.clipping]
+    clipped, unit, k = CLIPPED[plan.clipping], plan.unit, plan.unit.max_records
+    if head:
+        row = "those of one image" if k == 1 else f"the mean over at most {k} images of one label"
+        of_person = f" A person has one row of features, {row}."
+        return (
+            f"Each {unit.drawn}'s whole contribution to a release (the gradient of the head, or "
+            f"its moments and counts together) is {clipped} (norms in float64)."
+            f"{of_person if unit.draws_people else ''}"
+        )
+    views = ". Augmented views of a record are averaged first."
+    if unit.draws_people:
+        views = (
+            f": the mean over {k} of the person's images and their augmented views; where there "
+            "are fewer, images repeat."
+        )
     return (
-        f"Each record's whole gradient, all trained parameters together, is {factor} (norms in "
-        "float32 or wider). Augmented views of a record are averaged first."
+        f"Each {unit.drawn}'s whole gradient, all trained parameters together, is {clipped} "
+        f"(norms in float32 or wider){views}"
     )
 
 
@@ -373,10 +456,10 @@ def sensitivity(plan: DPPlan, config: dict[str, Any]) -> str:
     if plan.max_grad_norm is None:
         return "Unbounded."
     moved = (
-        f"One {plan.sampling_unit} moves the sum of a step by at most {plan.max_grad_norm:g} in "
+        f"One {plan.unit.drawn} moves the sum of a step by at most {plan.max_grad_norm:g} in "
         "Euclidean norm"
     )
-    if config["model"].get("kind") == "head":
+    if is_head(config):
         return (
             f"{moved}, including rounding: contributions are clipped to 4 millionths less and "
             "summed in float64."
@@ -412,48 +495,3 @@ def noise_generator(plan: DPPlan) -> str:
         "expected batch size. The grid is a mitigation of attacks on floating point, not a "
         "proof against them."
     )
-
-
-def ledger_source(from_store: bool) -> str:
-    """Return which ledger the steps were counted in."""
-    if from_store:
-        return (
-            "Counted in the store's ledger, its hash chain verified; the run folder's copy "
-            "agrees with it."
-        )
-    return (
-        "Counted in the run folder's copy of the ledger, its hash chain verified; the store's "
-        "ledger was not available."
-    )
-
-
-TOKENIZER = (
-    "Tokenizer: trained on text declared to be public or synthetic; the command that trains it "
-    "refuses private stores. It is released with the weights. Captions were cleaned and "
-    "truncated at import, each independently."
-)
-
-
-def preprocessing(config: dict[str, Any]) -> list[str]:
-    """Return what was derived from the data before training."""
-    data = config["data"]
-    told = config["model"].get("kind") == "captioner"
-    own = (
-        "person's own ids"
-        if config["privacy"].get("sampling_unit") == "person"
-        else "record's own id"
-    )
-    public = tuple(data["mean"]) == IMAGENET_MEAN and tuple(data["std"]) == IMAGENET_STD
-    return [
-        "Normalisation constants: "
-        f"""{
-            "those of ImageNet, public"
-            if public
-            else "set in the config, declared not to come from private images"
-        }.""",
-        "Unreadable and oversized files were left out at import, each independently of the "
-        "others. Identical files were merged into one record.",
-        *([TOKENIZER] if told else []),
-        f"Crops, flips{', the choice among captions' if told else ''} and masks depend on the "
-        f"seed, the step and the {own} only.",
-    ]
