@@ -42,7 +42,6 @@ ORDER = (
     "adapt",
     "report",
     "cli",
-    "dense",
     "recipes",
 )
 

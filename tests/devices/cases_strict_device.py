@@ -29,7 +29,7 @@ from dpvision.eval.captions import caption_images, choice
 from dpvision.eval.captions.open_captioner import open_captioner
 from dpvision.eval.probes import cache
 from dpvision.eval.probes.protocols import make_protocols
-from dpvision.eval.probes.settings import FineTuneSettings, LarsSettings
+from dpvision.eval.probes.settings import FineTuneSettings, LarsSettings, ProtocolSettings
 from dpvision.eval.probes.suite import evaluate
 from dpvision.models import make_model
 from dpvision.models.generate import GenerateSettings
@@ -171,9 +171,11 @@ def test_probes_on_the_device_give_the_cpus_scores(
     )
     (asked,) = make_protocols(
         [protocol],
-        shots=(2,),
-        fine_tune=fine_tune,
-        lars=LarsSettings(blrs=(0.1,), epochs=2, warmup_epochs=1),
+        ProtocolSettings(
+            shots=(2,),
+            fine_tune=fine_tune,
+            lars=LarsSettings(blrs=(0.1,), epochs=2, warmup_epochs=1),
+        ),
     )
     found = [
         [

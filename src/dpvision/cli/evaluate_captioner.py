@@ -2,23 +2,25 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
 from dpvision.cli.output import RunPath, table
 from dpvision.cli.paths import check_run, check_store
-from dpvision.cli.scores import check_out, emit_scores, names_of
+from dpvision.cli.scores import FLAT, Printing, emit_scores, names_of
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.captions.settings import PROMPT, checked_controls, checked_fit
 from dpvision.eval.score import Visibility, printed
-from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
+from dpvision.eval.score_file import NOTHING_FITTED, check_out, merge_entries, write_scores
 from dpvision.runs.folder import run_base
 
 if TYPE_CHECKING:
     from dpvision.eval.captions.choice import ChoiceTest
     from dpvision.eval.captions.protocol import CaptionProtocol
     from dpvision.eval.captions.suite import ScoredOn
+
+_PRINTING = Printing()
 
 
 def evaluate_captioner(
@@ -48,8 +50,7 @@ def evaluate_captioner(
     ema: bool = False,
     batch_size: int = 32,
     workers: int = 2,
-    show_confidential: bool = False,
-    json: bool = False,
+    printing: Annotated[Printing, FLAT] = _PRINTING,
 ) -> None:
     """Evaluate a captioner: zero-shot classification, choice between true and false captions, and
     CIDEr of generated captions.
@@ -96,9 +97,7 @@ def evaluate_captioner(
         ema: Use the averaged weights.
         batch_size: Images in one forward pass.
         workers: Threads that read images.
-        show_confidential: Print scores on private images even if the output is not a terminal, such
-            as a job's log.
-        json: Print JSON, with private scores too.
+        printing: How scores are printed.
     """
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         if not value >= 1:
@@ -203,7 +202,7 @@ def evaluate_captioner(
         score.to_dict() | {"test_data": part.test_data} for part in found for score in part.scores
     ]
     scores = [score for part in found for score in part.scores]
-    emit_scores(scores, text, written, show_confidential, json, scores=entries, notes=notes)
+    emit_scores(scores, text, written, printing, scores=entries, notes=notes)
 
 
 def captioner_table(part: "ScoredOn") -> str:

@@ -10,7 +10,7 @@ from dpvision.errors import ConfigError
 from dpvision.eval.captions.open_captioner import open_captioner
 from dpvision.eval.captions.protocol import Asking, CaptionProtocol
 from dpvision.eval.score import Score
-from dpvision.eval.unseen import check_unseen
+from dpvision.eval.scored_run import check_unseen
 
 
 @dataclass(frozen=True)
