@@ -18,6 +18,7 @@ from dpvision.config import DataConfig, HeadConfig, OptimConfig, PrivacyConfig, 
 from dpvision.config.head_presets import PRESETS
 from dpvision.config.heads import OWN
 from dpvision.config.resolve import unread
+from dpvision.eval.captions.settings import Asking
 from dpvision.eval.captions.zero_shot import ZeroShotSettings
 from dpvision.eval.dense import detector
 from dpvision.eval.dense.settings import DenseHardware, DetectionSettings, SegmentationSettings
@@ -33,7 +34,7 @@ NOT_STATED = "?"
 PROTOCOLS: dict[str, dict[str, Any]] = {
     "linear_lars": asdict(LarsSettings()),
     "fine_tune": asdict(FineTuneSettings()),
-    "zero_shot": asdict(ZeroShotSettings()),
+    "zero_shot": asdict(ZeroShotSettings()) | {"fit": Asking().fit},
     "detection": asdict(DetectionSettings())
     | {"sampling_ratio": detector.SAMPLING_RATIO, "precision": DenseHardware().precision},
     "segmentation": asdict(SegmentationSettings()) | {"precision": DenseHardware().precision},

@@ -161,7 +161,6 @@ SAME_NAME = {
     # a run: its settings, and itself
     "run": {"config", "runs"},
     # the same part of both kinds of evaluation
-    "protocol": {"eval/captions", "eval/probes"},
     "suite": {"eval/captions", "eval/probes"},
 }
 """Module name -> the packages that may share it."""

@@ -11,9 +11,16 @@ import pytest
 from PIL import Image
 
 from dpvision.errors import DataError
-from dpvision.eval.captions.aro import ATTRIBUTION_FILE, RELATION_FILE, aro_tests
 from dpvision.eval.captions.choice import answer_choices, choice_scores
-from dpvision.eval.captions.sugarcrepe import SUBSETS, negclip_test, sugarcrepe_test
+from dpvision.eval.captions.choice_files import (
+    ATTRIBUTION_FILE,
+    RELATION_FILE,
+    SUBSETS,
+    aro_tests,
+    negclip_test,
+    sugarcrepe_test,
+)
+from dpvision.eval.captions.settings import Asking
 
 from .captioners import open_made
 
@@ -83,7 +90,7 @@ def test_aro_has_one_item_for_each_entry_its_box_and_its_group(aro: Path) -> Non
         relation.images.visibility == "private"
         and aro_tests(aro, visibility="public")[0].images.visibility == "public"
     )
-    right_N = answer_choices(open_made(), relation, workers=1)
+    right_N = answer_choices(open_made(), relation, how=Asking(workers=1))
     assert (right_N >= 0).all()
     assert {s.protocol.split(",")[1] for s in choice_scores(relation, right_N, "c", "private")} == {
         " micro",
@@ -201,7 +208,9 @@ def test_sugarcrepe_reads_the_publishers_folder_a_file_of_it_and_one_list(tmp_pa
     assert [
         c.captions for c in sugarcrepe_test(tmp_path / "all.json", tmp_path / "pictures").choices
     ] == [c.captions for c in whole.choices]
-    scores = choice_scores(whole, answer_choices(open_made(), whole, workers=1), "c", "private")
+    scores = choice_scores(
+        whole, answer_choices(open_made(), whole, how=Asking(workers=1)), "c", "private"
+    )
     assert [s.protocol.split(", lowest")[0] for s in scores] == [
         "SugarCrepe, micro",
         "SugarCrepe, macro over 7 subsets",
@@ -247,7 +256,9 @@ def test_negclip_items_have_as_many_candidates_as_the_file_gives(tmp_path: Path)
     file.write_text(json.dumps([good, good | {"negatives": ["grass on a boy"]}]))
     test = negclip_test(file, tmp_path / "pictures")
     assert [len(c.captions) for c in test.choices] == [3, 2]
-    [score] = choice_scores(test, answer_choices(open_made(), test, workers=1), "c", "private")
+    [score] = choice_scores(
+        test, answer_choices(open_made(), test, how=Asking(workers=1)), "c", "private"
+    )
     assert score.chance == pytest.approx((1 / 3 + 1 / 2) / 2)
     for entry, said in [
         (good | {"negatives": []}, "negatives="),
