@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from dpvision.eval.probes.dpcap_probe import DPCapProbe
-from dpvision.eval.probes.few_shot_probe import FewShotProbe
+from dpvision.eval.probes.few_shot_probe import DPCapProbe, FewShotProbe
 from dpvision.eval.probes.fine_tune import FineTune
 from dpvision.eval.probes.knn import KNN
 from dpvision.eval.probes.lars_probe import LinearCls, LinearLars
