@@ -11,7 +11,7 @@ that the bars name; ``threads_1`` and ``threads_2``; ``before`` adds, divides an
 before did, on one thread. Freed memory is kept, as training does. With --device cuda there are
 "cuda" beside "chacha20", and the release of a sum on the GPU.
 
-Bars, on the machine of docs/log.md: 100 M normals per second; 1.0 s with one thread and 0.6 s with
+Bars, on the machine of docs/log: 100 M normals per second; 1.0 s with one thread and 0.6 s with
 two.
 """
 

@@ -16,10 +16,28 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
-def test_the_index_and_the_menu_name_every_page() -> None:
+EXPERIMENTS = [page for page in PAGES if re.match(r"log/\d{4}", page)]
+
+
+def test_the_index_and_the_menu_name_every_page_but_experiments() -> None:
     index, menu = (DOCS / "index.md").read_text(), (DOCS.parent / "mkdocs.yml").read_text()
-    assert [page for page in PAGES if page != "index.md" and f"]({page})" not in index] == []
-    assert [page for page in PAGES if not re.search(rf"[\s:'\"]{re.escape(page)}\b", menu)] == []
+    pages = [page for page in PAGES if page not in EXPERIMENTS]
+    assert [page for page in pages if page != "index.md" and f"]({page})" not in index] == []
+    assert [page for page in pages if not re.search(rf"[\s:'\"]{re.escape(page)}\b", menu)] == []
+
+
+def test_the_index_of_experiments_has_each_one_with_its_question_and_a_verdict() -> None:
+    """Newest first, by the pages' own dates and headings."""
+    rows = re.findall(
+        r"^\| (\S+) \| \[(.+)\]\((\S+\.md)\) \| (.+) \|$",
+        (DOCS / "log" / "index.md").read_text(),
+        flags=re.M,
+    )
+    assert sorted(f"log/{name}" for _, _, name, _ in rows) == EXPERIMENTS
+    assert [date for date, *_ in rows] == sorted((date for date, *_ in rows), reverse=True)
+    for date, question, name, _ in rows:
+        page = (DOCS / "log" / name).read_text()
+        assert page.startswith(f"# {question}\n\n{date}\n") and "\n**Verdict.** " in page, name
 
 
 @pytest.mark.parametrize("page", PAGES)

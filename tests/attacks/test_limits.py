@@ -23,8 +23,8 @@ from dpvision.privacy import refusal as refusals
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
 from dpvision.privacy.planner import what_if
 from dpvision.privacy.refusal import refusal
-from dpvision.report.lineage_phrases import PROCEDURAL, entry_text
 from dpvision.runs.store_checks import check_store
+from dpvision.statement.history_phrases import PROCEDURAL, entry_text
 
 from ..data.image_files import png
 
@@ -139,7 +139,7 @@ def test_the_target_of_a_person_is_kept_and_delta_is_judged_by_people() -> None:
     assert 3.4 < plan.spent(20).unit_epsilon <= 3.5 and plan.epsilon < 1.5  # type: ignore[operator]
     assert plan.delta == 1 / 2000 and plan.unit_epsilon == plan.stated_epsilon
     again = dataclasses.replace(
-        asked, target_unit_epsilon=None, noise_multiplier=0.99 * plan.noise_multiplier
+        asked, target_unit_epsilon=None, noise_multiplier=0.99 * plan.noise.multiplier
     )
     assert make_plan(again).unit_epsilon > 3.5  # type: ignore[operator]
     with pytest.raises(PrivacyError, match="num_units x delta"):

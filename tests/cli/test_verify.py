@@ -13,21 +13,23 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "statement"))
 import runs
 from runs import POISSON, PRIVACY, make_run, make_store
 
 from dpvision.cli import main
+from dpvision.config.unit import Unit
 from dpvision.errors import DataError
 from dpvision.files import write_json
-from dpvision.privacy import accountant, mechanism
+from dpvision.privacy import accountant
 from dpvision.privacy.ledger import Ledger, set_cap, store_account
 from dpvision.privacy.plan import make_plan
-from dpvision.report import check_other_runs as other_runs_module
-from dpvision.report import verify as verify_module
-from dpvision.report.check_result import Check
-from dpvision.report.statement import write_statement
-from dpvision.report.verify import verify_statement
+from dpvision.privacy.sampling import Poisson
+from dpvision.statement import other_runs as other_runs_module
+from dpvision.statement import verify as verify_module
+from dpvision.statement.check import Check
+from dpvision.statement.statement import write_statement
+from dpvision.statement.verify import verify_statement
 
 SMALL = replace(PRIVACY, steps=4, noise_multiplier=3.0)
 
@@ -414,7 +416,7 @@ def test_a_run_without_a_guarantee_on_a_public_store_has_no_epsilon_to_check(
 def test_the_epsilon_of_a_person_of_several_records_is_recomputed(
     finished: Path, tmp_path: Path
 ) -> None:
-    event = mechanism.unit_event("poisson", 0.1, 0.9, runs.STEPS, 3)
+    event = Poisson(Unit(1), 0.1).event(0.9, runs.STEPS, 3)
     exact = accountant.epsilon(event, 1e-5, 1e-3)
     for factor, status in ((1.0, "ok"), (0.97, "failed")):
 

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from zoo import KEY, class_losses, make_batch, rows
 
 from dpvision.config import RunConfig
-from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
-from dpvision.data.tokenizer import train_tokenizer
+from dpvision.data.tokenizer import CaptionReader, train_tokenizer
 from dpvision.dp import (
     batch_dims,
     clip,

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from dpvision.cli import main
-from dpvision.cli.recipe import get_recipe
 from dpvision.errors import ConfigError
 from dpvision.models import make_model
 from dpvision.plan.cost import step_cost
 from dpvision.plan.device_table import DEVICES, find_device
 from dpvision.plan.parameters import count_parameters
 from dpvision.plan.work import CLIPPING, work_of
+from dpvision.recipes import get_recipe
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -69,7 +69,7 @@ def test_memory_on_the_processor_is_what_is_predicted_within_a_tenth() -> None:
 def test_whole_steps_of_small_recipes_take_what_is_predicted_within_a_third(
     recipe: str, milliseconds: float
 ) -> None:
-    # benchmarks/results/2026-11-22-step_cost.json, and docs/log.md, 2026-11-22.
+    # benchmarks/results/2026-11-22-step_cost.json, and docs/log, 2026-11-22.
     cost = step_cost(get_recipe(recipe), 1, "cpu")
     assert 1e3 * cost.step_s / get_recipe(recipe).privacy.expected_batch_size == pytest.approx(
         milliseconds, rel=1 / 3

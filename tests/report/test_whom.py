@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from dpvision.cli.run_args import guarantee_words, spent
+from dpvision.config.unit import Stated
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.printed import up
-from dpvision.privacy.stated_for import Stated, stated_for
 from dpvision.report.page import make_report
+from dpvision.runs.spent import guarantee_words, spent
 
-from .runs import PRIVACY, make_run, make_store
+from ..statement.runs import PRIVACY, make_run, make_store
 
 PEOPLE: dict[str, dict[str, Any]] = {
     "images": {},
@@ -38,11 +38,11 @@ PEOPLE: dict[str, dict[str, Any]] = {
 
 
 def test_whom_the_figures_are_for() -> None:
-    assert stated_for("record", 1.0, None) == Stated(False, 1.0, None)
-    assert stated_for("record", 1.0, 3.0) == Stated(True, 3.0, 1.0)
-    assert stated_for("record", 1.0, 1.0) == Stated(True, 1.0, None)
+    assert Stated.of("record", 1.0, None) == Stated(False, 1.0, None)
+    assert Stated.of("record", 1.0, 3.0) == Stated(True, 3.0, 1.0)
+    assert Stated.of("record", 1.0, 1.0) == Stated(True, 1.0, None)
     assert (
-        stated_for("person", 1.0, 1.0) == stated_for("person", 1.0, None) == Stated(True, 1.0, None)
+        Stated.of("person", 1.0, 1.0) == Stated.of("person", 1.0, None) == Stated(True, 1.0, None)
     )
 
 

@@ -6,7 +6,7 @@ where noise is large.
 with s the noise in a mean gradient (``rate.mean_noise``). Noise is the same in every direction, so
 the scale of a direction is a prior. With few records or a small epsilon the positions of details
 cannot be learned, and what all positions share gets more weight. Tuned on training images of
-CIFAR-10, EuroSAT and MedNIST (docs/log.md, 2026-11-22).
+CIFAR-10, EuroSAT and MedNIST (docs/log, 2026-11-22).
 """
 
 import torch

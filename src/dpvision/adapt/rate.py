@@ -13,7 +13,7 @@ final weights, and in a logit of a row of length 1. The rule fixes this noise, a
 
 A rate that is too small costs more accuracy than the noise, until noise dominates the gradient (s
 near 1 / HALVING). Then later gradients add no information, and a small L, which amounts to one step
-split into T, is best. docs/log.md (2026-11-22) has the figures.
+split into T, is best. docs/log (2026-11-22) has the figures.
 
 Gradient steps with momentum diverge where r times the curvature of the loss exceeds 2 (1 + m). On
 rows of length 1 the curvature is at most CURVATURE, and features whose rows lie close together come
@@ -47,7 +47,7 @@ scores; sigmoid: 1/4.
 """
 STABLE = 0.6
 """Share of the stability limit, which holds for a quadratic loss. On identical rows of two classes,
-the softmax loss oscillates without end at 0.75 of it and converges at 0.67 (docs/log.md,
+the softmax loss oscillates without end at 0.75 of it and converges at 0.67 (docs/log,
 2026-11-23).
 """
 MOST_STEPS = 500

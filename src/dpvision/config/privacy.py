@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dpvision.config.checks import check_choices, require
+from dpvision.config.unit import Unit
 
 MIN_GRAD_NORM, MAX_GRAD_NORM = 1e-12, 1e12
 """Range of clipping norms. Outside it, factors, squares and contributions leave the range of
@@ -18,7 +19,8 @@ class PrivacyConfig:
     """The requested guarantee; ``privacy.plan.make_plan`` turns it into a plan."""
 
     dataset_size: int
-    """Declared, public number of records N. The sample rate is expected_batch_size / sampled_from,
+    """Declared, public number of records N. The sample rate is expected_batch_size /
+    unit.sampled_from,
     whatever the store holds.
     """
     expected_batch_size: float
@@ -183,7 +185,7 @@ class PrivacyConfig:
                 rule,
                 f"With max_records_per_unit={k} declare numbers that fit.",
             )
-        of, size = "num_units" if people else "dataset_size", self.sampled_from
+        of, size = "num_units" if people else "dataset_size", self.unit.sampled_from
         require(
             b <= size,
             w,
@@ -297,19 +299,8 @@ class PrivacyConfig:
         return self.steps
 
     @property
-    def sampled_from(self) -> int:
-        """int: declared number of those that are drawn: people with sampling_unit="person",
-        otherwise records.
-        """
-        return (
-            self.dataset_size
-            if self.sampling_unit == "record" or self.num_units is None
-            else self.num_units
+    def unit(self) -> Unit:
+        """Unit: the unit of privacy."""
+        return Unit(
+            self.dataset_size, self.num_units, self.max_records_per_unit, self.sampling_unit
         )
-
-    @property
-    def clipped_per_unit(self) -> int:
-        """int: clipped gradients that one unit adds to the sum of a step, at most: k records, or
-        one person.
-        """
-        return self.max_records_per_unit if self.sampling_unit == "record" else 1

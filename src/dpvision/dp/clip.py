@@ -304,8 +304,8 @@ def _plain_sum(
 
 
 def trained_parameters(model: nn.Module, max_grad_norm: float | None) -> dict[str, Tensor]:
-    """Return the trained parameters by name, detached. Refuse none; and with clipping, those whose
-    sums would be rounded to half precision, or whose reserve is another's (``rounding.reserve``).
+    """Return the trained parameters by name, detached; refuse none, and with clipping those in half
+    or mixed precision.
     """
     params = {name: p.detach() for name, p in trained(model).items()}
     if not params:
@@ -313,10 +313,19 @@ def trained_parameters(model: nn.Module, max_grad_norm: float | None) -> dict[st
             "clip: model has no parameter with requires_grad; expected at least one. Unfreeze "
             "the parameters to train."
         )
+    if max_grad_norm is not None:
+        _require_wide(params)
+    return params
+
+
+def _require_wide(params: dict[str, Tensor]) -> None:
+    """Refuse trained parameters whose sums would be rounded to half precision, or whose reserve is
+    another's (``rounding.reserve``).
+    """
     kinds: dict[torch.dtype, str] = {}
     for name, p in params.items():
         kinds.setdefault(p.dtype, name)
-    if max_grad_norm is not None and (len(kinds) > 1 or not kinds.keys() <= UNIT.keys()):
+    if len(kinds) > 1 or not kinds.keys() <= UNIT.keys():
         found = ", ".join(
             f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in kinds.items()
         )
@@ -326,7 +335,6 @@ def trained_parameters(model: nn.Module, max_grad_norm: float | None) -> dict[st
             "weights in float32 (p.data = p.data.float()) and run the forward pass under "
             "torch.autocast."
         )
-    return params
 
 
 def _check(

@@ -2,10 +2,10 @@
 its pass.
 
 The proof of a sum's bound (docs/clipping.md) needs a record's inputs, output gradients, norm and
-factor to be functions of the record, the weights and the key, bit for bit. On
-some processors they are not: the rows of a float32 product have other last bits among 15 rows than
-among 16. Removing one record then changes the contributions of all others in its pass, and the loss
-may magnify the change.
+factor to be functions of the record, the weights and the key, bit for bit. On some processors they
+are not: the rows of a float32 product have other last bits among 15 rows than among 16. Removing
+one record then changes the contributions of all others in its pass, and the loss may magnify the
+change.
 
 A record's reference bits are those in a pass of M rows, the physical batch size. Public records
 show, on the device, in the precision and with the threads of the run, at which numbers of rows n <=

@@ -83,7 +83,7 @@ def fixed_encoder(
 def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:
     """Return pixels as features. Images larger than 16 px are averaged down to 16 x 16 areas.
 
-    On CIFAR-10 the linear probe is no worse on these 768 dimensions than on all 3072 (docs/log.md,
+    On CIFAR-10 the linear probe is no worse on these 768 dimensions than on all 3072 (docs/log,
     2026-11-23) and six times as fast.
 
     Returns:

@@ -14,7 +14,7 @@ from dpvision.privacy.refusal import refusal
 ATTACK_FPRS = (0.001, 0.01)
 PRETRAINING_PAYS_FROM = 1_000_000
 """Records below which private pre-training is not known to beat features that cost nothing
-(docs/features_free.md, docs/log.md).
+(docs/features_free.md, docs/log).
 """
 LARGE_RHO_STAR = 0.1
 """A common direction this strong, in clip norms, is rare among the gradients of images: weaker ones
@@ -50,15 +50,15 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
     strength = signal(plan, num_parameters)
     return {
         "guarantee": plan.guarantee,
-        "sampling": plan.sampling,
+        "sampling": plan.sampler.law,
         "dataset_size": plan.dataset_size,
         "expected_batch_size": plan.expected_batch_size,
-        "max_batch_size": plan.max_batch_size,
+        "max_batch_size": plan.sampler.max_batch_size,
         "sample_rate": plan.sample_rate,
-        "noise_multiplier": plan.noise_multiplier,
+        "noise_multiplier": plan.noise.multiplier,
         "steps": plan.steps,
         "delta": plan.delta,
-        "n_times_delta": plan.population * plan.delta,
+        "n_times_delta": plan.unit.population * plan.delta,
         "epsilon": spent.epsilon,
         "epsilon_rdp": spent.epsilon_rdp,
         "epsilon_unamplified": spent.epsilon_unamplified,
@@ -69,7 +69,7 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "draws": compare_draws(cfg, plan),
         "value_discretization_interval": plan.value_discretization_interval,
         "sample_gradients": plan.steps * images_per_step(plan),
-        "noise_batch_ratio": plan.noise_multiplier / plan.expected_batch_size,
+        "noise_batch_ratio": plan.noise.multiplier / plan.expected_batch_size,
         "signal": strength,
         "advice": advice(plan, strength) if private else None,
         "privacy_profile": accountant.privacy_profile(event) if private else None,
@@ -94,12 +94,7 @@ def compare_draws(cfg: PrivacyConfig, plan: DPPlan) -> list[dict[str, Any]] | No
         Poisson sampling under a guarantee.
     """
     epsilon, people = plan.unit_epsilon, plan.num_units
-    if (
-        epsilon is None
-        or people is None
-        or plan.sampling != "poisson"
-        or plan.sampling_unit == "person"
-    ):
+    if epsilon is None or people is None or plan.sampler.law != "poisson" or plan.unit.draws_people:
         return None
     k, batch = plan.max_records_per_unit, min(plan.expected_batch_size, float(people))
     rows = [_row(f"images, {k} of a person at most" if k > 1 else "images, one of a person", plan)]
@@ -123,8 +118,8 @@ def _row(way: str, plan: DPPlan) -> dict[str, Any]:
     return {
         "draws": way,
         "images_per_step": images_per_step(plan),
-        "noise_multiplier": plan.noise_multiplier,
-        "noise_batch_ratio": plan.noise_multiplier / plan.expected_batch_size,
+        "noise_multiplier": plan.noise.multiplier,
+        "noise_batch_ratio": plan.noise.multiplier / plan.expected_batch_size,
     }
 
 
@@ -132,9 +127,7 @@ def images_per_step(plan: DPPlan) -> float:
     """Expected number of images in a step, at most: where people are drawn, max_records_per_unit of
     each.
     """
-    return plan.expected_batch_size * (
-        plan.max_records_per_unit if plan.sampling_unit == "person" else 1
-    )
+    return plan.expected_batch_size * (plan.unit.images_per_draw)
 
 
 def advice(plan: DPPlan, strength: dict[str, float] | None) -> str | None:
@@ -174,8 +167,8 @@ def signal(plan: DPPlan, num_parameters: int | None) -> dict[str, float] | None:
     """
     if plan.epsilon is None or plan.epsilon <= 0:
         return None
-    planned = math.sqrt(plan.steps) * plan.expected_batch_size / plan.noise_multiplier
-    limit = plan.sampled_from / gaussian.noise_for(plan.epsilon, plan.delta)
+    planned = math.sqrt(plan.steps) * plan.expected_batch_size / plan.noise.multiplier
+    limit = plan.unit.sampled_from / gaussian.noise_for(plan.epsilon, plan.delta)
     figures = {"signal_planned": planned, "signal_limit": limit}
     if num_parameters is not None:
         figures["num_parameters"] = num_parameters

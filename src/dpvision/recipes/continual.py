@@ -12,7 +12,7 @@ mitigate much of what noise costs pre-training; it trains classifiers of ImageNe
 else is ours: network and loss are ViP's; step 1 starts from ViP's warm start on textures
 (``--init-from None``: from random weights) and repeats its schedule on the public images; step 2
 has ViP's private settings, with the noise that fewer images need. A trial with a twentieth of the
-private steps gained nothing (docs/log.md).
+private steps gained nothing (docs/log).
 """
 
 from dataclasses import replace

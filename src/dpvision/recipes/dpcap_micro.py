@@ -33,7 +33,7 @@ def micro() -> RunConfig:
 
     Narrow on purpose: the noise on a step's mean grows with the square root of the number of
     parameters, and at this compute a network of 0.4 million learns to name colours, while one of
-    1.5 million hardly does. The rate is the best of three (docs/log.md).
+    1.5 million hardly does. The rate is the best of three (docs/log).
     """
     return RunConfig(
         recipe="dpcap.micro",
@@ -75,7 +75,7 @@ def micro_vip() -> RunConfig:
     """A masked autoencoder at dpcap.micro's epsilon, batch and steps, from the captioner's warm
     encoder: the baseline of DP-Cap.
 
-    Its rate, half the captioner's, is from separate trials (docs/log.md).
+    Its rate, half the captioner's, is from separate trials (docs/log).
     """
     captioner = micro()
     assert isinstance(captioner.model, CaptionerConfig)

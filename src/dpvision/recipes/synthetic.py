@@ -114,7 +114,7 @@ def vip_micro() -> RunConfig:
     or so on two cores.
 
     Not in the paper; small batches, because with so few sample-gradients the number of updates
-    matters (docs/log.md).
+    matters (docs/log).
     """
     private = vip.micro()
     return replace(

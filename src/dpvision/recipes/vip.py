@@ -79,7 +79,7 @@ def micro() -> RunConfig:
     sample-gradients.
 
     Not in the paper: its targets are MAE's normalised pixels, which at this size gain several times
-    as much as ViP's plain ones (docs/log.md), and its rate is below that of a random start, because
+    as much as ViP's plain ones (docs/log), and its rate is below that of a random start, because
     at the higher rate noise undoes the warm start. Settings are rules of thumb and from public
     trials; nothing was chosen by looking at a private store.
     """

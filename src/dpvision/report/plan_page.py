@@ -16,10 +16,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from dpvision.plan.tables import Table, batches_near, noises_near, steps_near
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.printed import up, up_to
+from dpvision.privacy.printed import percent_up, short, up, up_to
 from dpvision.report.figures import INK, MUTED, SERIES, svg_axes, thousands
 from dpvision.report.html import render, write_page
-from dpvision.report.numbers import percent_up, short
 
 _Line = tuple[str, np.ndarray, np.ndarray]
 _ATTACKS = (0.001, 0.01, 0.1)
@@ -88,7 +87,7 @@ def grid_of(name: str | None, plan: DPPlan, table: Table, parameters: int | None
         ],
         "start": [
             axes["batch"].index(plan.expected_batch_size),
-            axes["noise"].index(plan.noise_multiplier),
+            axes["noise"].index(plan.noise.multiplier),
             axes["steps"].index(plan.steps),
         ],
         "records": plan.dataset_size,
@@ -104,9 +103,9 @@ def _command(name: str | None, plan: DPPlan) -> str:
         f"--dataset-size {plan.dataset_size}",
         f"--delta {plan.delta!r}",
     ]
-    if plan.sampling != "poisson":
-        words.append(f"--sampling {plan.sampling}")
-    if plan.num_units is not None:
+    if plan.sampler.law != "poisson":
+        words.append(f"--sampling {plan.sampler.law}")
+    if plan.unit.is_person:
         words.append(
             f"--num-units {plan.num_units} --max-records-per-unit {plan.max_records_per_unit}"
         )
@@ -117,7 +116,7 @@ def _sliders(plan: DPPlan) -> list[tuple[str, str, int, int]]:
     """Id, label, largest index and starting index of each slider that can move."""
     grid: tuple[tuple[str, str, Sequence[float], float], ...] = (
         ("batch", "expected batch size", batches_near(plan), plan.expected_batch_size),
-        ("noise", "noise multiplier", noises_near(plan), plan.noise_multiplier),
+        ("noise", "noise multiplier", noises_near(plan), plan.noise.multiplier),
         ("steps", "steps", steps_near(plan), plan.steps),
     )
     return [
@@ -193,7 +192,7 @@ def _figures(plan: DPPlan, tables: Mapping[str, Table]) -> dict[str, Markup | No
             "images of a person",
             "epsilon",
             log="xy",
-            mark=(plan.clipped_per_unit, stated),
+            mark=(plan.unit.clipped, stated),
         ),
     }
     return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}

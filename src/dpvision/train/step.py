@@ -18,11 +18,11 @@ from torch import nn
 
 from dpvision.config import ClassifierConfig, DataConfig, RunConfig
 from dpvision.data.batch import Batch, HostRows, mapped
-from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.people import People
 from dpvision.data.store import Store
+from dpvision.data.tokenizer import CaptionReader
 from dpvision.data.transform import normalise_tensor
 from dpvision.devices import loader_threads, send
 from dpvision.dp.buckets import num_buckets, pass_sizes, passes
