@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,24 +31,29 @@ from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.runs.folder import read_run, require_parent
 from dpvision.runs.lineage import inherit, shaped_in_confidence
 from dpvision.runs.run import Stopped, new_run
-from dpvision.runs.store_checks import check_labels, check_people, check_store, require_public
+from dpvision.runs.store_checks import (
+    check_labels,
+    check_people,
+    check_store,
+    require_public,
+    rows_to_draw,
+)
 from dpvision.train import distributed
 from dpvision.train.distributed import together
-from dpvision.train.feed import to_device
 from dpvision.train.gates import check_gates
 from dpvision.train.loop import Session
 from dpvision.train.memory import require_fit
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
 from dpvision.train.same import check_same_everywhere, facts_of_start
-from dpvision.train.step import Training, autocast, check_reference_bits
+from dpvision.train.step import Training, autocast, check_reference_bits, to_device
 from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
 
 OpenParent = Callable[[str], Checkpoint]
 _COMPARED = 16
-"""Records on which compiled blocks are compared, in float32, where the run is in lower precision:
-its programs differ in any case, and a physical batch that fits in bfloat16 may not fit in float32.
+"""Compiled blocks are compared in float32 on at most so many records, which fit where a bfloat16
+batch may not.
 """
 
 
@@ -190,14 +194,9 @@ def _prepare(
     store = open_store(Path(config.data.store))
     if config.data.images == "public":
         require_public(store, config.recipe)
-    by_person = plan.sampling_unit == "person"
-    rows = (
-        np.arange(store.num_records)
-        if by_person
-        else store.eligible_rows(plan.max_records_per_unit, config.seed)
-    )
+    rows = rows_to_draw(store, plan.unit, config.seed)
     check_store(plan, store, rows)
-    if by_person:
+    if plan.unit.draws_people:
         check_people(store)
     if isinstance(config.model, ClassifierConfig):
         check_labels(store, rows, config.model.num_classes, multi_label=config.model.multi_label)
@@ -226,8 +225,8 @@ def _prepare(
         start_from(model, config.model, parent)
     loss_fn = loss_function(config)
     if plan.guarantee == "dp" and group.is_main:
-        # The same on every rank, and in float64 twice the memory of the weights several times over:
-        # once is enough.
+        # On one rank only: the result is the same on all, and the float64 copies take several times
+        # the memory of the weights.
         check_gates(config, model, loss_fn)
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     model.to(group.device)
@@ -254,7 +253,7 @@ def _prepare(
         loss_fn,
         group,
         blocks,
-        People.of(store) if by_person else None,
+        People.of(store) if plan.unit.draws_people else None,
     )
     check_reference_bits(training)
     optimizer = Optimizer(config.optim, model)
