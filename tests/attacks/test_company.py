@@ -146,6 +146,12 @@ def test_sorted_rows_are_trained_all_the_same() -> None:
     assert off(summed(Model(indexed), loss_fn, records()), sum_by_hand(indexed, records())) < 1e-4
 
 
+def masked(model: Model, x: Tensor, key: Tensor) -> Tensor:
+    h = model.layer(x) * 1.0
+    h[x > 1.0] = 0.0
+    return h
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -156,8 +162,9 @@ def test_sorted_rows_are_trained_all_the_same() -> None:
         lambda model, x, key: torch.cat([model.layer(x[:, :1]), x[:, 1:]], 1),
         lambda model, x, key: model.layer(x).transpose(0, 1).softmax(2).transpose(0, 1),
         lambda model, x, key: torch.where(key[:, None, None] == 0, model.layer(x), x),
+        masked,
     ],
-    ids=["list", "flip", "gather", "arange", "cat", "softmax", "where"],
+    ids=["list", "flip", "gather", "arange", "cat", "softmax", "where", "mask"],
 )
 def test_rows_that_stay_in_place_keep_their_rules(path: Forward) -> None:
     model, batch = Model(path), records()

@@ -598,7 +598,7 @@ def test_the_check_runs_once_for_each_model_and_loss(monkeypatch: pytest.MonkeyP
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.0), nn.Linear(3, 1), nn.Flatten(0))
 
     def step(loss_fn: Any, num: int = 4, of: nn.Module = model, **settings: Any) -> int:
-        clipped_sum(loss_fn, of, batch_of(num), KEY, max_grad_norm=C, **settings)
+        clipped_sum(loss_fn, of, batch_of(num), KEY, max_grad_norm=C, method="vmap", **settings)
         return len(seen)
 
     assert step(by_model) == step(by_model, 7) == 1

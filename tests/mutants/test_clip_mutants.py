@@ -354,7 +354,8 @@ def test_padding_counted() -> None:
 
 def test_checked_by_code_alone() -> None:
     """A term that compares records is absent in the first step; later the loss's code is the
-    same. (With the weight 0, a record that is NaN would change the others.)
+    same. (With the weight 0, a record that is NaN would change the others; and in one pass
+    ``record_flow`` would refuse it too.)
     """
 
     def loss_of(weight: float):
@@ -366,9 +367,10 @@ def test_checked_by_code_alone() -> None:
 
     def check() -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
-        clipped_sum(loss_of(0.0), model, make_batch(4), KEY, max_grad_norm=C)
+        step = partial(clipped_sum, max_grad_norm=C, method="vmap")
+        step(loss_of(0.0), model, make_batch(4), KEY)
         assert_refused(
-            lambda: clipped_sum(loss_of(1.0), model, make_batch(4), KEY, max_grad_norm=C),
+            lambda: step(loss_of(1.0), model, make_batch(4), KEY),
             "a term that mixes records",
         )
 

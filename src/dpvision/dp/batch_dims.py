@@ -161,7 +161,7 @@ class _Recorder(TorchFunctionMode):
         inputs = self._inputs(len(self.calls), list(tensors_in(args, kwargs)))
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
-        if made or func.__name__ in READS:
+        if made or getattr(func, "__name__", "") in READS:
             self.calls.append(
                 (func, inputs, self._outputs(len(self.calls), made), _settings(func, args, kwargs))
             )

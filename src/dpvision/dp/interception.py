@@ -191,7 +191,8 @@ class InterceptedPass(TorchFunctionMode):
             else []
         )
         out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
-        if func.__name__ in READS or any(True for _ in tensors_in((out,), {})):
+        read = getattr(func, "__name__", "") in READS
+        if read or any(True for _ in tensors_in((out,), {})):
             if self._at >= len(self._calls) or not self._calls[self._at].fits(func, args, kwargs):
                 raise GraphChanged(func.__name__)
             self._at += 1

@@ -58,7 +58,7 @@ _ALONG = _names(
 _DIM = {"take_along_dim": 2, "topk": 2, "roll": 2, "rot90": 2, "normalize": 2, "renorm": 2}
 """Position of the dimension among the arguments, where it is not the second."""
 _DIM_IF_NONE = {"sort": -1, "argsort": -1, "topk": -1, "normalize": 1, "gumbel_softmax": -1}
-_ANYWHERE = _names("take put index_put masked_scatter as_strided msort flipud")
+_ANYWHERE = _names("take put index index_put masked_scatter as_strided msort flipud")
 """Functions without a dimension that may move rows."""
 
 
@@ -105,7 +105,7 @@ class _Flow(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        name = func.__name__
+        name = getattr(func, "__name__", "").partition(".")[0]  # aten's have .overload
         given = list(tensors_in(args, kwargs))
         highest = max(map(self.level, given), default=Level.PUBLIC)
         if name in READS and highest:
@@ -231,11 +231,16 @@ class _Flow(TorchFunctionMode):
         """The level of what ``x[index] = value`` writes."""
         if highest != Level.ROWS:
             return highest
-        target, index, _ = args
+        target, index, value = args
         _, dim = self._known(target)
         if dim is None or dim == MIXED:
             return Level.MOVED
         item = _item_at(index, target.ndim, dim.dim)
+        if _is_mask(item):  # one number wherever the mask says so: no row comes from another
+            one = not isinstance(value, Tensor | list | tuple) or (
+                isinstance(value, Tensor) and value.numel() == 1
+            )
+            return Level.ROWS if one and self._known(item)[1] == dim else Level.MOVED
         whole = (
             isinstance(item, slice)
             and item.indices(target.shape[dim.dim]) == (0, target.shape[dim.dim], 1)
@@ -266,8 +271,7 @@ def _item_at(index: Any, ndim: int, dim: int) -> Any:
     def width(item: Any) -> int:
         if item is None or item is Ellipsis or isinstance(item, bool):
             return 0
-        mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
-        return item.ndim if mask else 1
+        return item.ndim if _is_mask(item) else 1
 
     at = 0
     for item in _items(index):
@@ -278,6 +282,10 @@ def _item_at(index: Any, ndim: int, dim: int) -> Any:
         else:
             at += width(item)
     return slice(None)
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
 def _storage(tensor: Tensor) -> int:
