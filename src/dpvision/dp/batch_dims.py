@@ -168,23 +168,16 @@ class _Recorder(TorchFunctionMode):
         return out
 
 
-def find_batch_dims(
-    run: Callable[[Any], object],
-    few: Any,
-    many: Any,
-    replaced: dict[int, Any],
-) -> list[Call] | str:
+def find_batch_dims(run: Callable[[Any], object], few: Any, many: Any) -> list[Call] | str:
     """List the calls of a forward pass with the batch dimension of every tensor.
 
     Args:
         run: runs the pass over a batch.
         few, many: batches of ``NUM_RECORDS`` equal records.
-        replaced: row -> ``many`` with another record in that row. Empty on the ``meta`` device,
-            which has no values: rows of one record are then assumed to be adjacent.
 
     Returns:
-        The calls, some with an order that is not known (``order_by_gradients``), or the reason why
-        they cannot be determined.
+        The calls, as if the rows of a record were adjacent (``order_by_values`` corrects it), or
+        the reason why they cannot be determined.
     """
 
     masked: set[int] = set()
@@ -210,13 +203,21 @@ def find_batch_dims(
                 f"{call.function.__name__} picks rows by their values, so that a record's rows "
                 "cannot be told"
             )
-    return _with_rows(run, many, replaced, calls) if replaced else calls
+    return calls
 
 
-def _with_rows(
+def order_by_values(
     run: Callable[[Any], object], many: Any, replaced: dict[int, Any], calls: list[Call]
 ) -> list[Call] | str:
-    """Correct the order of rows in the calls, by which rows change with which record."""
+    """Correct the order of rows in the calls, by which rows change with which record; it stays
+    unknown where none does (``order_by_gradients``).
+
+    Args:
+        replaced: row -> ``many`` with another record in that row.
+
+    Returns:
+        The calls, or the reason why their order cannot be determined.
+    """
     directions: dict[torch.device, Tensor] = {}
 
     def marks(

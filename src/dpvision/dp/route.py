@@ -17,7 +17,13 @@ from torch.func import functional_call
 
 from dpvision.data.batch import Batch, mapped, rows_where, take
 from dpvision.data.keys import StepKey
-from dpvision.dp.batch_dims import NUM_RECORDS, Call, find_batch_dims, order_by_gradients
+from dpvision.dp.batch_dims import (
+    NUM_RECORDS,
+    Call,
+    find_batch_dims,
+    order_by_gradients,
+    order_by_values,
+)
 from dpvision.dp.compiled import Pending
 from dpvision.dp.interception import CHECKPOINTED, InterceptedPass
 from dpvision.dp.per_record import LossModule, copied_buffers, per_record_gradients, prefixed
@@ -46,7 +52,7 @@ class Route:
 
 
 def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
-    """Batches for ``find_batch_dims``, of the first record and of one that differs from it in all
+    """Batches for ``batch_dims``, of the first record and of one that differs from it in all
     that can differ.
     """
     device = batch.record_id_B.device
@@ -101,15 +107,18 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
 
     few, many, replaced = _probes(batch)
     with torch.no_grad():
-        calls = find_batch_dims(run, few, many, replaced)
+        calls = find_batch_dims(run, few, many)
+        moved = isinstance(calls, list) and _moves_rows(run, many, calls)
+        if replaced and isinstance(calls, list):
+            calls = order_by_values(run, many, replaced, calls)
         if isinstance(calls, str):
             raise PrivacyError(
                 f"clip: the model cannot be followed: {calls}; expected the same for any batch. "
                 "Use method='vmap'."
             )
-        slow = dict.fromkeys(params, _MOVED) if _moves_rows(run, many, calls) else {}
         if replaced:
             calls = order_by_gradients(make_losses, many, calls)
+    slow = dict.fromkeys(params, _MOVED) if moved else {}
     while True:
         record = InterceptedPass(params, tuple(calls), NUM_RECORDS[1], slow)
         try:
