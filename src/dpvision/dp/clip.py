@@ -250,10 +250,11 @@ def _sum_of_pass(
     hash_B = hashes(key, host.record_id_B[valid])
     order = hash_B.argsort(stable=True)
     source = torch.cat([valid[order], valid[order[:1]].expand(num_rows - num)])
-    batch = take(batch, send(source, device))
+    source_B, id_B = send(torch.stack([source, host.record_id_B[source]]), device)  # one copy
+    batch = take(batch, source_B)
     is_own_B = send(torch.arange(num_rows) < num, device)
     if device.type != "cpu":  # compared there before; here without waiting for the device
-        is_own_B &= batch.valid_B & (batch.record_id_B == send(host.record_id_B[source], device))
+        is_own_B &= batch.valid_B & (batch.record_id_B == id_B)
     batch = batch._replace(valid_B=is_own_B)
     if method == "vmap":
         grads, norms, losses = _by_vmap(loss_fn, model, batch, num, key, how)

@@ -157,9 +157,9 @@ def _moves_rows(run: Callable[[Any], Tensor], many: Batch, calls: list[Call]) ->
         ) from None
     if level == Level.JOINED:
         raise PrivacyError(
-            "separability: the losses depend on a value that is computed from several records "
-            "(as x.max() or (label_B == 1).any()); expected a function of each record alone. "
-            "Compute it from each record's own values: x.flatten(1).amax(1)."
+            "separability: the loss or the model mixes records: the losses depend on a value that "
+            "is computed from several (as x.max() or (label_B == 1).any()); expected a function of "
+            "each record alone. Compute it from each record's own values: x.flatten(1).amax(1)."
         )
     return level == Level.MOVED
 
