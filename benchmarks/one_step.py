@@ -11,7 +11,7 @@ the end (--folder keeps it for the next run). Each variant runs in a process of 
 memory is counted whole ("memory_mb": pages of the mapped file included while they are resident;
 "private_mb" is what it holds at the end without them).
 
-one_step: ``dpvision.adapt.descent.one_step``, from a head of zeros, full batch, epsilon 8.
+one_step: ``dpvision.adapt.heads.one_step.one_step``, from a head of zeros, full batch, epsilon 8.
 one_step_dense: the clipped sum by matrix products, as any step after the first needs it.
 non_private_eager: the gradient of the mean loss by autograd, block by block. sklearn: L-BFGS on a
 twentieth of the records, until it converges or for 20 iterations. opacus: per-sample gradients of
@@ -108,8 +108,8 @@ def _releases(num_records: int):
 
 
 def one_step(feature, label, num_classes):
-    from dpvision.adapt.descent import one_step
     from dpvision.adapt.feature_stream import FeatureStream
+    from dpvision.adapt.heads.one_step import one_step
 
     stream = FeatureStream(feature, label, num_classes)
     return lambda: one_step(stream, _releases(len(label))).weight_KD

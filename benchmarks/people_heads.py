@@ -27,7 +27,7 @@ from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.person_rows import PersonFeatures, PersonImages
 from dpvision.adapt.release import Releases, full_batch_noise
 from dpvision.config import PrivacyConfig
-from dpvision.config.head_presets import PRESETS
+from dpvision.config.heads import HEADS
 from dpvision.privacy.plan import default_delta, make_plan
 from dpvision.privacy.stream import Key
 
@@ -78,7 +78,7 @@ def fitted(
     bounded: bool,
 ) -> float:
     """Accuracy of one head; ``bounded`` as in ``head_regret.FITS``."""
-    (unit, k), preset, people = drawn, PRESETS[head], int(person_N.max()) + 1  # type: ignore[index]
+    (unit, k), preset, people = drawn, HEADS[head], int(person_N.max()) + 1  # type: ignore[index]
     index = np.zeros(len(person_N), dtype=[("id", "i8"), ("unit", "i8"), ("label", "i4")])
     index["id"], index["unit"] = np.arange(len(index)), person_N
     index["label"] = (

@@ -12,13 +12,12 @@ from torch import Tensor
 from dpvision.adapt import prepare as prepare_module
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import gradient_sum, sum_at_zero
+from dpvision.adapt.heads.prototypes import prototype_sum
 from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.moments import moment_sum
 from dpvision.adapt.prepare import Prepared
-from dpvision.adapt.prototypes import prototype_sum
 from dpvision.adapt.session import feature_stream
 from dpvision.config import RunConfig
-from dpvision.config.head_presets import HeadName
 from dpvision.data.store import Store
 
 from .runs_of_heads import head_config
@@ -27,7 +26,7 @@ C = 0.5
 
 
 def people_head_config(
-    store: Store, head: HeadName | None = "prototypes", **privacy: object
+    store: Store, head: str | None = "prototypes", **privacy: object
 ) -> RunConfig:
     """A head that draws the people of ``store``; at most three images each unless ``privacy`` has
     another number.

@@ -11,8 +11,7 @@ from rich.console import Console
 from dpvision.cli.output import emit, pairs, parse, table
 from dpvision.cli.recipe import get_recipe
 from dpvision.config import PrivacyConfig
-from dpvision.config.head_presets import with_steps
-from dpvision.config.resolve import resolve_privacy
+from dpvision.config.resolve import resolve_privacy, with_steps
 from dpvision.errors import ConfigError
 from dpvision.privacy.printed import up, up_delta
 

@@ -41,9 +41,8 @@ from dpvision.cli.tune_trials import (
     trial_folder,
 )
 from dpvision.cli.typed import parse_first, parse_run, words_of
-from dpvision.config import ClassifierConfig, HeadConfig, RunConfig, to_dict
-from dpvision.config.head_presets import candidate_name
-from dpvision.config.resolve import read_of, resolve
+from dpvision.config import ClassifierConfig, HeadConfig, RunConfig, to_dict, with_settings
+from dpvision.config.resolve import candidate_name, read_of, resolve
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.settings import checked_protocols
 from dpvision.privacy.printed import up
@@ -191,7 +190,9 @@ def tune(args: TuneArgs, config: RunConfig, asked: Mapping[str, Any]) -> None:
         assert isinstance(config.model, HeadConfig)
         config = replace(
             config,
-            model=replace(config.model, candidates=candidates, selection_runs=float(args.trials)),
+            model=with_settings(
+                config.model, {"candidates": candidates, "selection_runs": float(args.trials)}
+            ),
         )
         charge, charged = charge_words(store, plan_of(config))
         table += f"\n{charged}" if args.dry_run else ""
@@ -291,7 +292,7 @@ def _check(args: TuneArgs, config: RunConfig) -> str:
         raise ConfigError(
             f"tune: guarantee={privacy.guarantee}; expected a private recipe to tune. Name one."
         )
-    if isinstance(model, HeadConfig) and (model.head == "auto" or model.candidates):
+    if isinstance(model, HeadConfig) and (model.head == "auto" or model.choice.candidates):
         raise ConfigError(
             f"tune: {args.recipe} chooses its head; expected one head. Name it, e.g. "
             "transfer.many_steps."

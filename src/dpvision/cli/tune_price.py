@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpvision.cli.output import shown, table
 from dpvision.cli.tune_space import How
-from dpvision.config import HeadConfig, RunConfig
+from dpvision.config import HeadConfig, RunConfig, with_settings
 from dpvision.errors import DPVisionError
 from dpvision.privacy.printed import up, up_delta
 
@@ -200,11 +200,8 @@ def _selection(config: RunConfig, plan: "DPPlan", trials: int, candidates: tuple
     from dpvision.adapt.prepare import head_plan
 
     try:
-        model = replace(
-            config.model,
-            candidates=candidates or ("one_step", "prototypes"),
-            selection_runs=float(trials),
-        )
+        among = {"candidates": candidates or ("one_step", "prototypes")}
+        model = with_settings(config.model, among | {"selection_runs": float(trials)})
         whole = head_plan(replace(config, model=model))
     except DPVisionError as error:
         return f"refused: {error}"

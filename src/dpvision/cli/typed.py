@@ -13,6 +13,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from dpvision.cli.output import CONFIG
 from dpvision.config import RunConfig
+from dpvision.config.plain import every_setting
 from dpvision.errors import ConfigError
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ def _words(options: Any, config: RunConfig, *more: tuple[str, type, Any]) -> Any
 
 def _untyped(config: Any) -> Any:
     """Return a dataclass with the fields of ``config`` whose values are all marked as defaults,
-    except flags: these can only be changed.
+    except flags: these can only be changed. Of a flat field it has the settings of all classes.
     """
     cls, hints = type(config), get_type_hints(type(config))
     made: dict[str, Any] = {
@@ -129,6 +130,10 @@ def _untyped(config: Any) -> Any:
         default: Any = _Default(value)
         if f.name in _NOT_TYPED:
             hint = Annotated[_Default, tyro.conf.Suppress]
+        elif "flat" in f.metadata:
+            every = _untyped(every_setting(f, value))
+            hint = Annotated[every, tyro.conf.arg(name="")]
+            default = field(default_factory=every)
         elif dataclasses.is_dataclass(value):
             hint = _untyped(value)
             default = field(default_factory=hint)
@@ -159,7 +164,9 @@ def _typed(found: Any, config: Any, part: str = "") -> dict[str, Any]:
     typed: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value, default = getattr(found, f.name), getattr(config, f.name)
-        if dataclasses.is_dataclass(default):
+        if "flat" in f.metadata:
+            typed |= _typed(value, every_setting(f, default), part)
+        elif dataclasses.is_dataclass(default):
             typed |= _typed(value, default, f"{part}{f.name}.")
         elif not isinstance(value, _Default) and not (
             isinstance(default, bool) and value == default
