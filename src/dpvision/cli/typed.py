@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -118,6 +118,8 @@ def _untyped(config: Any) -> Any:
     except flags: these can only be changed. Of a flat field it has the settings of all classes.
     """
     cls, hints = type(config), get_type_hints(type(config))
+    flat = [f.metadata["flat"] for f in dataclasses.fields(config) if "flat" in f.metadata]
+    hints |= {by: Literal[tuple(classes())] for classes, by in flat if by}
     made: dict[str, Any] = {
         "__annotations__": {},
         "__doc__": cls.__doc__,

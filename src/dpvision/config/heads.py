@@ -371,9 +371,9 @@ class HeadConfig:
     multi_label: bool = False
     """Records may have any number of classes, as in the store."""
     head: str = "auto"
-    """'auto': chosen from public numbers before the plan is made (``adapt.defaults``), with the head's
-    steps, optimizer, loss and bias; or one_step, many_steps, least_squares, feature_covariance,
-    prototypes.
+    """'auto': chosen from public numbers before the plan is made (``adapt.defaults``), with the
+    head's steps, optimizer, loss and bias; or one_step, many_steps, least_squares,
+    feature_covariance, prototypes.
     """
     features: FeatureConfig = field(
         default_factory=FeatureConfig, metadata=flat(lambda: {"": FeatureConfig})
