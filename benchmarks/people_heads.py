@@ -25,9 +25,10 @@ from head_regret import FITS, Split, accuracy, encoder_of, line, plain_features
 
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.person_rows import PersonFeatures, PersonImages
-from dpvision.adapt.release import Releases, full_batch_noise
+from dpvision.adapt.release import Releases
 from dpvision.config import PrivacyConfig
 from dpvision.config.heads import HEADS
+from dpvision.privacy import gaussian
 from dpvision.privacy.plan import default_delta, make_plan
 from dpvision.privacy.stream import Key
 
@@ -102,7 +103,9 @@ def fitted(
         expected_batch_size=len(label),
         noise_multiplier=1.0,
     )
-    noise = cfg.clipped_per_unit * full_batch_noise(epsilon, default_delta(people), preset.steps)
+    noise = cfg.clipped_per_unit * gaussian.full_batch_noise(
+        epsilon, default_delta(people), preset.steps
+    )
     plan = make_plan(PrivacyConfig(**{**vars(cfg), "noise_multiplier": noise}))
     assert plan.unit_epsilon is not None and abs(plan.unit_epsilon / epsilon - 1) < 1e-3
     stream = FeatureStream(

@@ -438,7 +438,7 @@ def test_auto_goes_by_declared_numbers_alone_and_says_why(private: Store) -> Non
     assert (
         richer.config.optim == with_rate(preset.optim, richer.plan)
         and richer.plan.steps == MOST_STEPS
-        and setting(richer, "model.loss") == "softmax"
+        and setting(richer.config, "model.loss") == "softmax"
     )
     noisy = head_config(private)
     noisy = replace(

@@ -14,7 +14,15 @@ from dpvision.encoders.feature_cache import FEATURES_VERSION
 from dpvision.encoders.fixed import FIXED
 from dpvision.encoders.open import open_encoder
 
-GOLDEN: dict[int, dict[str, tuple[float, ...]]] = {1: {}}
+GOLDEN: dict[int, dict[str, tuple[float, ...]]] = {
+    1: {
+        "hog": (7.031956, -0.280441, 0.008219),
+        "patches": (-0.023842, 0.001079, 0.000054),
+        "patches+scattering": (-0.032205, 0.002759, 0.002291),
+        "pixels": (2.703400, 0.325701, -0.095337),
+        "scattering": (0.679166, -0.014575, 0.013768),
+    }
+}
 """Version -> encoder -> sums of its features of two images, weighted by three sequences. Add an
 entry, and do not change one: files of old versions are still in stores.
 """

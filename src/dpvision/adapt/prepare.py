@@ -19,7 +19,6 @@ import torch
 from dpvision.adapt import defaults
 from dpvision.adapt.fit import kind_of
 from dpvision.adapt.person_rows import PersonImages
-from dpvision.adapt.release import full_batch_noise
 from dpvision.config import FrozenEncoderConfig, HeadConfig, PrivacyConfig, RunConfig
 from dpvision.config.resolve import require_read, with_candidate, with_head, with_steps
 from dpvision.data.declared import count_units, has_units, rounded_up
@@ -30,6 +29,7 @@ from dpvision.encoders.feature_file import rows_of_pass
 from dpvision.encoders.identity import check_places
 from dpvision.encoders.open import open_frozen
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
+from dpvision.privacy import gaussian
 from dpvision.privacy.plan import DPPlan, ask_selection, default_delta, draft_plan, make_plan
 from dpvision.runs.lineage import inherit
 from dpvision.runs.store_checks import check_labels, check_people, check_store
@@ -113,24 +113,14 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
         allow_weak=cfg.allow_weak_guarantee,
         tensors=encoder.tensors(),
     )
-    return Prepared(config, plan, store, *rows_and_labels(config, store), encoder, lineage, device)
-
-
-def rows_and_labels(
-    config: RunConfig, store: Store
-) -> tuple[np.ndarray, np.ndarray, PersonImages | None]:
-    """Return the fields ``row_N``, ``label`` and ``people`` of ``Prepared``."""
-    cfg, model = config.privacy, config.model
-    assert isinstance(model, HeadConfig) and model.num_classes is not None
-    if cfg.sampling_unit == "person":
+    # Whose features are computed, and their labels.
+    people, labelled = None, row_N
+    if by_person:
         people = PersonImages.chosen(store, cfg.max_records_per_unit, config.seed)
         row_N, labelled = people.row_M, people.label_row_P
-    else:
-        people = None
-        row_N = labelled = store.eligible_rows(cfg.max_records_per_unit, config.seed)
-    several = model.multi_label
-    label = store.targets(labelled, model.num_classes) if several else store.labels[labelled]
-    return row_N, label, people
+    num, several = model.num_classes, model.multi_label
+    label = store.targets(labelled, num) if several else store.labels[labelled]
+    return Prepared(config, plan, store, row_N, label, people, encoder, lineage, device)
 
 
 def planned(
@@ -267,7 +257,7 @@ def head_plan(config: RunConfig) -> DPPlan:
         target, records = cfg.target_unit_epsilon, cfg.clipped_per_unit
     if cfg.guarantee != "dp" or cfg.sampling != "full_batch" or target is None:
         return make_plan(cfg)
-    noise = records * full_batch_noise(target, _delta(cfg), cfg.num_steps)
+    noise = records * gaussian.full_batch_noise(target, _delta(cfg), cfg.num_steps)
     return make_plan(
         replace(cfg, target_epsilon=None, target_unit_epsilon=None, noise_multiplier=noise)
     )

@@ -128,8 +128,8 @@ class Encoder:
         """Yield its weights, on the CPU; nothing for features without weights. Copies them
         lazily.
         """
-        if self.backbone is not None:
-            yield from self.backbone().state_dict().values()
+        made = () if self.backbone is None else (self.backbone,)
+        return (value for backbone in made for value in backbone().state_dict().values())
 
     @property
     def confidential(self) -> bool:

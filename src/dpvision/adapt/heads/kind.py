@@ -183,16 +183,16 @@ class HeadKind(ABC):
         Raises:
             ConfigError: with what to give instead.
         """
-        model, steps, given = config.model, config.privacy.num_steps, config.privacy.steps
-        assert isinstance(model, HeadConfig)
+        model, steps = config.model, config.privacy.steps
+        assert isinstance(model, HeadConfig) and steps is not None, "with_steps"
         if self.most_releases is not None and steps > self.most_releases:
             raise ConfigError(
-                f"adapt: steps={given}; expected {self.most_releases} with head={self.name!r}. "
+                f"adapt: steps={steps}; expected {self.most_releases} with head={self.name!r}. "
                 "Use transfer.many_steps for more."
             )
         if steps < self.fewest_releases:
             raise ConfigError(
-                f"adapt: steps={given}; expected {self.fewest_releases} or more with "
+                f"adapt: steps={steps}; expected {self.fewest_releases} or more with "
                 f"head={self.name!r}. Give more --privacy.steps."
             )
         if getattr(model.settings, "iterate", "last") == "ema" and config.optim.ema_decay is None:
