@@ -59,8 +59,8 @@ from dpvision.adapt.heads.one_step import one_step
 from dpvision.adapt.heads.prototypes import prototypes
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.config.heads import HEADS
-from dpvision.encoders.centre import texture_centre
 from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.feature_file import texture_centre
 from dpvision.encoders.open import open_encoder
 from dpvision.privacy.stream import Key
 

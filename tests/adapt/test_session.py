@@ -33,7 +33,7 @@ from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
-from dpvision.encoders.centre import texture_centre
+from dpvision.encoders.feature_file import texture_centre
 from dpvision.encoders.headed import load_classifier
 from dpvision.encoders.open import open_frozen
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError

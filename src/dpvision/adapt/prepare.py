@@ -97,14 +97,10 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     encoder, frozen = open_frozen(model.encoder, device)
     config, plan = planned(config, encoder, frozen, plan)
     config = _with_rules(config, encoder, plan)
-    # What may refuse this plan on this store.
+    # What may refuse this encoder and this plan on this store.
     if plan.guarantee == "dp" and encoder.family != "fixed":
         rows = rows_of_pass(encoder, config.hardware.physical_batch_size, device)
         check_places(encoder, frozen.pooling or "", rows, device)
-    check_store(plan, store, row_N)
-    if by_person:
-        check_people(store)
-    check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
     lineage = inherit(
         encoder.lineage,
         store,
@@ -113,6 +109,10 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
         allow_weak=cfg.allow_weak_guarantee,
         tensors=encoder.tensors(),
     )
+    check_store(plan, store, row_N)
+    if by_person:
+        check_people(store)
+    check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
     # Whose features are computed, and their labels.
     people, labelled = None, row_N
     if by_person:
@@ -257,7 +257,8 @@ def head_plan(config: RunConfig) -> DPPlan:
         target, records = cfg.target_unit_epsilon, cfg.clipped_per_unit
     if cfg.guarantee != "dp" or cfg.sampling != "full_batch" or target is None:
         return make_plan(cfg)
-    noise = records * gaussian.full_batch_noise(target, _delta(cfg), cfg.num_steps)
+    assert cfg.steps is not None, "with_steps"
+    noise = records * gaussian.full_batch_noise(target, _delta(cfg), cfg.steps)
     return make_plan(
         replace(cfg, target_epsilon=None, target_unit_epsilon=None, noise_multiplier=noise)
     )

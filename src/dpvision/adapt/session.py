@@ -33,8 +33,7 @@ from dpvision.adapt.select import choose_head
 from dpvision.checkpoint import Checkpoint
 from dpvision.config import RunConfig
 from dpvision.devices import loader_threads
-from dpvision.encoders.centre import texture_centre
-from dpvision.encoders.feature_file import feature_array, rows_of_pass
+from dpvision.encoders.feature_file import feature_array, rows_of_pass, texture_centre
 from dpvision.encoders.identity import check_same, describe
 from dpvision.errors import DataError, PrivacyError
 from dpvision.files import write_json

@@ -36,17 +36,17 @@ def every_setting(field: "dataclasses.Field[Any]", value: Any) -> Any:
     return made(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
 
 
-def settings_of(config: Any) -> dict[str, Any]:
-    """Return a config's settings by name: its own, those of its flat fields, and the defaults of
-    those that flat fields of another class would have.
+def settings_of(config: Any, *, others: bool = True) -> dict[str, Any]:
+    """Return a config's settings by name: its own, those of its flat fields, and with ``others``
+    the defaults of those that its flat fields would have if they were of another class.
     """
     found: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if "flat" in f.metadata:
-            for cls in f.metadata["flat"][0]().values():
+            for cls in f.metadata["flat"][0]().values() if others else ():
                 found |= {one.name: one.default for one in dataclasses.fields(cls)}
-            found |= settings_of(value)
+            found |= settings_of(value, others=others)
         else:
             found[f.name] = value
     return found
@@ -61,16 +61,14 @@ def setting(config: Any, name: str) -> Any:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Convert a config dataclass to a plain dict, ready for JSON; the inverse of ``from_dict``."""
-    return json.loads(json.dumps(_plain(config), allow_nan=False))
+    return json.loads(json.dumps(_plain(config, others=False), allow_nan=False))
 
 
-def _plain(config: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        made = _plain(value) if dataclasses.is_dataclass(value) else value
-        found |= made if "flat" in f.metadata else {f.name: made}
-    return found
+def _plain(value: Any, *, others: bool) -> Any:
+    if not dataclasses.is_dataclass(value):
+        return value
+    own = settings_of(value, others=others)
+    return {name: _plain(one, others=others) for name, one in own.items()}
 
 
 def from_dict(cls: type[T], values: Any, where: str = "config") -> T:
@@ -129,7 +127,7 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
         ConfigError: a name is unknown or is no single setting, a type is wrong, or a value is out
             of range.
     """
-    values: dict[str, Any] = _every(config)
+    values = json.loads(json.dumps(_plain(config, others=True), allow_nan=False))
     for name, value in settings.items():
         *above, last = name.split(".")
         inner: Any = values
@@ -152,13 +150,6 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
             )
         inner[last] = value
     return from_dict(type(config), values)
-
-
-def _every(config: Any) -> Any:
-    """Return ``settings_of``, of a config's configs too, as plain dicts."""
-    if not dataclasses.is_dataclass(config):
-        return json.loads(json.dumps(config, allow_nan=False))
-    return {name: _every(value) for name, value in settings_of(config).items()}
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

@@ -17,8 +17,7 @@ from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.class_names import numbered_as
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
-from dpvision.encoders.collect import Progress
-from dpvision.encoders.feature_file import Extraction, feature_blocks
+from dpvision.encoders.feature_file import Extraction, Progress, feature_blocks
 from dpvision.encoders.headed import is_head, load_classifier
 from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError, DataError
