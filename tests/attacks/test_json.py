@@ -230,7 +230,7 @@ def test_a_record_of_two_persons_in_one_json_object_belongs_to_neither(tmp_path:
 
 FOREIGN = {
     "strict_json.py": "the reader itself",
-    "config/head_presets.py": "an option of the command line",
+    "config/resolve.py": "an option of the command line",
     "config/models.py": "an option of the command line",
     "cli/tune_space.py": "an option of the command line",
     "encoders/unpickle_worker.py": "an argument of our own",

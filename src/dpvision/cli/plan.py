@@ -10,8 +10,7 @@ from rich.console import Console
 
 from dpvision.cli.output import emit, pairs, parse, table
 from dpvision.config import PrivacyConfig
-from dpvision.config.head_presets import with_steps
-from dpvision.config.resolve import resolve_privacy
+from dpvision.config.resolve import resolve_privacy, with_steps
 from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError
 from dpvision.privacy.printed import count, up, up_delta
