@@ -212,9 +212,9 @@ def _weighed(part: Tensor, dim: int) -> Tensor:
     return total
 
 
-# By tiles: both factors become float64, in which every product and sum is exact. As float64 the int8
-# factor takes eight times its memory, so only one tile of it is converted at a time, small enough to
-# stay in the processor's cache, multiplied, and added to the rows or columns that it belongs to.
+# By tiles: both factors become float64, in which every product and sum is exact. As float64 the
+# int8 factor takes eight times its memory, so only one tile of it is converted at a time, small
+# enough to stay in the processor's cache, multiplied, and added to its rows or columns.
 
 
 def _by_tiles(digit_BE: Tensor, whole_EK: Tensor) -> Tensor:
