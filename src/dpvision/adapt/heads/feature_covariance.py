@@ -129,6 +129,8 @@ def _measured(
             "more --privacy.steps."
         )
     plan, width = releases.plan, stream.width
+    # A few releases of the second moments, averaged. What is below the largest eigenvalue of the
+    # noise is noise, so the whitener is damped by a multiple of it; the rate is for 1 / (K d).
     count = min(max(1, round(share * releases.left)), releases.left - 1)
     released = releases.average(
         stream,

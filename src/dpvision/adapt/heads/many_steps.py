@@ -62,6 +62,10 @@ def many_steps(
     Raises:
         ConfigError: no step is left, or the loss does not fit the labels.
     """
+    # The state is the weight, the optimizer's moments, the mean of the weights so far and their
+    # moving average; a start brings all four. Each turn releases one clipped, noised gradient at
+    # the current weight, and everything after that is post-processing of it. Rows become integers
+    # once, so that their products with a weight are exact; a single step from zeros needs none.
     check_loss(stream, loss)
     done = 0 if start is None else start.done
     # Steps that were charged and lost in a crash shorten the schedule.
