@@ -103,7 +103,24 @@ class Segmentation(DenseTask):
         return [i * len(self.test) // num for i in range(num)]
 
     def make(self, encoder: Encoder) -> Segmenter:
-        return make_segmenter(encoder, self.settings, self.train.num_classes)
+        settings, patch = self.settings, plain_vit(encoder).cfg.patch_size
+        settings.check_patch(patch, encoder.name)
+        backbone = dense_backbone(
+            encoder,
+            relative_positions=settings.relative_positions,
+            drop_path=settings.drop_path,
+            class_token=True,
+            relative_grid=settings.crop_size // patch,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            return Segmenter(
+                backbone,
+                self.train.num_classes,
+                channels=settings.channels,
+                dropout=settings.dropout,
+                norm=settings.norm,
+            )
 
     def images(self, encoder: Encoder) -> TrainingViews:
         how = Augmentation(
@@ -191,34 +208,6 @@ class Segmentation(DenseTask):
             finished = min(done * group.world_size, len(self.test))
             say(f"scored {finished:,} of {len(self.test):,} test images")
         return all_reduce_vector(torch.from_numpy(count_N3K).double(), group).long().numpy()
-
-
-def make_segmenter(encoder: Encoder, settings: SegmentationSettings, num_classes: int) -> Segmenter:
-    """Make a new UPerNet on a trainable copy of the encoder, on the CPU: a function of the
-    encoder's weights and the seed.
-
-    Raises:
-        ConfigError: the encoder is not a plain vision transformer, or its patches do not tile the
-            crop.
-    """
-    patch = plain_vit(encoder).cfg.patch_size
-    settings.check_patch(patch, encoder.name)
-    backbone = dense_backbone(
-        encoder,
-        relative_positions=settings.relative_positions,
-        drop_path=settings.drop_path,
-        class_token=True,
-        relative_grid=settings.crop_size // patch,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        return Segmenter(
-            backbone,
-            num_classes,
-            channels=settings.channels,
-            dropout=settings.dropout,
-            norm=settings.norm,
-        )
 
 
 @torch.inference_mode()
