@@ -31,7 +31,7 @@ from dpvision.errors import ConfigError
 from dpvision.eval.dense.dense_vit import dense_backbone, plain_vit
 from dpvision.eval.dense.job import DenseTask, Scored
 from dpvision.eval.dense.mean_iou import class_iou, count_pixels, measures
-from dpvision.eval.dense.semantic_augment import Augmentation, TrainingViews, View, resized
+from dpvision.eval.dense.semantic_augment import TrainingViews, View, resized
 from dpvision.eval.dense.semantic_data import (
     IGNORED,
     SemanticFolder,
@@ -123,17 +123,7 @@ class Segmentation(DenseTask):
             )
 
     def images(self, encoder: Encoder) -> TrainingViews:
-        how = Augmentation(
-            self.settings.crop_size,
-            self.settings.scale,
-            self.settings.flip,
-            self.settings.photometric,
-            self.settings.max_class_share,
-            encoder.mean,
-            encoder.std,
-            self.settings.seed,
-        )
-        return TrainingViews(self.train, how)
+        return TrainingViews(self.train, self.settings, (encoder.mean, encoder.std))
 
     def loss(self, model: nn.Module, examples: Sequence[View]) -> Tensor:
         device = next(model.parameters()).device
