@@ -74,9 +74,7 @@ def image_column(schema: pa.Schema, path: Path) -> tuple[str, int]:
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
-    """Return the features that Hugging Face datasets writes into the schema; empty if there are
-    none.
-    """
+    """Return the features in the metadata of Hugging Face datasets; empty without metadata."""
     try:
         found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, TypeError, ValueError):

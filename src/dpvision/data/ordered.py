@@ -1,6 +1,4 @@
-"""Map a function over items in threads or processes: results in order, a bounded number of items
-ahead.
-"""
+"""Map a function over items in threads or processes, with results in order."""
 
 import multiprocessing
 import os
@@ -24,8 +22,7 @@ def ordered_map(
     ahead: int,
     processes: bool = False,
 ) -> Generator[R, None, None]:
-    """Yield ``function(item)`` in the order of the items, computed by ``workers`` threads or
-    processes.
+    """Yield ``function(item)`` in the order of the items, from threads or processes.
 
     At most ``ahead`` items are taken before their result is requested, so memory stays bounded. An
     exception of ``function`` or of the iterable is raised in place of its result; closing the
@@ -58,8 +55,10 @@ def _processes(workers: int) -> Executor:
 
 
 def _end_with_parent() -> None:
-    """Without this, the workers of a killed process would wait for work forever, since each holds
-    both ends of the pool's queue.
+    """End this process when its parent ends.
+
+    Without this, the workers of a killed process would wait for work forever, since each holds both
+    ends of the pool's queue.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -160,8 +160,9 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
 
 
 def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list[Path]]:
-    """Return an image below a folder, if there is one, and all tars and parquet files; hidden
-    folders are passed over.
+    """Return an image below a folder, or None, and all tars and parquet files.
+
+    Hidden folders are passed over.
     """
     image, tars, parquets = None, list[Path](), list[Path]()
     listed = any((root / name).exists() for name in METADATA_NAMES)
@@ -277,8 +278,9 @@ def _texts_beside(folder: str, names: list[str]) -> dict[str, list[Path]]:
 
 
 def _read_beside(paths: list[Path]) -> dict[str, Any]:
-    """Caption fields from the text files next to an image; classes and persons come from folders
-    and the table only.
+    """Read caption fields from the text files next to an image.
+
+    Classes and persons come from folders and the table only.
 
     An unreadable file becomes an empty text, a null caption or its bytes, and the importer counts
     it.
@@ -305,16 +307,18 @@ def _read_beside(paths: list[Path]) -> dict[str, Any]:
 
 
 def _text_or_bytes(data: bytes) -> str | bytes:
-    """The text of a file; its bytes if the encoding cannot be determined or the file is too long
-    for a caption.
+    """Return the text of a file, or its bytes.
+
+    The bytes if the encoding cannot be determined, or the file is too long for a caption.
     """
     text = decode_text(data) if len(data) <= MAX_TEXT_BYTES else None
     return data if text is None else text.strip()
 
 
 def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
-    """Read a file as a sample; one that is not a file, oversized or unreadable gets a ``problem``
-    instead of bytes.
+    """Read a file as a sample.
+
+    One that is not a file, oversized or unreadable gets a ``problem`` instead of bytes.
     """
     try:
         if not path.is_file():
@@ -449,8 +453,9 @@ def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Itera
 
 
 def _dotted(groups: dict[str, dict[str, Member]], path: Path) -> dict[str, dict[str, Member]]:
-    """Return the groups with those taken apart whose images have dots in their names: there the key
-    ends at the last dot.
+    """Return the groups, with images that have dots in their names taken apart.
+
+    The key of such an image ends at the last dot.
 
     By WebDataset's rule, the first dot, IMG_2020.01.02.png is no image, and all images of 2020 are
     parts of one sample.
