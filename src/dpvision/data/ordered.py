@@ -35,7 +35,16 @@ def ordered_map(
     if not workers >= 1:
         raise ConfigError(f"workers={workers}; expected at least 1. Use 2.")
     pending: deque[Future[R]] = deque()
-    pool = _processes(workers) if processes else ThreadPoolExecutor(workers)
+    pool: Executor = (
+        ProcessPoolExecutor(
+            workers,
+            # spawn: a forked child would inherit the locks of other threads
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_end_with_parent,
+        )
+        if processes
+        else ThreadPoolExecutor(workers)
+    )
     try:
         for item in items:
             pending.append(pool.submit(function, item))
@@ -45,13 +54,6 @@ def ordered_map(
             yield pending.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _processes(workers: int) -> Executor:
-    # spawn: a forked child would inherit the locks of other threads
-    return ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
-    )
 
 
 def _end_with_parent() -> None:
