@@ -242,7 +242,7 @@ FOREIGN = {
     "data/record_lines.py": "captions",
     "data/caption_files.py": "captions",
     "data/sources.py": "captions",
-    "data/image_column.py": "names of columns",
+    "data/parquet_files.py": "names of columns",
     "data/tokenizer.py": "words",
     "data/datasets.py": "published lists",
     "eval/dense/semantic_data.py": "published classes",
