@@ -156,7 +156,7 @@ class Repeated(Releases):
     name: str = ""
 
     def _sum(self, stream: FeatureStream, sum_of: SumOf, step: int) -> ClippedSum:
-        if step or self.plan.sampling != "full_batch":
+        if step or self.plan.sampler.random:
             return super()._sum(stream, sum_of, step)
         key = self.name, self.plan.max_grad_norm
         if key not in self.first:

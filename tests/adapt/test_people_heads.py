@@ -265,7 +265,7 @@ def test_rows_divisor_delta_and_noise_are_those_of_as_many_records(
     )
     assert plan.delta == made.config.privacy.delta or plan.delta == min(1e-3, 1 / (2 * PEOPLE))
     exact = gaussian_mechanism.get_sigma_gaussian(4.0, plan.delta) * plan.steps**0.5
-    assert plan.noise_multiplier == pytest.approx(exact, rel=1e-6), "no factor k"
+    assert plan.noise.multiplier == pytest.approx(exact, rel=1e-6), "no factor k"
     cfg = made.config.privacy
     as_records = make_plan(
         replace(
@@ -275,7 +275,7 @@ def test_rows_divisor_delta_and_noise_are_those_of_as_many_records(
             sampling_unit="record",
             max_records_per_unit=1,
             target_unit_epsilon=None,
-            noise_multiplier=plan.noise_multiplier,
+            noise_multiplier=plan.noise.multiplier,
             delta=plan.delta,
         )
     )
@@ -292,7 +292,7 @@ def test_rows_divisor_delta_and_noise_are_those_of_as_many_records(
             expected_batch_size=NUM_IMAGES,
         )
     )
-    assert group.plan.noise_multiplier == pytest.approx(9 * plan.noise_multiplier, rel=1e-6), (
+    assert group.plan.noise.multiplier == pytest.approx(9 * plan.noise.multiplier, rel=1e-6), (
         "the group bound"
     )
 

@@ -56,17 +56,17 @@ def test_one_step_has_the_noise_of_the_analytic_gaussian_mechanism(
     epsilon: float, delta: float
 ) -> None:
     plan = full_batch_plan(1_000_000, epsilon, delta=delta)
-    assert plan.noise_multiplier == pytest.approx(
+    assert plan.noise.multiplier == pytest.approx(
         gaussian_mechanism.get_sigma_gaussian(epsilon, delta), rel=1e-6
     )
-    assert plan.noise_multiplier == pytest.approx(bisected_noise(epsilon, delta), rel=1e-6)
+    assert plan.noise.multiplier == pytest.approx(bisected_noise(epsilon, delta), rel=1e-6)
     assert plan.epsilon is not None and epsilon * (1 - 1e-6) < plan.epsilon <= epsilon
 
 
 def test_many_releases_share_the_budget_of_one() -> None:
     for steps in (2, 16, 100):
         plan = full_batch_plan(50_000, 2.0, steps=steps)
-        assert plan.noise_multiplier == pytest.approx(
+        assert plan.noise.multiplier == pytest.approx(
             math.sqrt(steps) * bisected_noise(2.0, 1e-5), rel=1e-6
         )
         assert plan.spent(steps).epsilon == plan.epsilon <= 2.0  # type: ignore[operator]

@@ -71,7 +71,7 @@ def test_every_head_spends_its_releases_learns_and_is_opened_again(
     plan = ledger.plan
     assert ledger.steps == manifest["ledger_steps"] == manifest["updates"] == plan.steps
     exact = gaussian_mechanism.get_sigma_gaussian(4.0, 1 / 2400)
-    assert plan.noise_multiplier / plan.steps**0.5 == pytest.approx(exact, rel=1e-6), (
+    assert plan.noise.multiplier / plan.steps**0.5 == pytest.approx(exact, rel=1e-6), (
         "analytic Gaussian, not rounded up"
     )
     assert plan.spent(ledger.steps).epsilon <= 4.0 and plan.spent(

@@ -24,6 +24,7 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.errors import ConfigError, PrivacyError
+from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
 
 Rule = Literal["hard", "automatic"]
@@ -52,7 +53,7 @@ def test_no_plan_has_a_clipping_norm_whose_bound_fails(norm: float) -> None:
         with pytest.raises(ConfigError, match="max_grad_norm"):
             dataclasses.replace(FULL, guarantee=guarantee, noise_multiplier=0.0, max_grad_norm=norm)
     with pytest.raises((PrivacyError, TypeError)):
-        dataclasses.replace(make_plan(FULL), max_grad_norm=norm)
+        dataclasses.replace(make_plan(FULL), noise=IndependentGaussian(4.0, norm))
     with pytest.raises(PrivacyError, match="max_grad_norm"):
         DPPlan.from_dict({**make_plan(FULL).to_dict(), "max_grad_norm": norm})
 

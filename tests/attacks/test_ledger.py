@@ -88,7 +88,8 @@ def refused(store: Path, plan: DPPlan) -> None:
 
 def forged(plan: DPPlan, steps: int, **change: float) -> list[bytes]:
     """Lines of a valid ledger of ``steps`` steps under another plan."""
-    lines = [encode(header_line("run", STORE_ID, dataclasses.replace(plan, **change), []))]
+    other = DPPlan.from_dict({**plan.to_dict(), **change})
+    lines = [encode(header_line("run", STORE_ID, other, []))]
     lines.append(encode(start_line(digest(lines[-1]), resume=False)))
     for step in range(steps):
         lines.append(encode(step_line(digest(lines[-1]), step)))

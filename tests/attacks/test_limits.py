@@ -139,7 +139,7 @@ def test_the_target_of_a_person_is_kept_and_delta_is_judged_by_people() -> None:
     assert 3.4 < plan.spent(20).unit_epsilon <= 3.5 and plan.epsilon < 1.5  # type: ignore[operator]
     assert plan.delta == 1 / 2000 and plan.unit_epsilon == plan.stated_epsilon
     again = dataclasses.replace(
-        asked, target_unit_epsilon=None, noise_multiplier=0.99 * plan.noise_multiplier
+        asked, target_unit_epsilon=None, noise_multiplier=0.99 * plan.noise.multiplier
     )
     assert make_plan(again).unit_epsilon > 3.5  # type: ignore[operator]
     with pytest.raises(PrivacyError, match="num_units x delta"):

@@ -23,7 +23,6 @@ from dpvision.privacy.account import set_cap, store_account
 from dpvision.privacy.composition import parts_of, total_epsilon
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.report.compared_run import read_compared
 from dpvision.report.guarantee import guarantee_of
 from dpvision.report.page import make_report
 from dpvision.report.statement import make_statement, write_statement
@@ -51,7 +50,7 @@ def delta_of_stopping(plan: DPPlan, printed_T: np.ndarray, samples: int = 60_000
     """delta spent at the printed epsilons by a run that stops at the first step whose privacy loss
     exceeds what it would print.
     """
-    rng, step, found = np.random.default_rng(7), 1 / plan.noise_multiplier, 0.0
+    rng, step, found = np.random.default_rng(7), 1 / plan.noise.multiplier, 0.0
     for _ in range(samples // 10_000):
         loss = np.cumsum(rng.normal(step**2 / 2, step, (10_000, plan.steps)), axis=1)
         over = loss > printed_T
@@ -120,11 +119,7 @@ def test_all_that_prints_epsilon_of_a_stopped_run_prints_its_plans(stopped: Path
         and f"for all {STEPS} planned" in said
         and said in resume_words(plan, 12, 12, True)
     )
-    assert (
-        EpsilonMeter(plan).at_most(1)
-        == read_compared(run, "run").epsilon
-        == pytest.approx(whole.epsilon)
-    )
+    assert EpsilonMeter(plan).at_most(1) == pytest.approx(whole.epsilon)
 
 
 def test_a_stop_by_confidential_figures_is_listed_unless_declared_otherwise(stopped: Path) -> None:

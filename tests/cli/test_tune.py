@@ -266,7 +266,7 @@ def test_a_private_selection_is_one_charge_at_the_price_printed(
         and plan.selection.steps == STEPS
     )
     assert price.startswith(
-        f"{up(plan.epsilon)} for all, with noise multiplier {plan.noise_multiplier:.4g}"
+        f"{up(plan.epsilon)} for all, with noise multiplier {plan.noise.multiplier:.4g}"
     )
     names = {
         candidate_name(one)

@@ -18,11 +18,13 @@ import runs
 from runs import POISSON, PRIVACY, make_run, make_store
 
 from dpvision.cli import main
+from dpvision.config.unit import Unit
 from dpvision.errors import DataError
 from dpvision.files import write_json
-from dpvision.privacy import accountant, mechanism
+from dpvision.privacy import accountant
 from dpvision.privacy.ledger import Ledger, set_cap, store_account
 from dpvision.privacy.plan import make_plan
+from dpvision.privacy.sampling import Poisson
 from dpvision.report import check_other_runs as other_runs_module
 from dpvision.report import verify as verify_module
 from dpvision.report.check_result import Check
@@ -414,7 +416,7 @@ def test_a_run_without_a_guarantee_on_a_public_store_has_no_epsilon_to_check(
 def test_the_epsilon_of_a_person_of_several_records_is_recomputed(
     finished: Path, tmp_path: Path
 ) -> None:
-    event = mechanism.unit_event("poisson", 0.1, 0.9, runs.STEPS, 3)
+    event = Poisson(Unit(1), 0.1).event(0.9, runs.STEPS, 3)
     exact = accountant.epsilon(event, 1e-5, 1e-3)
     for factor, status in ((1.0, "ok"), (0.97, "failed")):
 

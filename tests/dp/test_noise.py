@@ -194,11 +194,12 @@ def test_what_a_gpu_computes_is_the_release_of_a_cpu(monkeypatch):
     total = torch.randn(100_003)
     for way in ("_on_cpu", "_on_gpu"):
         made[way] = torch.empty(100_003, dtype=torch.float64)
-        share = noise_module._Share(total, made[way], subkey(key(), "noise"), 3, 100_003)
+        terms = ((subkey(key(), "noise"), STD),)
+        share = noise_module._Share(total, made[way], terms, 3, 100_003)
         release = noise_module._Release(STD, 64.0)
         for piece in share.pieces(9_999):
             release._on_cpu(noise_module.deque([piece])) if way == "_on_cpu" else release._on_gpu(
-                piece, key_words([share.key])[0]
+                piece, [key_words([terms[0][0]])[0]]
             )
     cpu, gpu = (value[3:].numpy() * 64 / grid_of(STD) for value in made.values())
     assert (
@@ -263,7 +264,8 @@ def test_anything_but_a_key_is_refused(wrong):
 
 @pytest.mark.parametrize("std", [0.0, float("nan")])
 def test_guarantee_without_noise_is_refused(std):
-    broken = SimpleNamespace(guarantee="dp", noise_std=std, expected_batch_size=BATCH, steps=1)
+    noise = SimpleNamespace(std=lambda step: std)
+    broken = SimpleNamespace(guarantee="dp", noise=noise, expected_batch_size=BATCH, steps=1)
     with pytest.raises(PrivacyError, match="noise_std"):
         privatize(zeros(a=3), broken, 0, key())
 

@@ -26,6 +26,7 @@ from dpvision.privacy.ledger_format import (
     step_line,
 )
 from dpvision.privacy.marks import read_marks, write_marks
+from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.report import again, choice_phrases, guarantee, kept_phrases, verify
@@ -185,7 +186,7 @@ def test_ledger_torn_excuses_all(new_store, long_plan: DPPlan) -> None:
                 header_line(
                     "a",
                     json.loads((store / "store.json").read_text())["store_id"],
-                    replace(long_plan, noise_multiplier=1e3),
+                    replace(long_plan, noise=IndependentGaussian(1e3, long_plan.max_grad_norm)),
                     [],
                 )
             )
@@ -282,7 +283,7 @@ def test_marks_of_the_start(tmp_path: Path, long_plan: DPPlan) -> None:
 
 def _closed_form(plan: DPPlan, steps: int) -> float:
     """Of t full batches, a Gaussian of noise_multiplier / sqrt(t), computed by dp-accounting."""
-    return dp_accounting.get_epsilon_gaussian(plan.noise_multiplier / steps**0.5, plan.delta)
+    return dp_accounting.get_epsilon_gaussian(plan.noise.multiplier / steps**0.5, plan.delta)
 
 
 def test_epsilon_from_config(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from dpvision.dp import normals
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.noise import DPGradient, privatize
-from dpvision.privacy import plan as plan_module
+from dpvision.privacy import dp_plan
+from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import Key, Keystream, new_key, subkey
@@ -240,9 +241,9 @@ def test_noise_wrong_norm(config: RunConfig, scenes: Store) -> None:
 
     check()
     with planted(
-        DPPlan,
-        "noise_std",
-        property(lambda plan: plan.noise_multiplier * plan.max_grad_norm**2),
+        IndependentGaussian,
+        "std",
+        lambda noise, step: noise.multiplier * noise.max_grad_norm**2,
         "another norm than the clip's",
     ):
         check()
@@ -446,7 +447,7 @@ def test_stale_batch_released() -> None:
 
     check(True)
     check(False)
-    with planted(plan_module, "_NEVER", -math.inf, "a stale batch was accepted"):
+    with planted(dp_plan, "_NEVER", -math.inf, "a stale batch was accepted"):
         check(False)
 
 

@@ -13,10 +13,12 @@ from zoo import KEY as STEP_KEY
 from zoo import GradientIsImage, image_losses, make_batch
 
 from dpvision.config import RunConfig
+from dpvision.config.unit import Unit
 from dpvision.dp import clip, clipped
 from dpvision.dp.buckets import passes
 from dpvision.dp.noise import privatize
-from dpvision.privacy import sampling, stated
+from dpvision.privacy import sampling
+from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, draft_plan
 from dpvision.privacy.sampling import derive_rng, draw_poisson
 from dpvision.runs.run import Secrets
@@ -242,8 +244,7 @@ def test_replayed_draws(new_run: NewRun, poisson_config: RunConfig) -> None:
 def test_truncation_of_tail(poisson: DPPlan) -> None:
     truncated = replace(
         poisson,
-        sampling="truncated_poisson",
-        max_batch_size=round(N * RATE),
+        sampler=sampling.TruncatedPoisson(Unit(N), N * RATE, max_batch_size=round(N * RATE)),
         guarantee="simulated",
         epsilon=None,
         epsilon_rdp=None,
@@ -251,7 +252,9 @@ def test_truncation_of_tail(poisson: DPPlan) -> None:
 
     def check() -> None:
         drawn = counts(truncated, N)
-        assert drawn.sum(1).max() <= truncated.max_batch_size, "a batch is larger than the cap"
+        assert drawn.sum(1).max() <= truncated.sampler.max_batch_size, (
+            "a batch is larger than the cap"
+        )
         first, last = drawn[:, : N // 4].sum(), drawn[:, -N // 4 :].sum()
         assert abs(first - last) < 5 * (first + last) ** 0.5, (
             "the last records of the store are drawn less often"
@@ -307,7 +310,7 @@ def test_epsilon_of_another_plan(config: RunConfig) -> None:
     plan = draft_plan(config.privacy)
 
     def check() -> None:
-        low = replace(plan, noise_multiplier=plan.noise_multiplier / 1000)
+        low = replace(plan, noise=IndependentGaussian(plan.noise.multiplier / 1000, 0.5))
         total = made_sum({"a": torch.zeros(3)}, 40, 0.5)
         assert_refused(
             lambda: privatize(total, low, 0, key()), "a plan with the epsilon of another"
@@ -315,6 +318,6 @@ def test_epsilon_of_another_plan(config: RunConfig) -> None:
 
     check()
     with planted(
-        stated, "require_true", lambda plan: None, "a plan with the epsilon of another was accepted"
+        DPPlan, "require_true", lambda plan: None, "a plan with the epsilon of another was accepted"
     ):
         check()

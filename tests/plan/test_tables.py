@@ -14,12 +14,13 @@ import pytest
 
 from dpvision.cli import main
 from dpvision.config import PrivacyConfig
+from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError
 from dpvision.plan import tables
 from dpvision.plan.tables import Table
 from dpvision.privacy import second_accountant
-from dpvision.privacy.mechanism import record_event
 from dpvision.privacy.plan import DPPlan, draft_plan
+from dpvision.privacy.sampling import Poisson
 from dpvision.recipes import get_recipe
 
 SMALL = PrivacyConfig(
@@ -69,7 +70,7 @@ def test_the_coarse_grid_costs_at_most_one_percent() -> None:
             10 ** rng.uniform(-0.35, 1),
             int(10 ** rng.uniform(0, 4)),
         )
-        event = record_event("poisson", 10**9, rate, None, noise, steps)
+        event = Poisson(Unit(1), rate).event(noise, steps)
         fine = tables.accountant.epsilon(event, 1e-7)
         if 0.1 < fine < 100:
             assert fine * (1 - 1e-4) <= tables.coarse_epsilon(event, 1e-7) <= 1.01 * fine, (
@@ -118,9 +119,7 @@ def test_the_steps_of_batch_by_epochs_spend_the_budget_and_two_percent_more_over
         def epsilon(
             count: int, rate: float = batch / plan.dataset_size, noise: float = noise
         ) -> float:
-            return tables.coarse_epsilon(
-                record_event("poisson", plan.dataset_size, rate, None, noise, count), plan.delta
-            )
+            return tables.coarse_epsilon(Poisson(Unit(1), rate).event(noise, count), plan.delta)
 
         assert epsilon(int(steps)) <= plan.epsilon < epsilon(math.ceil(steps * 1.02) + 1)
         known += 1

@@ -6,8 +6,9 @@ import pytest
 from dp_accounting import dp_event, pld, rdp
 from scipy import integrate, stats
 
+from dpvision.config.unit import Unit
 from dpvision.errors import PrivacyError
-from dpvision.privacy import accountant, mechanism, renyi
+from dpvision.privacy import accountant, renyi
 from dpvision.privacy.events import (
     Composed,
     Event,
@@ -16,8 +17,8 @@ from dpvision.privacy.events import (
     NonPrivate,
     NoRelease,
     Repeated,
-    to_library,
 )
+from dpvision.privacy.sampling import FullBatch, Poisson, TruncatedPoisson
 
 N = 233_804_767
 PAPERS = {
@@ -40,7 +41,7 @@ PAPERS = {
 
 
 def poisson(rate: float, noise: float, steps: int) -> Event:
-    return mechanism.record_event("poisson", 10**6, rate, None, noise, steps)
+    return Poisson(Unit(1), rate).event(noise, steps)
 
 
 def hockey_stick(weights: list[float], noise: float, epsilon: float) -> float:
@@ -68,7 +69,7 @@ def test_all_papers_epsilons(name: str) -> None:
 
 def check_paper(name: str) -> None:
     n, batch, noise, steps, delta, printed, pld = PAPERS[name]
-    event = mechanism.record_event("poisson", n, batch / n, None, noise, steps)
+    event = Poisson(Unit(1), batch / n).event(noise, steps)
     by_rdp = accountant.epsilon_rdp(event, delta)
     assert by_rdp is not None
     assert round(by_rdp) == printed and abs(by_rdp - printed) < 0.06
@@ -113,7 +114,7 @@ def test_pld_at_sample_rate_one_agrees_with_the_closed_form(noise: float) -> Non
 
 
 def test_full_batches_over_many_steps_are_one_gaussian() -> None:
-    event = mechanism.record_event("full_batch", 1000, 1.0, None, 30.0, 100)
+    event = FullBatch(Unit(1), 1).event(30.0, 100)
     # Balle and Wang's condition, written out: delta = Phi(1/2s - e s) - exp(e) Phi(-1/2s - e s)
     # with s = 30 / sqrt(100).
     e, s = accountant.epsilon(event, 1e-5), 3.0
@@ -144,14 +145,14 @@ def test_epsilon_is_monotone_in_every_argument() -> None:
     "event",
     [
         poisson(0.02, 0.9, 30),
-        mechanism.record_event("truncated_poisson", 1000, 0.1, 115, 2.0, 10),
-        mechanism.unit_event("poisson", 0.05, 3.0, 10, 3),
+        TruncatedPoisson(Unit(1000), 1000 * 0.1, max_batch_size=115).event(2.0, 10),
+        Poisson(Unit(1), 0.05).event(3.0, 10, 3),
         Composed((poisson(0.02, 0.9, 30), Gaussian(5.0), NoRelease())),
         Composed(
             (
                 poisson(0.02, 0.9, 30),
                 poisson(0.3, 4.0, 7),
-                mechanism.unit_event("poisson", 0.05, 3.0, 10, 3),
+                Poisson(Unit(1), 0.05).event(3.0, 10, 3),
             )
         ),
     ],
@@ -159,7 +160,7 @@ def test_epsilon_is_monotone_in_every_argument() -> None:
 def test_events_are_read_as_by_dp_accountings_own_accountant(event: Event) -> None:
     theirs = (
         pld.PLDAccountant(value_discretization_interval=1e-2)
-        .compose(to_library(event))
+        .compose(event.to_library(dp_event))
         .get_epsilon(1e-6)
     )
     assert accountant.epsilon(event, 1e-6, 1e-2) == pytest.approx(theirs, rel=1e-9)
@@ -182,7 +183,7 @@ def test_grid_follows_the_size_of_epsilon() -> None:
 
 
 def test_a_unit_of_one_record_costs_what_the_record_costs() -> None:
-    one = mechanism.unit_event("poisson", 0.01, 0.8, 100, 1)
+    one = Poisson(Unit(1), 0.01).event(0.8, 100, 1)
     assert accountant.epsilon(one, 1e-6, 1e-3) == pytest.approx(
         accountant.epsilon(poisson(0.01, 0.8, 100), 1e-6, 1e-3), rel=1e-6
     )
@@ -192,15 +193,13 @@ def test_a_unit_of_two_agrees_with_the_integral_over_three_gaussians() -> None:
     rate, noise, epsilon = 0.2, 1.5, 0.5
     exact = hockey_stick([(1 - rate) ** 2, 2 * rate * (1 - rate), rate**2], noise, epsilon)
     bound = float(
-        accountant.deltas(
-            mechanism.unit_event("poisson", rate, noise, 1, 2), np.array([epsilon]), 1e-3
-        )[0]
+        accountant.deltas(Poisson(Unit(1), rate).event(noise, 1, 2), np.array([epsilon]), 1e-3)[0]
     )
     assert exact * (1 - 1e-6) <= bound <= exact * (1 + 1e-3)
 
 
 def test_a_unit_in_full_batches_is_a_gaussian_of_its_size() -> None:
-    assert mechanism.unit_event("full_batch", 1.0, 12.0, 9, 4) == Gaussian(1.0)
+    assert FullBatch(Unit(1), 1).event(12.0, 9, 4) == Gaussian(1.0)
 
 
 def test_attack_bound_is_the_neyman_pearson_test_for_a_gaussian() -> None:
@@ -282,7 +281,7 @@ def test_the_renyi_conversion_is_dp_accountings(event: Event, delta: float) -> N
 @pytest.mark.parametrize("k", [2, 5, 40])
 @pytest.mark.parametrize("rate", [1e-6, 0.03, 0.9])
 def test_a_units_records_in_a_batch_follow_the_binomial_law(k: int, rate: float) -> None:
-    step = mechanism.unit_event("poisson", rate, 1.0, 1, k)
+    step = Poisson(Unit(1), rate).event(1.0, 1, k)
     assert isinstance(step, Repeated) and isinstance(step.event, GaussianMixture)
     assert step.event.probabilities == pytest.approx(
         stats.binom.pmf(np.arange(k + 1), k, rate), rel=1e-10, abs=1e-300

@@ -9,10 +9,11 @@ from dp_accounting import gaussian_mechanism
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.account import RenyiFilter, filter_bound
 from dpvision.privacy.events import Gaussian
-from dpvision.privacy.mechanism import record_event
+from dpvision.privacy.sampling import LAWS, TruncatedPoisson
 
 
 def _conversion(order: float, delta: float) -> float:
@@ -53,7 +54,7 @@ def test_what_it_admitted_the_ledgers_total_never_exceeds(
 ) -> None:
     delta, sampling = 1e-5, "full_batch" if rate == 1 else "poisson"
     made = RenyiFilter.of(budget, delta)
-    events = [record_event(sampling, 1000, rate, None, noise, steps)] * count
+    events = [LAWS[sampling](Unit(1), rate).event(noise, steps)] * count
     said = filter_bound(events, delta)
     assert said is not None
     if made.admits(events):
@@ -77,7 +78,7 @@ def test_the_order_follows_from_the_budget_alone_and_bad_budgets_are_refused() -
     for bad in (0.0, -1.0, math.nan, math.inf, 1e-4):
         with pytest.raises(ConfigError, match="expected a number from"):
             RenyiFilter.of(bad, 1e-5)
-    truncated = record_event("truncated_poisson", 1000, 0.01, 60, 1.0, 5)
+    truncated = TruncatedPoisson(Unit(1000), 1000 * 0.01, max_batch_size=60).event(1.0, 5)
     with pytest.raises(PrivacyError, match="Renyi"):
         RenyiFilter.of(4.0, 1e-5).admits([truncated])
     assert RenyiFilter.of(4.0, 1e-5).admits([])

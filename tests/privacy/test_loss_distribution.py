@@ -12,8 +12,10 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import fft, stats
 
 from dpvision.config import PrivacyConfig
-from dpvision.privacy import accountant, loss_distribution, mechanism, second_accountant
+from dpvision.config.unit import Unit
+from dpvision.privacy import accountant, loss_distribution, second_accountant
 from dpvision.privacy.plan import draft_plan
+from dpvision.privacy.sampling import FullBatch, Poisson
 
 N = 233_804_767
 
@@ -37,7 +39,7 @@ def settings(count: int, seed: int) -> list[tuple[float, float, int, float]]:
 
 
 def poisson(rate: float, noise: float, steps: int):  # type: ignore[no-untyped-def]
-    return mechanism.record_event("poisson", 10**9, rate, None, noise, steps)
+    return Poisson(Unit(1), rate).event(noise, steps)
 
 
 @pytest.mark.parametrize(
@@ -211,22 +213,20 @@ def check_calibration(rate: float, steps: int, target: float) -> None:
         )
     )
     assert plan.epsilon is not None
-    if plan.noise_multiplier > 0.01:
+    if plan.noise.multiplier > 0.01:
         assert 0.999 * target <= plan.epsilon <= target, (
             rate,
             steps,
             target,
-            plan.noise_multiplier,
+            plan.noise.multiplier,
             plan.epsilon,
         )
-        unit = 10.0 ** (math.floor(math.log10(plan.noise_multiplier)) - 4)  # of the fifth digit
+        unit = 10.0 ** (math.floor(math.log10(plan.noise.multiplier)) - 4)  # of the fifth digit
         less = accountant.epsilon(
-            mechanism.record_event(
-                "poisson", size, rate, None, plan.noise_multiplier - unit, steps
-            ),
+            Poisson(Unit(1), rate).event(plan.noise.multiplier - unit, steps),
             plan.delta,
         )
-        assert less > target * (1 - 1e-9), (rate, steps, target, plan.noise_multiplier, less)
+        assert less > target * (1 - 1e-9), (rate, steps, target, plan.noise.multiplier, less)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_person_of_hundreds_of_images_has_an_epsilon_that_moves_the_right_way(
     """
 
     def cost(k: int, rate: float, noise: float = 400.0) -> float:
-        return accountant.unit_epsilon(mechanism.unit_event("poisson", rate, noise, 20, k), 1e-6)
+        return accountant.unit_epsilon(Poisson(Unit(1), rate).event(noise, 20, k), 1e-6)
 
     found = [cost(100, 0.5), cost(300, 0.15), cost(300, 0.2), cost(300, 0.5)]
     assert (
@@ -312,7 +312,7 @@ def test_a_person_of_hundreds_of_images_has_an_epsilon_that_moves_the_right_way(
         < found[1]
         < found[2]
         < found[3]
-        < accountant.unit_epsilon(mechanism.unit_event("full_batch", 1, 400.0, 20, 300), 1e-6)
+        < accountant.unit_epsilon(FullBatch(Unit(1), 1).event(400.0, 20, 300), 1e-6)
     )
     assert found[0] < found[3] and cost(3000, 0.5, 4000.0) > 0
     # Hundreds of draws are nearly their mean: the mixture lies between Gaussians of shifts 6

@@ -11,9 +11,11 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import integrate, optimize, stats
 
+from dpvision.config.unit import Unit
 from dpvision.errors import PrivacyError
-from dpvision.privacy import accountant, loss_distribution, mechanism, second_accountant
+from dpvision.privacy import accountant, loss_distribution, second_accountant
 from dpvision.privacy.events import Composed, Gaussian
+from dpvision.privacy.sampling import LAWS, Poisson
 from dpvision.privacy.second_accountant import epsilon, release
 
 N = 233_804_767
@@ -23,7 +25,7 @@ def by_dp_accounting(rate: float, noise: float, steps: int, delta: float, ours: 
     """On the grid of a statement; on finer ones while that is 1% above ours: both are upper bounds,
     and grids cost small epsilons several percent.
     """
-    event = mechanism.record_event("poisson", 10**9, rate, None, noise, steps)
+    event = Poisson(Unit(1), rate).event(noise, steps)
     grid = accountant.discretization_interval(event, delta)
     theirs = accountant.epsilon(event, delta, grid)
     for _ in range(4):
@@ -138,10 +140,7 @@ def test_runs_of_different_kinds_compose() -> None:
     parts = [(0.01, 0.9, 300), (0.2, 6.0, 50)]
     event = Composed(
         (
-            *(
-                mechanism.record_event("poisson", 10**9, *part[:1], None, *part[1:])
-                for part in parts
-            ),
+            *(Poisson(Unit(1), part[0]).event(*part[1:]) for part in parts),
             Gaussian(4.0),
         )
     )
@@ -156,7 +155,7 @@ def test_runs_of_different_kinds_compose() -> None:
 def test_a_person_of_several_records(rate: float, noise: float, steps: int, records: int) -> None:
     sampling = "full_batch" if rate == 1 else "poisson"
     theirs = accountant.epsilon(
-        mechanism.unit_event(sampling, rate, noise, steps, records), 1e-6, 1e-3
+        LAWS[sampling](Unit(1), rate).event(noise, steps, records), 1e-6, 1e-3
     )
     ours = epsilon([release(rate, noise, steps, records)], 1e-6)
     assert theirs * 0.99 <= ours <= theirs * 1.01

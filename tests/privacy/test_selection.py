@@ -21,7 +21,7 @@ from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant
 from dpvision.privacy.events import Composed, Gaussian, Repeated, Selected, TruncatedPoissonGaussian
 from dpvision.privacy.ledger import Ledger, read_ledger, set_cap, store_account
-from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
+from dpvision.privacy.plan import DPPlan, ask_selection, make_plan, run_plans
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.selection import Selection, score_noise_ratio, success_probability
 
@@ -208,7 +208,7 @@ def test_a_selection_is_one_step_that_reaches_its_target() -> None:
     with pytest.raises(PrivacyError, match="steps=2"):
         plan.event(2)
     alone = make_plan(
-        dataclasses.replace(FULL, target_epsilon=None, noise_multiplier=plan.noise_multiplier)
+        dataclasses.replace(FULL, target_epsilon=None, noise_multiplier=plan.noise.multiplier)
     )
     assert alone.epsilon is not None and alone.epsilon < 2.0
     ten = accountant.epsilon(Repeated(alone.event(4), 10), plan.delta)
@@ -218,15 +218,15 @@ def test_a_selection_is_one_step_that_reaches_its_target() -> None:
 def test_the_score_is_paid_for() -> None:
     plan = plan_of()
     cheap, dear = plan_of(score_share=0.01), plan_of(score_share=0.5)
-    assert cheap.noise_multiplier < plan.noise_multiplier < dear.noise_multiplier
-    run, score = plan.run_plans()
-    assert (run.noise_multiplier, run.steps, run.sampling) == (
-        plan.noise_multiplier,
+    assert cheap.noise.multiplier < plan.noise.multiplier < dear.noise.multiplier
+    run, score = run_plans(plan)
+    assert (run.noise.multiplier, run.steps, run.sampler.law) == (
+        plan.noise.multiplier,
         4,
         "full_batch",
     )
     assert (
-        score.noise_multiplier == pytest.approx(plan.noise_multiplier * 1.5)
+        score.noise.multiplier == pytest.approx(plan.noise.multiplier * 1.5)
         and score.max_grad_norm == 1.0
         and score.steps == 1
     )
@@ -300,7 +300,7 @@ def test_what_cannot_be_accounted_for_is_refused() -> None:
         with pytest.raises(ConfigError, match="selection"):
             plan_of(FULL, **asked)
     with pytest.raises(PrivacyError, match="run_plans"):
-        make_plan(FULL).run_plans()
+        run_plans(make_plan(FULL))
 
 
 def test_plans_without_a_selection_are_written_as_before() -> None:

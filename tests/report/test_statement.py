@@ -47,7 +47,7 @@ def test_epsilon_is_that_of_the_plan_in_the_ledger(tmp_path: Path) -> None:
     made = make_statement(run)
     plan = DPPlan.from_dict(json.loads((run / "plan.json").read_text()))
     step = dp_accounting.PoissonSampledDpEvent(
-        plan.sample_rate, dp_accounting.GaussianDpEvent(plan.noise_multiplier)
+        plan.sample_rate, dp_accounting.GaussianDpEvent(plan.noise.multiplier)
     )
     accountant = pld.PLDAccountant(value_discretization_interval=plan.value_discretization_interval)
     expected = accountant.compose(step, STEPS).get_epsilon(plan.delta)
@@ -216,7 +216,7 @@ def test_a_parent_on_the_same_store_is_added_and_one_on_another_is_not(
     guarantee = made["guarantee"]
     # 7 full batches and 4 of the same noise are 11.
     assert guarantee["epsilon"] == pytest.approx(
-        dp_accounting.get_epsilon_gaussian(plan.noise_multiplier / 11**0.5, plan.delta)
+        dp_accounting.get_epsilon_gaussian(plan.noise.multiplier / 11**0.5, plan.delta)
     )
     assert guarantee["delta"] == guarantee["this_run"]["delta"] == plan.delta
     assert [entry["store_id"] for entry in made["other_stores"]] == ["another"]
@@ -347,7 +347,7 @@ def test_other_runs_on_the_store_are_added_up(tmp_path: Path, small_privacy: Pri
     others = make_statement(first)["history"]["other_runs"]
     # Two runs of four full batches are eight full batches.
     plan = DPPlan.from_dict(json.loads((first / "plan.json").read_text()))
-    doubled = dp_accounting.get_epsilon_gaussian(plan.noise_multiplier / 8**0.5, plan.delta)
+    doubled = dp_accounting.get_epsilon_gaussian(plan.noise.multiplier / 8**0.5, plan.delta)
     assert others["epsilon_total"] == pytest.approx(doubled) and others["text"].startswith(
         "1 other run "
     )

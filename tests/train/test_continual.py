@@ -158,6 +158,6 @@ def test_both_steps_have_all_images_of_the_run_that_is_private_alone(size: str) 
 def test_fewer_private_images_need_more_noise(capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan(RECIPES["vip.continual_micro"]().privacy)
     alone = make_plan(RECIPES["vip.micro"]().privacy)
-    assert 7.99 < plan.epsilon <= 8 and plan.noise_multiplier > alone.noise_multiplier
+    assert 7.99 < plan.epsilon <= 8 and plan.noise.multiplier > alone.noise.multiplier
     assert main(["plan", "vip.continual_base"]) == 0
     assert "epsilon 8 at delta 2.38e-9 after 6,100 steps" in capsys.readouterr().out

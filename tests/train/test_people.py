@@ -125,8 +125,8 @@ def test_rate_divisor_and_delta_are_of_people_and_epsilon_is_that_of_one_record_
     )
     target = make_plan(replace(large, noise_multiplier=None, target_unit_epsilon=1.0))
     assert (
-        target.noise_multiplier
-        == make_plan(replace(large, noise_multiplier=None, target_epsilon=1.0)).noise_multiplier
+        target.noise.multiplier
+        == make_plan(replace(large, noise_multiplier=None, target_epsilon=1.0)).noise.multiplier
     )
 
 

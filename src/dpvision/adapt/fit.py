@@ -15,7 +15,7 @@ from dpvision.adapt.select import Candidate, Selected, select_head
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.config.head_presets import with_candidate
 from dpvision.errors import PrivacyError
-from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.plan import DPPlan, run_plans
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def choose_head(
     for name in config.model.candidates:
         candidate = with_candidate(config, name)
         assert isinstance(candidate.model, HeadConfig)
-        optim = with_rate(candidate.optim, plan.run_plans()[0], bounded=bounded)
+        optim = with_rate(candidate.optim, run_plans(plan)[0], bounded=bounded)
         asked[name] = replace(candidate, model=candidate.model.settled(), optim=optim)
     candidates = [
         Candidate(name, partial(_fit_last, candidate)) for name, candidate in asked.items()

@@ -173,7 +173,7 @@ class Releases:
         total: ClippedSum | None = None
         for _ in range(count):
             step = self._charge()
-            if total is None or self.plan.sampling != "full_batch":
+            if total is None or self.plan.sampler.random:
                 total = self._sum(stream, sum_of, step)
             for name, value in self._privatize(total, step).grads.items():
                 totals[name] = totals.get(name, 0) + value / count
@@ -202,7 +202,7 @@ class Releases:
 
     def _sum(self, stream: Records[T], sum_of: SumOf[T], step: int) -> ClippedSum:
         drawn: np.ndarray | None = None
-        if self.plan.sampling != "full_batch" or self.group.world_size > 1:
+        if self.plan.sampler.random or self.group.world_size > 1:
             drawn = self.plan.draw(step, stream.num_records, derive_rng(self.draw_key, step))
             drawn = np.array_split(drawn, self.group.world_size)[self.group.rank]
         return all_reduce_sum(sum_of(stream.blocks(drawn)), self.group)

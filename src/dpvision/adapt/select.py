@@ -26,7 +26,8 @@ from dpvision.adapt.integer_rows import IntegerBlock, IntegerStream
 from dpvision.adapt.release import Contributions, Releases
 from dpvision.dp.clipped import ClippedSum
 from dpvision.errors import ConfigError, PrivacyError
-from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.mechanism import IndependentGaussian
+from dpvision.privacy.plan import DPPlan, run_plans
 from dpvision.privacy.stream import Key, Stream, new_key, subkey
 
 _REHEARSAL_RECORDS = 64
@@ -84,7 +85,7 @@ def select_head(
         PrivacyError: the plan has no selection, or is used up.
     """
     check_candidates(candidates)
-    run_plan, score_plan = plan.run_plans()
+    run_plan, score_plan = run_plans(plan)
     _rehearse(stream, candidates, run_plan, score_plan)
     if charge() != 0:
         raise PrivacyError(
@@ -133,7 +134,10 @@ def _run(
     plan = (
         run_plan.another_run()
         if candidate.max_grad_norm is None
-        else replace(run_plan, max_grad_norm=candidate.max_grad_norm)
+        else replace(
+            run_plan,
+            noise=IndependentGaussian(run_plan.noise.multiplier, candidate.max_grad_norm),
+        )
     )
     head = candidate.fit(stream, Releases(plan, itertools.count().__next__, *keys("head")))
     scorer = Releases(score_plan.another_run(), itertools.count().__next__, *keys("score"))
@@ -179,7 +183,7 @@ def _rehearse(
     stream: FeatureStream, candidates: Sequence[Candidate], run_plan: DPPlan, score_plan: DPPlan
 ) -> None:
     """Run every candidate on random numbers of the stream's shape."""
-    rng, num = np.random.default_rng(0), min(_REHEARSAL_RECORDS, run_plan.sampled_from)
+    rng, num = np.random.default_rng(0), min(_REHEARSAL_RECORDS, run_plan.unit.sampled_from)
     feature_ND = rng.normal(size=(num, stream.feature_ND.shape[1])).astype(np.float32)
     shape = (num, stream.num_classes) if stream.multi_label else num
     label = rng.integers(0, 2 if stream.multi_label else stream.num_classes, shape)

@@ -26,7 +26,7 @@ def simulation(
     found["simulates"] = {
         "factor": factor,
         "expected_batch_size": plan.expected_batch_size,
-        "noise_multiplier": plan.noise_multiplier,
+        "noise_multiplier": plan.noise.multiplier,
         "steps": plan.steps,
         "epsilon": plan.stated_epsilon,
         "delta": plan.delta,
@@ -40,8 +40,8 @@ def simulation(
                 "expected batch size": f"{shown(small.expected_batch_size)} in place of "
                 f"{shown(plan.expected_batch_size)}",
                 "noise multiplier": f"{shown(small.noise_multiplier)} in place of "
-                f"{shown(plan.noise_multiplier)}",
-                "noise / batch, in both": plan.noise_multiplier / plan.expected_batch_size,
+                f"{shown(plan.noise.multiplier)}",
+                "noise / batch, in both": plan.noise.multiplier / plan.expected_batch_size,
                 "steps, in both": plan.steps,
                 "sample-gradients": f"{shown(found['sample_gradients'])} in place of "
                 f"{shown(plan.steps * images_per_step(plan))}",

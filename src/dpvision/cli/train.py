@@ -289,11 +289,11 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
                 "a person's row": _row_of_a_person(plan.max_records_per_unit)
                 if by_person and of_head
                 else None,
-                "sampling": f"{plan.sampling}, of people" if by_person else plan.sampling,
+                "sampling": f"{plan.sampler.law}, of people" if by_person else plan.sampler.law,
                 "expected batch size": plan.expected_batch_size,
                 "steps": plan.steps,
                 "sample-gradients": round(plan.steps * plan.expected_batch_size) * several,
-                "noise multiplier": plan.noise_multiplier,
+                "noise multiplier": plan.noise.multiplier,
                 "clip norm": plan.max_grad_norm if plan.max_grad_norm is not None else "none",
             }
         )

@@ -99,9 +99,10 @@ def privatize(
             f"noise: step={step}; expected an integer from 0 to {plan.steps - 1}, a step of the "
             "plan. Plan more steps."
         )
-    if plan.guarantee == "dp" and not plan.noise_std > 0:
+    noise_std = plan.noise.std(step)
+    if plan.guarantee == "dp" and not noise_std > 0:
         raise PrivacyError(
-            f"noise: noise_std={plan.noise_std}; expected more than 0 with a guarantee. Make a "
+            f"noise: noise_std={noise_std}; expected more than 0 with a guarantee. Make a "
             "plan with noise."
         )
     if total.max_grad_norm != plan.max_grad_norm:
@@ -125,7 +126,7 @@ def privatize(
             "release ClippedSum.zeros or stop."
         )
     plan.release(step, total.num_records, total.record_id_B)
-    if not plan.noise_std > 0:
+    if not noise_std > 0:
         return seal(
             DPGradient(
                 {
@@ -142,12 +143,15 @@ def privatize(
         grads[name] = (torch.zeros if world_size > 1 else torch.empty)(
             value.shape, dtype=dtype, device=value.device
         )
-        first, stop = (value.numel() * r // world_size for r in (rank, rank + 1))
-        key = subkey(noise_key, "noise", step=step, parameter=name)
-        shares.append(
-            _Share(value.detach().contiguous().view(-1), grads[name].view(-1), key, first, stop)
+        terms = tuple(
+            (subkey(noise_key, "noise", step=of, parameter=name), std)
+            for of, std in plan.noise.terms(step)
         )
-    _Release(plan.noise_std, plan.expected_batch_size).run(shares)
+        summed, out = value.detach().contiguous().view(-1), grads[name].view(-1)
+        shares.append(
+            _Share(summed, out, terms, *plan.noise.owned(value.numel(), rank, world_size))
+        )
+    _Release(noise_std, plan.expected_batch_size).run(shares)
     if owners and world_size > 1:
         for gradient in grads.values():
             owners.add_up(gradient)
@@ -160,20 +164,21 @@ class _Share:
 
     summed: Tensor
     out: Tensor
-    key: Key
+    terms: tuple[tuple[Key, float], ...]
+    """The noise: standard normals of each key, scaled to a standard deviation, and added up."""
     first: int
     stop: int
 
     def pieces(self, size: int) -> "Iterator[_Share]":
         for at in range(self.first, self.stop, size):
-            yield _Share(self.summed, self.out, self.key, at, min(at + size, self.stop))
+            yield _Share(self.summed, self.out, self.terms, at, min(at + size, self.stop))
 
 
 class _Release:
     """Computes round_g(sum + noise) / divisor for ranges of coordinates."""
 
     def __init__(self, noise_std: float, divisor: float) -> None:
-        self._std, self._grid = noise_std, grid_of(noise_std)
+        self._grid = grid_of(noise_std)
         # After rounding, numbers are multiples of the grid, a power of two: folding it into the
         # divisor is exact and saves a pass.
         self._divisor = divisor / self._grid
@@ -182,10 +187,12 @@ class _Release:
         """Fill the shares' gradients, block by block in float64."""
         away = [share for share in shares if share.summed.device.type != "cpu"]
         if away:
-            keys = send(key_words([share.key for share in away]), away[0].summed.device)
-            for key_8, share in zip(keys, away, strict=True):
+            keys = [key for share in away for key, _ in share.terms]
+            words = iter(send(key_words(keys), away[0].summed.device))
+            for share in away:
+                keys_8 = [next(words) for _ in share.terms]
                 for piece in share.pieces(_GPU_PIECE):
-                    self._on_gpu(piece, key_8)
+                    self._on_gpu(piece, keys_8)
         tasks = deque(
             piece
             for share in shares
@@ -204,28 +211,41 @@ class _Release:
         """Work on tasks until none is left; NumPy, torch and the cipher let other threads run
         meanwhile.
         """
-        normals = Normals()
+        arrays = [Normals()]
         while True:
             try:
                 task = tasks.popleft()
             except IndexError:
                 return
             summed, out = task.summed.numpy(), task.out.numpy()
-            for at, normal in normals.blocks(task.key, task.first, task.stop, self._std):
+            arrays += [Normals() for _ in task.terms[len(arrays) :]]
+            terms = [
+                normals.blocks(key, task.first, task.stop, std)
+                for normals, (key, std) in zip(arrays, task.terms, strict=True)
+            ]
+            for (at, normal), *others in zip(*terms, strict=True):
                 end = at + len(normal)
+                for _, other in others:
+                    normal += other
                 normal += summed[at:end]
                 normal *= 1 / self._grid
                 np.rint(normal, out=normal)
                 normal /= self._divisor
                 out[at:end] = normal
 
-    def _on_gpu(self, piece: _Share, key_8: Tensor) -> None:
+    def _on_gpu(self, piece: _Share, keys_8: list[Tensor]) -> None:
         from dpvision.dp.chacha_triton import chacha_words  # Triton is not installed everywhere
 
         block = piece.first // WORDS_PER_BLOCK
-        words = chacha_words(key_8, block, -(-piece.stop // WORDS_PER_BLOCK) - block)
+        blocks = -(-piece.stop // WORDS_PER_BLOCK) - block
+        (normal, *others) = (
+            box_muller(chacha_words(key_8, block, blocks), std)
+            for key_8, (_, std) in zip(keys_8, piece.terms, strict=True)
+        )
+        for other in others:
+            normal += other
         skipped = piece.first - block * WORDS_PER_BLOCK
-        normal = box_muller(words, self._std)[skipped : skipped + piece.stop - piece.first]
+        normal = normal[skipped : skipped + piece.stop - piece.first]
         noisy = (
             normal.add_(piece.summed[piece.first : piece.stop])
             .mul_(1 / self._grid)

@@ -48,7 +48,7 @@ class Normals:
         Args:
             key: from ``stream.subkey``.
             first: 0 or more; ``stop`` at most ``stream.MAX_WORDS``.
-            std: standard deviation.
+            std: standard deviation; if negative, the normals change their signs.
         """
         aligned = first - first % WORDS_PER_BLOCK
         keystream = Keystream(key, aligned // WORDS_PER_BLOCK)
@@ -77,6 +77,8 @@ class Normals:
         np.log(to.radius_H, out=to.radius_H)
         np.multiply(to.radius_H, -2.0 * std**2, out=to.radius_H)
         np.sqrt(to.radius_H, out=to.radius_H)
+        if std < 0:
+            np.negative(to.radius_H, out=to.radius_H)
         np.copyto(to.angle_H, to.angle_word_H)
         np.multiply(to.angle_H, _ANGLE, out=to.angle_H)
         # Torch's sine and cosine are vectorised for float64; NumPy's logarithm is faster than
@@ -148,5 +150,7 @@ def box_muller(word_W: Tensor, std: float = 1.0) -> Tensor:
     uniform_H = (word_H2[:, 0].double() + 0.5) * 2.0**-64
     uniform_H -= uniform_H.floor()
     radius_H = uniform_H.log_().mul_(-2.0 * std**2).sqrt_()
+    if std < 0:
+        radius_H.neg_()
     angle_H = word_H2[:, 1].double() * _ANGLE
     return torch.stack((radius_H * angle_H.cos(), radius_H * angle_H.sin()), dim=1).view(-1)

@@ -8,13 +8,14 @@ otherwise, and at most 1% larger than the stated figure (``coarse_epsilon``). ``
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
+from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError
-from dpvision.privacy import accountant, mechanism
+from dpvision.privacy import accountant
 from dpvision.privacy.calibrate import calibrate
 from dpvision.privacy.events import Event
 from dpvision.privacy.plan import DPPlan
@@ -60,9 +61,9 @@ def all_tables(plan: DPPlan) -> dict[str, Table]:
             "they vary. For people pass their number as --dataset-size and drop --sampling-unit "
             "and --num-units: epsilon is the same."
         )
-    if plan.guarantee != "dp" or plan.selection is not None or plan.sampling == "truncated_poisson":
+    if plan.guarantee != "dp" or plan.selection is not None or plan.sampler.max_batch_size:
         raise ConfigError(
-            f"plan: tables of a plan with guarantee={plan.guarantee}, sampling={plan.sampling}; "
+            f"plan: tables of a plan with guarantee={plan.guarantee}, sampling={plan.sampler.law}; "
             "expected guarantee=dp with poisson or full_batch. Use --sampling poisson (a "
             "truncated draw that is accepted costs at most 1% more), or the private recipe."
         )
@@ -97,7 +98,7 @@ def grid(plan: DPPlan) -> Table:
 def noises_near(plan: DPPlan) -> list[float]:
     """Noise multipliers of the grid, ascending; the plan's own among them."""
     return [
-        float(f"{plan.noise_multiplier * factor:.4g}") if factor != 1 else plan.noise_multiplier
+        float(f"{plan.noise.multiplier * factor:.4g}") if factor != 1 else plan.noise.multiplier
         for factor in NOISES
     ]
 
@@ -106,7 +107,7 @@ def batches_near(plan: DPPlan) -> list[float]:
     """Expected batch sizes of the grid, ascending, none above the number of records; the plan's own
     among them.
     """
-    if plan.sampling == "full_batch":
+    if not plan.sampler.random:
         return [plan.expected_batch_size]
     near = [
         _whole(plan.expected_batch_size * factor) if factor != 1 else plan.expected_batch_size
@@ -123,7 +124,7 @@ def steps_near(plan: DPPlan) -> list[int]:
 def epsilon_by_records(plan: DPPlan) -> Table:
     """Epsilon against N at fixed batch, noise and steps (DP-Cap, figure 5), with N x delta kept."""
     rows = []
-    for factor in RECORDS if plan.sampling != "full_batch" else ():
+    for factor in RECORDS if plan.sampler.random else ():
         records = round(plan.dataset_size * factor)
         if records < plan.expected_batch_size:
             continue
@@ -144,7 +145,7 @@ def batch_by_epochs(plan: DPPlan) -> Table:
     where 10^7 steps would not.
     """
     rows = []
-    for noise in (plan.noise_multiplier * factor for factor in (0.8, 1.0, 1.25)):
+    for noise in (plan.noise.multiplier * factor for factor in (0.8, 1.0, 1.25)):
         for batch in batches_near(plan):
             steps = _affordable_steps(
                 partial(_event, plan, noise=noise, batch=batch), _epsilon_of(plan), plan.delta
@@ -197,7 +198,7 @@ def compute_rows(plan: DPPlan) -> Table:
     target, rows = _epsilon_of(plan), []
     for factor in EPOCHS:
         steps = max(1, round(plan.steps * factor))
-        noise = plan.noise_multiplier
+        noise = plan.noise.multiplier
         if factor != 1:
             noise = calibrate(
                 lambda sigma, steps=steps: _event(plan, noise=sigma, steps=steps),  # type: ignore[misc]
@@ -205,7 +206,7 @@ def compute_rows(plan: DPPlan) -> Table:
                 plan.delta,
             )
         gradients = steps * plan.expected_batch_size
-        ratio = noise / plan.noise_multiplier
+        ratio = noise / plan.noise.multiplier
         rows.append(
             (
                 steps,
@@ -256,9 +257,7 @@ def images_of_a_person(plan: DPPlan) -> Table:
     rows = []
     for k in IMAGES_OF_A_PERSON:
         if k <= plan.dataset_size:
-            event = mechanism.unit_event(
-                plan.sampling, plan.sample_rate, plan.noise_multiplier, plan.steps, k
-            )
+            event = plan.sampler.event(plan.noise.multiplier, plan.steps, k)
             bound = (
                 coarse_epsilon(event, plan.delta)
                 if k == 1
@@ -305,12 +304,9 @@ def _event(
 ) -> Event:
     """Event of the plan with some settings replaced."""
     n = records or plan.dataset_size
-    rate = (
-        1.0 if plan.sampling == "full_batch" else min(1.0, (batch or plan.expected_batch_size) / n)
-    )
-    return mechanism.record_event(
-        plan.sampling, n, rate, None, noise or plan.noise_multiplier, steps or plan.steps
-    )
+    size = min(batch or plan.expected_batch_size, n)
+    sampler = replace(plan.sampler, unit=Unit(n), expected_batch_size=size)
+    return sampler.event(noise or plan.noise.multiplier, steps or plan.steps)
 
 
 def _affordable_steps(event_of: Callable[..., Event], target: float, delta: float) -> int | None:

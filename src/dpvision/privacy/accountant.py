@@ -10,26 +10,13 @@ did.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache, reduce
 
 import numpy as np
 
 from dpvision.errors import PrivacyError
 from dpvision.privacy import gaussian
-from dpvision.privacy.events import (
-    Composed,
-    Event,
-    Gaussian,
-    GaussianMixture,
-    NonPrivate,
-    NoRelease,
-    PoissonGaussian,
-    Repeated,
-    Selected,
-    TruncatedPoissonGaussian,
-)
-from dpvision.privacy.loss_distribution import Distribution, mixture_of_gaussians, sampled_gaussian
-from dpvision.privacy.renyi import ORDERS, epsilon_at, poisson_gaussian
+from dpvision.privacy.events import Composed, Event
+from dpvision.privacy.renyi import ORDERS, epsilon_at
 
 DEFAULT_INTERVAL = 1e-4
 """Grid of the privacy loss for epsilons between 0.1 and 100: within 0.003 of the limit at the
@@ -82,14 +69,14 @@ def epsilon(event: Event, delta: float, interval: float | None = None) -> float:
             f"accountant: delta={delta}; expected at least {MIN_DELTA}, which the accountant can "
             "resolve. Use a larger delta."
         )
-    noise = gaussian_noise(event)
+    noise = event.gaussian_noise()
     if noise is not None:
         return gaussian.epsilon_at(noise, delta)
-    if _non_private(event):
+    if not all(part.private for part in event.parts):
         return math.inf
     if _selects(event):
         return _epsilon_of_selection(event, delta, interval)
-    return _pld(event, interval or discretization_interval(event, delta)).epsilon(delta)
+    return event.losses(interval or discretization_interval(event, delta)).epsilon(delta)
 
 
 def unit_epsilon(event: Event, delta: float, *, parts: int = 8000) -> float:
@@ -105,7 +92,7 @@ def unit_epsilon(event: Event, delta: float, *, parts: int = 8000) -> float:
     """
     interval = min(100 * discretization_interval(event, delta), _WIDEST)
     bound = epsilon(event, delta, interval)
-    if gaussian_noise(event) is None and not _selects(event):
+    if event.gaussian_noise() is None and not _selects(event):
         while 0 < bound < math.inf and interval > 2 * bound / parts:
             interval = bound / parts
             bound = min(bound, epsilon(event, delta, interval))
@@ -125,10 +112,11 @@ def _epsilon_of_selection(event: Event, delta: float, interval: float | None) ->
     """
     whole = epsilon_rdp(event, delta)
     bounds = [math.inf if whole is None else whole]
-    parts = event.events if isinstance(event, Composed) else (event,)
-    plain = [part for part in parts if not _selects(part)]
+    plain = [part for part in event.parts if not part.selects]
     if plain and delta >= 2 * MIN_DELTA:
-        chosen = epsilon_rdp(Composed(tuple(part for part in parts if _selects(part))), delta / 2)
+        chosen = epsilon_rdp(
+            Composed(tuple(part for part in event.parts if part.selects)), delta / 2
+        )
         if chosen is not None:
             bounds.append(chosen + epsilon(Composed(tuple(plain)), delta / 2, interval))
     return min(bounds)
@@ -148,36 +136,9 @@ def epsilon_rdp(event: Event, delta: float) -> float | None:
 def rdp_curve(event: Event) -> tuple[np.ndarray, np.ndarray] | None:
     """Orders and Renyi divergences of ``event``, two float64 arrays of one shape; None for events
     without RDP accounting.
-
-    Divergences add up under composition, so one step's curve, the slow part, is cached across step
-    counts.
     """
-    if isinstance(event, Repeated):
-        curve = rdp_curve(event.event)
-        return None if curve is None else (curve[0], curve[1] * event.count)
-    if isinstance(event, Composed):
-        curves = [rdp_curve(part) for part in event.events]
-        known = [curve for curve in curves if curve is not None]
-        if not known or len(known) < len(curves):
-            return None
-        return known[0][0], np.sum([divergence for _, divergence in known], axis=0)
-    return _cached_rdp_curve(event)
-
-
-@lru_cache(maxsize=64)
-def _cached_rdp_curve(event: Event) -> tuple[np.ndarray, np.ndarray] | None:
-    if isinstance(event, NoRelease):
-        return ORDERS, np.zeros(len(ORDERS))
-    if isinstance(event, Gaussian):
-        return ORDERS, ORDERS / (2 * event.noise_multiplier**2)
-    if isinstance(event, PoissonGaussian):
-        return ORDERS, poisson_gaussian(event.sample_rate, event.noise_multiplier)
-    if isinstance(event, Selected):
-        from dpvision.privacy.rare_events import renyi_divergence
-
-        divergence = renyi_divergence(event)
-        return None if divergence is None else (ORDERS, divergence)
-    return None
+    divergences = event.divergences()
+    return None if divergences is None else (ORDERS, divergences)
 
 
 def deltas(event: Event, epsilons: np.ndarray, interval: float | None = None) -> np.ndarray:
@@ -186,7 +147,7 @@ def deltas(event: Event, epsilons: np.ndarray, interval: float | None = None) ->
 
     The grid is ten times coarser than that of ``epsilon`` unless given.
     """
-    noise = gaussian_noise(event)
+    noise = event.gaussian_noise()
     if noise is not None:
         return (
             np.zeros(len(epsilons))
@@ -196,7 +157,7 @@ def deltas(event: Event, epsilons: np.ndarray, interval: float | None = None) ->
     if _selects(event):
         curve = rdp_curve(event)
         return np.ones(len(epsilons)) if curve is None else deltas_rdp(*curve, epsilons)
-    return _pld(event, interval or 10 * discretization_interval(event)).deltas(epsilons)
+    return event.losses(interval or 10 * discretization_interval(event)).deltas(epsilons)
 
 
 def privacy_profile(event: Event, num_points: int = 49) -> list[tuple[float, float]]:
@@ -249,27 +210,6 @@ def tpr_of_profile(epsilons: np.ndarray, delta: np.ndarray, fpr: float) -> float
     return float(min(1.0, hit_1.min(), hit_2.min()))
 
 
-def gaussian_noise(event: Event) -> float | None:
-    """Noise multiplier of the single Gaussian equivalent to ``event``, infinite for the empty
-    event; None if a part is not Gaussian.
-    """
-    if isinstance(event, NoRelease):
-        return math.inf
-    if isinstance(event, Gaussian):
-        return event.noise_multiplier
-    if isinstance(event, Repeated):
-        inner = gaussian_noise(event.event)
-        return None if inner is None else inner / math.sqrt(event.count)
-    if isinstance(event, Composed):
-        parts = [gaussian_noise(e) for e in event.events]
-        known = [p for p in parts if p is not None]
-        if len(known) < len(parts):
-            return None
-        precision = sum(p**-2 for p in known)
-        return precision**-0.5 if precision > 0 else math.inf
-    return None
-
-
 def discretization_interval(event: Event, delta: float = 1e-5) -> float:
     """Grid of the privacy loss for the size of ``event``'s epsilon: 1e-4 from 0.1 to 100, finer
     below, coarser above.
@@ -278,34 +218,15 @@ def discretization_interval(event: Event, delta: float = 1e-5) -> float:
     is estimated by RDP of similar Poisson-sampled steps; the choice affects cost and tightness,
     never validity.
     """
-    rough = epsilon_rdp(_stand_in(event), delta)
+    rough = epsilon_rdp(event.similar(), delta)
     if rough is None or rough == 0:
         return DEFAULT_INTERVAL
     decade = math.floor(math.log10(rough))
     return 10.0 ** (-4 + max(0, decade - 1) + min(0, decade + 1))
 
 
-def _stand_in(event: Event) -> Event:
-    if isinstance(event, Repeated):
-        return Repeated(_stand_in(event.event), event.count)
-    if isinstance(event, Composed):
-        return Composed(tuple(_stand_in(e) for e in event.events))
-    if isinstance(event, TruncatedPoissonGaussian):
-        return PoissonGaussian(event.sample_rate, event.noise_multiplier)
-    if isinstance(event, GaussianMixture):
-        any_drawn = max(1.0 - event.probabilities[0], 1e-300)
-        return PoissonGaussian(any_drawn, event.noise_multiplier / max(event.shifts))
-    return event
-
-
 def _selects(event: Event) -> bool:
-    parts = event.events if isinstance(event, Composed) else (event,)
-    return any(isinstance(part, Selected) for part in parts)
-
-
-def _non_private(event: Event) -> bool:
-    parts = event.events if isinstance(event, Composed) else (event,)
-    return any(isinstance(part, NonPrivate) for part in parts)
+    return any(part.selects for part in event.parts)
 
 
 def _largest_epsilon(event: Event, delta: float) -> float:
@@ -316,25 +237,3 @@ def _largest_epsilon(event: Event, delta: float) -> float:
             "guarantee=dp."
         )
     return largest
-
-
-def _pld(event: Event, interval: float) -> Distribution:
-    if isinstance(event, Composed):
-        return reduce(Distribution.compose, (_pld(e, interval) for e in event.events))
-    return _cached_pld(event, interval)
-
-
-@lru_cache(maxsize=8)
-def _cached_pld(event: Event, interval: float) -> Distribution:
-    # One step's distribution is cached across step counts.
-    if isinstance(event, Repeated):
-        return _pld(event.event, interval).repeat(event.count)
-    if isinstance(event, PoissonGaussian):
-        return sampled_gaussian(event.sample_rate, event.noise_multiplier, interval)
-    if isinstance(event, GaussianMixture):
-        return mixture_of_gaussians(
-            event.shifts, event.probabilities, event.noise_multiplier, interval
-        )
-    from dpvision.privacy.rare_events import distribution
-
-    return distribution(event, interval)

@@ -36,7 +36,7 @@ def calibrate(
         event = event_of(noise)
         return accountant.unit_epsilon(event, delta) if unit else accountant.epsilon(event, delta)
 
-    unit_noise = accountant.gaussian_noise(event_of(1.0))
+    unit_noise = event_of(1.0).gaussian_noise()
     if unit_noise is not None:
         start = gaussian.noise_for(target_epsilon, delta) / unit_noise
         if start > MAX_NOISE:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dpvision.config.unit import Unit
 from dpvision.privacy import accountant
-from dpvision.privacy.mechanism import record_event
+from dpvision.privacy.sampling import Poisson
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,8 @@ class Recomputed:
 
 def recompute(claim: Claim) -> Recomputed:
     """What the settings of ``claim`` cost, at its delta."""
-    event = record_event(
-        "poisson",
-        claim.dataset_size,
-        claim.expected_batch_size / claim.dataset_size,
-        None,
-        claim.noise_multiplier,
-        claim.steps,
-    )
+    draws = Poisson(Unit(claim.dataset_size), claim.expected_batch_size)
+    event = draws.event(claim.noise_multiplier, claim.steps)
     curve, balle = accountant.rdp_curve(event), accountant.epsilon_rdp(event, claim.delta)
     assert curve is not None and balle is not None, (
         "Poisson-sampled Gaussians have Renyi divergences"

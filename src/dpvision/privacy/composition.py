@@ -85,7 +85,10 @@ def parts_of(runs: Iterable[tuple[DPPlan, int]]) -> tuple[Part, ...]:
         runs: plans with the number of steps charged.
     """
     return tuple(
-        sorted(((plan, plan.stated_steps(charged)) for plan, charged in runs if charged), key=repr)
+        sorted(
+            ((plan, plan.stated_steps(charged)) for plan, charged in runs if charged),
+            key=lambda part: repr((part[0].form(), part[1])),
+        )
     )
 
 
@@ -134,7 +137,7 @@ def _unit(parts: tuple[Part, ...], delta: float, fixed: bool) -> tuple[float, Me
     view = unit_view(parts)
     if view is None:
         return NO_UNIT
-    if any(plan.sampling == "truncated_poisson" and plan.clipped_per_unit > 1 for plan, _ in parts):
+    if any(not p.sampler.accounts_for_units and p.clipped_per_unit > 1 for p, _ in parts):
         return TRUNCATED_UNIT
     return _composed(parts, delta, view, fixed)
 
@@ -238,7 +241,7 @@ def _composed(
 
     if len(parts) == 1:
         return epsilon_of(whole, delta), "one run"
-    gaussian = accountant.gaussian_noise(whole) is not None
+    gaussian = whole.gaussian_noise() is not None
     if gaussian and (fixed or view == "unamplified"):
         return accountant.epsilon(whole, delta), "gaussian"
     if fixed:

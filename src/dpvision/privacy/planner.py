@@ -50,12 +50,12 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
     strength = signal(plan, num_parameters)
     return {
         "guarantee": plan.guarantee,
-        "sampling": plan.sampling,
+        "sampling": plan.sampler.law,
         "dataset_size": plan.dataset_size,
         "expected_batch_size": plan.expected_batch_size,
-        "max_batch_size": plan.max_batch_size,
+        "max_batch_size": plan.sampler.max_batch_size,
         "sample_rate": plan.sample_rate,
-        "noise_multiplier": plan.noise_multiplier,
+        "noise_multiplier": plan.noise.multiplier,
         "steps": plan.steps,
         "delta": plan.delta,
         "n_times_delta": plan.population * plan.delta,
@@ -69,7 +69,7 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "draws": compare_draws(cfg, plan),
         "value_discretization_interval": plan.value_discretization_interval,
         "sample_gradients": plan.steps * images_per_step(plan),
-        "noise_batch_ratio": plan.noise_multiplier / plan.expected_batch_size,
+        "noise_batch_ratio": plan.noise.multiplier / plan.expected_batch_size,
         "signal": strength,
         "advice": advice(plan, strength) if private else None,
         "privacy_profile": accountant.privacy_profile(event) if private else None,
@@ -97,7 +97,7 @@ def compare_draws(cfg: PrivacyConfig, plan: DPPlan) -> list[dict[str, Any]] | No
     if (
         epsilon is None
         or people is None
-        or plan.sampling != "poisson"
+        or plan.sampler.law != "poisson"
         or plan.sampling_unit == "person"
     ):
         return None
@@ -123,8 +123,8 @@ def _row(way: str, plan: DPPlan) -> dict[str, Any]:
     return {
         "draws": way,
         "images_per_step": images_per_step(plan),
-        "noise_multiplier": plan.noise_multiplier,
-        "noise_batch_ratio": plan.noise_multiplier / plan.expected_batch_size,
+        "noise_multiplier": plan.noise.multiplier,
+        "noise_batch_ratio": plan.noise.multiplier / plan.expected_batch_size,
     }
 
 
@@ -174,8 +174,8 @@ def signal(plan: DPPlan, num_parameters: int | None) -> dict[str, float] | None:
     """
     if plan.epsilon is None or plan.epsilon <= 0:
         return None
-    planned = math.sqrt(plan.steps) * plan.expected_batch_size / plan.noise_multiplier
-    limit = plan.sampled_from / gaussian.noise_for(plan.epsilon, plan.delta)
+    planned = math.sqrt(plan.steps) * plan.expected_batch_size / plan.noise.multiplier
+    limit = plan.unit.sampled_from / gaussian.noise_for(plan.epsilon, plan.delta)
     figures = {"signal_planned": planned, "signal_limit": limit}
     if num_parameters is not None:
         figures["num_parameters"] = num_parameters

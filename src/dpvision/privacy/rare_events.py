@@ -11,44 +11,57 @@ from contextlib import contextmanager
 import numpy as np
 from absl import logging
 from dp_accounting import rdp
+from dp_accounting.dp_event import DpEvent
 from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.pld.pld_pmf import PLDPmf
 
-from dpvision.privacy.events import Event, Gaussian, NoRelease, TruncatedPoissonGaussian, to_library
 from dpvision.privacy.loss_distribution import Distribution, Masses
 from dpvision.privacy.renyi import at_orders
 
 
-def renyi_divergence(event: Event) -> np.ndarray | None:
-    """Renyi divergence of ``event`` at ``renyi.ORDERS``, infinite at orders that dp-accounting
+def renyi_divergences(event: DpEvent) -> np.ndarray | None:
+    """Renyi divergences of ``event`` at ``renyi.ORDERS``, infinite at orders that dp-accounting
     leaves out; None if it has none.
     """
     accountant = rdp.RdpAccountant()
-    if not accountant.supports(to_library(event)):
+    if not accountant.supports(event):
         return None
     with _quiet():
-        accountant.compose(to_library(event))
+        accountant.compose(event)
     return at_orders(
         np.asarray(accountant.orders, dtype=np.float64),
         np.asarray(accountant.rdp, dtype=np.float64),
     )
 
 
-def distribution(event: Event, interval: float) -> Distribution:
-    """Privacy loss distribution of one release, on a grid of ``interval``."""
-    match event:
-        case NoRelease():
-            made = pld.identity(interval)
-        case Gaussian(noise):
-            made = pld.from_gaussian_mechanism(noise, value_discretization_interval=interval)
-        case TruncatedPoissonGaussian(size, rate, most, noise):
-            made = pld.from_truncated_subsampled_gaussian_mechanism(
-                size, rate, most, noise, value_discretization_interval=interval
-            )
-        case _:
-            raise TypeError(
-                f"accountant: {event}; expected one release of dpvision.privacy.mechanism."
-            )
+def no_losses(interval: float) -> Distribution:
+    """Privacy loss distribution of nothing, on a grid of ``interval``, as below."""
+    return _distribution(pld.identity(interval))
+
+
+def gaussian_losses(noise_multiplier: float, interval: float) -> Distribution:
+    """Privacy loss distribution of one Gaussian."""
+    return _distribution(
+        pld.from_gaussian_mechanism(noise_multiplier, value_discretization_interval=interval)
+    )
+
+
+def truncated_losses(
+    dataset_size: int, sample_rate: float, max_batch_size: int, noise: float, interval: float
+) -> Distribution:
+    """Privacy loss distribution of one Gaussian over a truncated Poisson batch."""
+    return _distribution(
+        pld.from_truncated_subsampled_gaussian_mechanism(
+            dataset_size,
+            sample_rate,
+            max_batch_size,
+            noise,
+            value_discretization_interval=interval,
+        )
+    )
+
+
+def _distribution(made: pld.PrivacyLossDistribution) -> Distribution:
     removing = _masses(made._pmf_remove)
     return Distribution(removing, removing if made._symmetric else _masses(made._pmf_add))
 

@@ -3,14 +3,12 @@ that says next to nothing.
 """
 
 import math
-from typing import TYPE_CHECKING
 
 from dpvision.config import PrivacyConfig
-from dpvision.privacy import accountant, mechanism
+from dpvision.privacy import accountant
+from dpvision.privacy.dp_plan import DPPlan
 from dpvision.privacy.printed import up, up_delta
-
-if TYPE_CHECKING:
-    from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.sampling import Poisson
 
 MAX_N_TIMES_DELTA = 1.5
 """Above it a mechanism that publishes records outright could pass as private: training is
@@ -29,7 +27,7 @@ TRUNCATION_TOLERANCE = 0.01
 """Largest relative excess of a truncated draw's epsilon over plain Poisson's."""
 
 
-def refusal(plan: "DPPlan", cfg: PrivacyConfig | None = None) -> str | None:
+def refusal(plan: DPPlan, cfg: PrivacyConfig | None = None) -> str | None:
     """Return why ``plan`` is refused, as an error message, or None. Runs without a guarantee are
     never refused here.
 
@@ -58,7 +56,7 @@ def refusal(plan: "DPPlan", cfg: PrivacyConfig | None = None) -> str | None:
     )
 
 
-def weakness(plan: "DPPlan") -> str | None:
+def weakness(plan: DPPlan) -> str | None:
     """Return why ``plan`` is refused without ``allow_weak_guarantee``, or None."""
     remedy = "To train nevertheless: --privacy.allow-weak-guarantee."
     if not plan.delta <= MAX_DELTA:
@@ -82,43 +80,36 @@ def weakness(plan: "DPPlan") -> str | None:
     return None
 
 
-def _unaccounted(plan: "DPPlan") -> str | None:
+def _unaccounted(plan: DPPlan) -> str | None:
     """Why ``plan`` has no valid accounting, or costs much more than plain Poisson; None
     otherwise.
     """
-    if plan.selection is not None and plan.clipped_per_unit > 1 and plan.sampling != "full_batch":
+    sampler, k = plan.sampler, plan.max_records_per_unit
+    if plan.selection is not None and plan.clipped_per_unit > 1 and sampler.random:
         return (
-            f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 in a "
-            f"selection with sampling={plan.sampling}, which has no accounting for units. Use "
+            f"privacy: max_records_per_unit={k}; expected 1 in a selection with "
+            f"sampling={sampler.law}, which has no accounting for units. Use "
             "sampling=full_batch, or max_records_per_unit=1."
         )
-    if plan.sampling == "truncated_poisson":
-        if plan.clipped_per_unit > 1:
-            return (
-                f"privacy: max_records_per_unit={plan.max_records_per_unit}; expected 1 with "
-                "sampling=truncated_poisson, which has no accounting for units. Use "
-                "sampling=poisson."
-            )
-        assert plan.epsilon is not None
-        plain = accountant.epsilon(
-            mechanism.record_event(
-                "poisson",
-                plan.sampled_from,
-                plan.sample_rate,
-                None,
-                plan.noise_multiplier,
-                plan.steps,
-            ),
-            plan.delta,
-            plan.value_discretization_interval,
+    if not sampler.accounts_for_units and plan.clipped_per_unit > 1:
+        return (
+            f"privacy: max_records_per_unit={k}; expected 1 with sampling={sampler.law}, which has "
+            "no accounting for units. Use sampling=poisson."
         )
-        if not plan.epsilon <= (1 + TRUNCATION_TOLERANCE) * plain:
-            enough = plan.expected_batch_size + 7 * math.sqrt(
-                plan.expected_batch_size * (1 - plan.sample_rate)
-            )
-            return (
-                f"privacy: max_batch_size={plan.max_batch_size}; expected epsilon within 1% of "
-                f"plain Poisson's {up(plain)}, got {up(plan.epsilon)}. Raise it to about "
-                f"{math.ceil(enough)} (mean + 7 standard deviations)."
-            )
-    return None
+    if sampler.max_batch_size is None:
+        return None
+    assert plan.epsilon is not None
+    untruncated = Poisson(sampler.unit, sampler.expected_batch_size)
+    plain = accountant.epsilon(
+        plan.noise.event(untruncated, plan.steps), plan.delta, plan.value_discretization_interval
+    )
+    if plan.epsilon <= (1 + TRUNCATION_TOLERANCE) * plain:
+        return None
+    enough = plan.expected_batch_size + 7 * math.sqrt(
+        plan.expected_batch_size * (1 - plan.sample_rate)
+    )
+    return (
+        f"privacy: max_batch_size={sampler.max_batch_size}; expected epsilon within 1% of "
+        f"plain Poisson's {up(plain)}, got {up(plan.epsilon)}. Raise it to about "
+        f"{math.ceil(enough)} (mean + 7 standard deviations)."
+    )

@@ -9,7 +9,7 @@ finite sum.
 """
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from scipy import special
@@ -24,6 +24,7 @@ and are fixed, as a Renyi filter requires.
 _LEAST_NOISE = 0.02
 
 
+@lru_cache(maxsize=64)
 def poisson_gaussian(sample_rate: float, noise_multiplier: float) -> np.ndarray:
     """Renyi divergence of one Poisson-sampled Gaussian step at ``ORDERS``, float64 of the same
     shape.

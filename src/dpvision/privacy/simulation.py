@@ -57,5 +57,5 @@ def simulated(cfg: PrivacyConfig, factor: float) -> PrivacyConfig:
         expected_batch_size=batch,
         target_epsilon=None,
         target_unit_epsilon=None,
-        noise_multiplier=draft_plan(cfg).noise_multiplier / factor,
+        noise_multiplier=draft_plan(cfg).noise.multiplier / factor,
     )

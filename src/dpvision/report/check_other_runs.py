@@ -145,7 +145,7 @@ def _wrong_figures(stated: dict[str, Any], parts: list[Part]) -> list[str]:
     # Without Renyi divergences, as of truncated draws, there is no filter.
     if not protected or (
         base_view(charged) == "record"
-        and all(plan.sampling != "truncated_poisson" for plan, _ in charged)
+        and all(plan.sampler.max_batch_size is None for plan, _ in charged)
     ):
         pairs.append(("epsilon_filter", stated["epsilon_filter"] is not None, protected))
     asked: list[tuple[str, float | None, list[Part], float | None, View, str]] = [

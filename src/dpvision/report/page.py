@@ -112,23 +112,24 @@ def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
         return None
     steps, gaussian = (
         plan.stated_steps(statement["mechanism"]["steps_executed"]),
-        f"dp.GaussianDpEvent({plan.noise_multiplier!r})",
+        f"dp.GaussianDpEvent({plan.noise.multiplier!r})",
     )
     lines = ["import dp_accounting as dp"]
     if plan.selection is not None:
         return "\n".join([*lines, *_recompute_selection(plan, steps), "print(epsilon)"])
-    if plan.sampling == "full_batch" or plan.sample_rate == 1:
+    if not plan.sampler.amplifies:
         lines += [
-            f"noise = {plan.noise_multiplier!r} / {steps} ** 0.5  # {steps} full-batch steps are "
+            f"noise = {plan.noise.multiplier!r} / {steps} ** 0.5  # {steps} full-batch steps are "
             "one Gaussian"
         ]
         lines += [f"epsilon = dp.get_epsilon_gaussian(noise, {plan.delta!r})"]
     else:
+        s = plan.sampler
         step = (
-            f"dp.TruncatedSubsampledGaussianDpEvent({plan.sampled_from}, {plan.sample_rate!r}, "
-            f"{plan.max_batch_size}, {plan.noise_multiplier!r})"
-            if plan.sampling == "truncated_poisson"
-            else f"dp.PoissonSampledDpEvent({plan.sample_rate!r}, {gaussian})"
+            f"dp.TruncatedSubsampledGaussianDpEvent({plan.unit.sampled_from}, {s.sample_rate!r}, "
+            f"{s.max_batch_size}, {plan.noise.multiplier!r})"
+            if s.max_batch_size is not None
+            else f"dp.PoissonSampledDpEvent({s.sample_rate!r}, {gaussian})"
         )
         lines += [
             "from dp_accounting import pld",
@@ -143,14 +144,14 @@ def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
 def _recompute_selection(plan: DPPlan, steps: int) -> list[str]:
     asked = plan.selection
     assert asked is not None
-    sampled = plan.sampling != "full_batch" and plan.sample_rate < 1
-    gaussian = f"dp.GaussianDpEvent({plan.noise_multiplier!r})"
+    sampled = plan.sampler.amplifies
+    gaussian = f"dp.GaussianDpEvent({plan.noise.multiplier!r})"
     step = f"dp.PoissonSampledDpEvent({plan.sample_rate!r}, {gaussian})" if sampled else gaussian
     shape = "float('inf')" if asked.shape is None else repr(asked.shape)
     return [
         "from dp_accounting import dp_event, rdp",
         f"run = dp.SelfComposedDpEvent({step}, {asked.steps})",
-        f"score = dp.GaussianDpEvent({asked.score_noise_ratio * plan.noise_multiplier!r})",
+        f"score = dp.GaussianDpEvent({asked.score_noise_ratio * plan.noise.multiplier!r})",
         "event = dp_event.RepeatAndSelectDpEvent(dp.ComposedDpEvent([run, score]), "
         f"{asked.mean_runs!r}, {shape})",
         f"epsilon = rdp.RdpAccountant().compose(event, {steps}).get_epsilon({plan.delta!r})",

@@ -277,7 +277,7 @@ def selection(plan: DPPlan) -> dict[str, Any] | None:
         "mean_runs": asked.mean_runs,
         "shape": asked.shape,
         "steps_per_run": asked.steps,
-        "score_noise_multiplier": asked.score_noise_ratio * plan.noise_multiplier,
+        "score_noise_multiplier": asked.score_noise_ratio * plan.noise.multiplier,
         "text": (
             f"The one step is a selection: a secret number of runs ({law}, mean "
             f"{asked.mean_runs:g}), of {asked.steps:,} steps each, with the noise, clipping and "
@@ -302,7 +302,7 @@ def accountant_method(plan: DPPlan) -> str:
             f"Renyi: of one run, then theorem {theorem} of Papernot and Steinke (arXiv "
             "2110.03620). No tighter one exists for selections."
         )
-    if plan.sampling == "full_batch" or plan.sample_rate == 1:
+    if not plan.sampler.amplifies:
         return (
             "Exact: all steps together are one Gaussian mechanism (Balle and Wang, arXiv "
             "1805.06530)."
@@ -320,9 +320,9 @@ def sampling_assumed(plan: DPPlan) -> str:
     return {
         "poisson": f"Poisson: in each step each {one} is sampled independently, with {q}.",
         "truncated_poisson": f"Truncated Poisson: each {one} sampled independently, with {q}; a "
-        f"random {plan.max_batch_size} at most.",
+        f"random {plan.sampler.max_batch_size} at most.",
         "full_batch": f"Full batch: every {one} in every step.",
-    }[plan.sampling]
+    }[plan.sampler.law]
 
 
 def sampling_executed(plan: DPPlan) -> str:
@@ -336,7 +336,7 @@ def sampling_executed(plan: DPPlan) -> str:
         "truncated_poisson": "drawn by geometric gaps, then cut to a uniformly random subset where "
         "the cap was exceeded",
         "full_batch": f"all {several} of the store",
-    }[plan.sampling]
+    }[plan.sampler.law]
     return (
         f"The object that draws the batches is the one accounted for: {drawn}. Keys are new from "
         "the operating system at every start."
@@ -401,7 +401,7 @@ def sensitivity(plan: DPPlan, config: dict[str, Any]) -> str:
 
 def noise_generator(plan: DPPlan) -> str:
     """Return the source of the noise, its precision, and its limits."""
-    if plan.noise_multiplier == 0:
+    if plan.noise.multiplier == 0:
         return "No noise."
     return (
         "ChaCha20, a cryptographic stream cipher, with a 256-bit key from the operating system, "

@@ -88,7 +88,7 @@ def grid_of(name: str | None, plan: DPPlan, table: Table, parameters: int | None
         ],
         "start": [
             axes["batch"].index(plan.expected_batch_size),
-            axes["noise"].index(plan.noise_multiplier),
+            axes["noise"].index(plan.noise.multiplier),
             axes["steps"].index(plan.steps),
         ],
         "records": plan.dataset_size,
@@ -104,8 +104,8 @@ def _command(name: str | None, plan: DPPlan) -> str:
         f"--dataset-size {plan.dataset_size}",
         f"--delta {plan.delta!r}",
     ]
-    if plan.sampling != "poisson":
-        words.append(f"--sampling {plan.sampling}")
+    if plan.sampler.law != "poisson":
+        words.append(f"--sampling {plan.sampler.law}")
     if plan.num_units is not None:
         words.append(
             f"--num-units {plan.num_units} --max-records-per-unit {plan.max_records_per_unit}"
@@ -117,7 +117,7 @@ def _sliders(plan: DPPlan) -> list[tuple[str, str, int, int]]:
     """Id, label, largest index and starting index of each slider that can move."""
     grid: tuple[tuple[str, str, Sequence[float], float], ...] = (
         ("batch", "expected batch size", batches_near(plan), plan.expected_batch_size),
-        ("noise", "noise multiplier", noises_near(plan), plan.noise_multiplier),
+        ("noise", "noise multiplier", noises_near(plan), plan.noise.multiplier),
         ("steps", "steps", steps_near(plan), plan.steps),
     )
     return [

@@ -172,7 +172,7 @@ def _part(entry: dict[str, Any]) -> Part:
         raise PrivacyError(f"plan of run {entry['run_id']}: {error}") from None
     possible = {
         "guarantee": plan.guarantee == "dp",
-        "noise_multiplier": 0 < plan.noise_multiplier < math.inf,
+        "noise_multiplier": 0 < plan.noise.multiplier < math.inf,
         "delta": second_accountant.MIN_DELTA <= plan.delta < 1,
         "max_records_per_unit": plan.max_records_per_unit >= 1,
         "steps": 0 <= steps <= plan.steps,
@@ -195,7 +195,7 @@ def recomputed(
         method: how it was composed (``composition.Method``).
     """
     truncated = view != "unamplified" and any(
-        plan.sampling == "truncated_poisson" for plan, _ in parts
+        plan.sampler.max_batch_size is not None for plan, _ in parts
     )
     selected = any(plan.selection is not None for plan, _ in parts)
     found, said = None, f"{up(stated, 4)} stated"
@@ -286,9 +286,9 @@ def by_first_accountant(parts: list[Part], delta: float, view: View, method: str
 
 
 def _release(plan: DPPlan, steps: int, view: View) -> Release:
-    rate = 1.0 if view == "unamplified" or plan.sampling == "full_batch" else plan.sample_rate
+    rate = 1.0 if view == "unamplified" or not plan.sampler.random else plan.sample_rate
     return release(
-        rate, plan.noise_multiplier, steps, plan.clipped_per_unit if view == "unit" else 1
+        rate, plan.noise.multiplier, steps, plan.clipped_per_unit if view == "unit" else 1
     )
 
 

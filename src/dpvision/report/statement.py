@@ -223,11 +223,11 @@ def compose(facts: Facts) -> dict[str, Any]:
             "sampling_assumed": phrases.sampling_assumed(plan),
             "sampling_executed": phrases.sampling_executed(plan),
             "sample_rate": plan.sample_rate,
-            "noise_multiplier": plan.noise_multiplier,
+            "noise_multiplier": plan.noise.multiplier,
             "max_grad_norm": plan.max_grad_norm,
             "noise_std": plan.noise_std,
             "divisor": plan.expected_batch_size,
-            "max_batch_size": plan.max_batch_size,
+            "max_batch_size": plan.sampler.max_batch_size,
             "steps_planned": plan.steps,
             "steps_executed": steps,
             "clipping": (head_phrases if head else unit_phrases if of_people else phrases).clipping(

@@ -42,7 +42,7 @@ def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
     # How many images were removed from a cleared store is private: its original number is the
     # public one.
     num_records = len(rows) if has_units(store) else store.meta.get("cleared_from", len(rows))
-    at_most, by_person = plan.sampling != "poisson", plan.sampling_unit == "person"
+    at_most, by_person = plan.sampler.law != "poisson", plan.sampling_unit == "person"
     counts = [
         ("dataset_size", num_records, plan.dataset_size, at_most and not by_person, "records")
     ]

@@ -408,9 +408,7 @@ def _check_stores(how: How, store: "Store", test: "Store | None") -> None:
 
 def _charged_refusal(plan: "DPPlan") -> str | None:
     """Return why trials of this plan cannot be charged one by one, or None if they can."""
-    from dpvision.privacy import accountant
-
-    if plan.sampling == "truncated_poisson" or accountant.rdp_curve(charged_event(plan)) is None:
+    if charged_event(plan).divergences() is None:
         return (
             "tune: these draws have no Renyi accounting (truncated batches, or several images "
             "of a person under Poisson draws); expected some for trials chosen one after the "
@@ -485,5 +483,5 @@ def _price_of_selection(
         return f"refused: {error}"
     return (
         f"{up(whole.stated_epsilon)} for all, with noise multiplier "
-        f"{whole.noise_multiplier:.4g}, not {plan.noise_multiplier:.4g}"
+        f"{whole.noise.multiplier:.4g}, not {plan.noise.multiplier:.4g}"
     )

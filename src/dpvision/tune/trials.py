@@ -193,10 +193,11 @@ def trial_config(study: Study, settings: Settings) -> RunConfig:
 
         return replace(config, privacy=simulated(config.privacy, study.asked.simulate))
     if study.asked.how == "charged":
+        from dpvision.privacy.mechanism import IndependentGaussian
+
         plan = plan_of(config)
-        if not replace(
-            plan, max_grad_norm=study.plan.max_grad_norm, clipping=study.plan.clipping
-        ).same_mechanism(study.plan):
+        noise = IndependentGaussian(plan.noise.multiplier, study.plan.max_grad_norm)
+        if not replace(plan, noise=noise, clipping=study.plan.clipping).same_mechanism(study.plan):
             raise PrivacyError(
                 f"tune: {dict(settings)} changes the plan of a trial; expected the one that was "
                 "priced. Leave it out of --space."
