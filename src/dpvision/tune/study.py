@@ -8,7 +8,6 @@ import bisect
 import contextlib
 import fcntl
 import importlib.util
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from dpvision.config.resolve import candidate_name
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError
 from dpvision.eval.probes.settings import checked_protocols
 from dpvision.privacy.printed import up
+from dpvision.strict_json import parse_json
 from dpvision.tune.space import How, Space, grid, parse_space
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def trial_folder(root: Path, number: int) -> Path:
 
 def run_ids(root: Path) -> set[str]:
     """Return the ids of a study's runs."""
-    return {json.loads(path.read_text())["run_id"] for path in root.glob("trial-*/run.json")}
+    return {parse_json(path.read_bytes())["run_id"] for path in root.glob("trial-*/run.json")}
 
 
 @contextlib.contextmanager
