@@ -37,8 +37,8 @@ from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_EPSILON
 from dpvision.report.compared_run import read_compared
 from dpvision.report.statement import make_statement
-from dpvision.runs.epsilon_meter import EpsilonMeter
 from dpvision.runs.lineage import own_entry, runs_on
+from dpvision.runs.run import EpsilonMeter
 
 from ..report.runs import make_run, make_store
 

@@ -29,7 +29,7 @@ from dpvision.report.guarantee import guarantee_of
 from dpvision.report.page import make_report
 from dpvision.report.statement import make_statement, write_statement
 from dpvision.report.verify import verify_statement
-from dpvision.runs.epsilon_meter import EpsilonMeter
+from dpvision.runs.run import EpsilonMeter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from runs import PRIVACY, make_run, make_store

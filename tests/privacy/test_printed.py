@@ -13,7 +13,7 @@ import dpvision
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.printed import down, one_in, up, up_delta, up_to
 from dpvision.report.guarantee import headline
-from dpvision.runs.epsilon_meter import EpsilonMeter
+from dpvision.runs.run import EpsilonMeter
 
 from .test_plan import SMALL
 

@@ -5,9 +5,8 @@ from typing import Any
 from dpvision.cli.output import pairs, shown
 from dpvision.config import PrivacyConfig
 from dpvision.privacy.plan import draft_plan
-from dpvision.privacy.planner import images_per_step, what_if
+from dpvision.privacy.planner import NO_GUARANTEE, images_per_step, simulated, what_if
 from dpvision.privacy.printed import up, up_delta
-from dpvision.privacy.simulation import NO_GUARANTEE, simulated
 
 
 def simulation(

@@ -161,7 +161,7 @@ def tune(args: TuneArgs, config: RunConfig, asked: Mapping[str, Any]) -> None:
                     "'optuna>=5,<6' (extra `tune`)."
                 )
     from dpvision.data.open import open_store
-    from dpvision.privacy.simulation import simulated
+    from dpvision.privacy.planner import simulated
 
     store, test = open_store(args.data), None if args.test is None else open_store(args.test)
     _check_stores(how, store, test)

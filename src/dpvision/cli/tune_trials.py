@@ -261,7 +261,7 @@ def trial_config(study: Study, settings: Settings) -> RunConfig:
     """
     config = resolve(study.config, read_of(study.config, settings))
     if study.simulate is not None:
-        from dpvision.privacy.simulation import simulated
+        from dpvision.privacy.planner import simulated
 
         return replace(config, privacy=simulated(config.privacy, study.simulate))
     if study.how == "charged":

@@ -13,7 +13,7 @@ from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.fixed import FIXED, fixed_encoder
 from dpvision.encoders.trained import run_encoder
 from dpvision.errors import ConfigError
-from dpvision.runs.unprotected import runs_with_these_weights
+from dpvision.runs.lineage import runs_with_these_weights
 
 _FORMS = (
     "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, "

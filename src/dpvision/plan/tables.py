@@ -289,7 +289,7 @@ def _guaranteed(plan: DPPlan) -> tuple[Event, float | None]:
     """Event of those whom the guarantee is for, as ``DPPlan.attack_tpr``, and the grid of its
     privacy loss; None for the default.
     """
-    if plan.unit_epsilon is None or plan.clipped_per_unit == 1:
+    if plan.unit_epsilon is None or plan.unit.clipped == 1:
         return _event(plan), None
     return plan.event(plan.steps, "unit"), accountant.unit_interval(plan.unit_epsilon)
 

@@ -441,7 +441,7 @@ def unit_view(parts: Iterable[tuple[DPPlan, int]]) -> View | None:
     plans = [plan for plan, _ in parts]
     if all(plan.num_units is None for plan in plans):
         return None
-    return "record" if all(plan.clipped_per_unit == 1 for plan in plans) else "unit"
+    return "record" if all(plan.unit.clipped == 1 for plan in plans) else "unit"
 
 
 def base_view(parts: Iterable[tuple[DPPlan, int]]) -> View:

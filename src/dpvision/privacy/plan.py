@@ -146,7 +146,7 @@ def _calibrated(plan: DPPlan, cfg: PrivacyConfig) -> DPPlan:
     target = cfg.target_epsilon if view == "record" else cfg.target_unit_epsilon
     if target is None:
         return plan
-    several = view == "unit" and plan.clipped_per_unit > 1
+    several = view == "unit" and plan.unit.clipped > 1
     return with_noise(calibrate(event_of, target, plan.delta, unit=several))
 
 

@@ -37,19 +37,19 @@ def refusal(plan: DPPlan, cfg: PrivacyConfig | None = None) -> str | None:
     """
     if plan.guarantee != "dp":
         return None
-    declared = "dataset_size" if plan.num_units is None else "num_units"
-    if not plan.population * plan.delta <= MAX_N_TIMES_DELTA:
+    declared, expected = plan.unit.setting, plan.unit.population * plan.delta
+    if not expected <= MAX_N_TIMES_DELTA:
         return (
             f"privacy: delta={plan.delta}; expected {declared} x delta at most "
-            f"{MAX_N_TIMES_DELTA}, got {up_delta(plan.population * plan.delta)}. Leave delta out "
+            f"{MAX_N_TIMES_DELTA}, got {up_delta(expected)}. Leave delta out "
             f"for 1 / (2 {declared})."
         )
     its_records = None if cfg is None else cfg.delta_for
-    if its_records is not None and not plan.population * plan.delta <= 1 + 1e-9:
+    if its_records is not None and not expected <= 1 + 1e-9:
         return (
-            f"privacy: N x delta={up_delta(plan.population * plan.delta)} (the recipe's "
-            f"{up_delta(plan.delta)} is for {its_records:,} records, and {plan.population:,} are "
-            "declared); expected at most 1. Give --privacy.delta None for the default."
+            f"privacy: N x delta={up_delta(expected)} (the recipe's {up_delta(plan.delta)} is for "
+            f"{its_records:,} records, and {plan.unit.population:,} are declared); expected at "
+            "most 1. Give --privacy.delta None for the default."
         )
     return _unaccounted(plan) or (
         None if cfg is not None and cfg.allow_weak_guarantee else weakness(plan)
@@ -67,9 +67,7 @@ def weakness(plan: DPPlan) -> str | None:
     stated = plan.stated_epsilon
     if stated is None or not stated <= MAX_EPSILON:
         whose = (
-            "one record"
-            if plan.num_units is None
-            else f"one person ({plan.clipped_per_unit} records)"
+            "one record" if plan.num_units is None else f"one person ({plan.unit.clipped} records)"
         )
         whose = whose if plan.sampling_unit == "record" else "one person"
         return (
@@ -85,13 +83,13 @@ def _unaccounted(plan: DPPlan) -> str | None:
     otherwise.
     """
     sampler, k = plan.sampler, plan.max_records_per_unit
-    if plan.selection is not None and plan.clipped_per_unit > 1 and sampler.random:
+    if plan.selection is not None and plan.unit.clipped > 1 and sampler.random:
         return (
             f"privacy: max_records_per_unit={k}; expected 1 in a selection with "
             f"sampling={sampler.law}, which has no accounting for units. Use "
             "sampling=full_batch, or max_records_per_unit=1."
         )
-    if not sampler.accounts_for_units and plan.clipped_per_unit > 1:
+    if not sampler.accounts_for_units and plan.unit.clipped > 1:
         return (
             f"privacy: max_records_per_unit={k}; expected 1 with sampling={sampler.law}, which has "
             "no accounting for units. Use sampling=poisson."

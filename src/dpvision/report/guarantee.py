@@ -11,7 +11,7 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.report import choice_phrases, kept_phrases, phrases
 from dpvision.report.schema import Stop
 from dpvision.runs.lineage import private_stores, runs_on
-from dpvision.runs.versions import code_versions
+from dpvision.runs.run import code_versions
 
 _FPRS = (0.001, 0.01)
 

@@ -198,7 +198,7 @@ def delta_rule(plan: DPPlan, num_parents: int) -> str:
     default = (
         "1 / (2 N)" if plan.delta < MAX_DELTA else f"{up_delta(MAX_DELTA)}, the largest default"
     )
-    rule = default if plan.delta == default_delta(plan.population) else "set explicitly"
+    rule = default if plan.delta == default_delta(plan.unit.population) else "set explicitly"
     whom = "images" if plan.num_units is None else "people"
     joined = (
         f" With {count(num_parents, 'earlier run')} in the lineage, every figure holds at the "

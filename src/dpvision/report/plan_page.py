@@ -193,7 +193,7 @@ def _figures(plan: DPPlan, tables: Mapping[str, Table]) -> dict[str, Markup | No
             "images of a person",
             "epsilon",
             log="xy",
-            mark=(plan.clipped_per_unit, stated),
+            mark=(plan.unit.clipped, stated),
         ),
     }
     return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}

@@ -287,9 +287,7 @@ def by_first_accountant(parts: list[Part], delta: float, view: View, method: str
 
 def _release(plan: DPPlan, steps: int, view: View) -> Release:
     rate = 1.0 if view == "unamplified" or not plan.sampler.random else plan.sample_rate
-    return release(
-        rate, plan.noise.multiplier, steps, plan.clipped_per_unit if view == "unit" else 1
-    )
+    return release(rate, plan.noise.multiplier, steps, plan.unit.clipped if view == "unit" else 1)
 
 
 def _check_profile(

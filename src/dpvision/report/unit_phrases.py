@@ -49,7 +49,7 @@ def in_words(plan: DPPlan, guarantee: dict[str, Any]) -> list[str]:
         else f" For a single image of a person with at most {k}, epsilon is {up(said.of_image, 2)}."
     )
     return [
-        f"Remove any one of the {plan.population:,} people, with all their images, of which "
+        f"Remove any one of the {plan.unit.population:,} people, with all their images, of which "
         f"{images} took part. Any result of this training could have occurred without them as "
         f"well: its probability changes by a factor of at most e^epsilon = {factor(epsilon)}, up "
         f"to delta, {one_in(delta)}.{single}",

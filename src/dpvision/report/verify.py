@@ -33,7 +33,7 @@ from dpvision.report.numbers import count
 from dpvision.report.recompute import check_epsilons, check_figures, check_schema
 from dpvision.report.statement import read_evidence, statement_of, versions_of
 from dpvision.runs.folder import read_run
-from dpvision.runs.versions import code_versions
+from dpvision.runs.run import code_versions
 from dpvision.strict_json import parse_json
 from dpvision.weights import lineage_digest, unpack
 
