@@ -89,8 +89,8 @@ class DPPlan:
     def _altered(self, sample_rate: float) -> PrivacyError:
         return PrivacyError(
             f"plan: sample_rate={sample_rate}, epsilon={self.epsilon}; expected "
-            f"expected_batch_size / {self.unit.sampled_from}, and an epsilon exactly with "
-            "guarantee=dp. Make plans with make_plan; restore an altered file."
+            f"expected_batch_size / {self.unit.sampled_from}, and an epsilon if and only if "
+            "guarantee is 'dp'. Make plans with make_plan; restore an altered file."
         )
 
     def __copy__(self) -> "DPPlan":
