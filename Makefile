@@ -1,7 +1,7 @@
 # make demo   set up and run the main job on procedural scenes        make test   set up, lint, type-check, pass the quick tests
 # make dist   wheel and sdist in dist/, tried in a fresh environment
 # make docs   these pages as a site in site/, every link checked
-# make prove  the longer checks and the quick benchmarks
+# make prove  the longer checks, the quick benchmarks, make docs and make dist
 # make gpu-rehearsal   the acceptance of a GPU machine, on this CPU, with that machine's packages and the wheels to carry there
 PYTHON ?= python3
 VENV ?= .venv
@@ -41,6 +41,7 @@ prove: setup
 	$(BIN)/python benchmarks/loader.py --quick --json runs/bench/loader.json
 	$(BIN)/python benchmarks/step.py --small --models mae_micro --json runs/bench/step.json
 	$(BIN)/python benchmarks/clipping.py --quick --json runs/bench/clipping.json
+	$(MAKE) docs dist
 
 gpu-rehearsal: setup
 	scripts/gpu_rehearsal.sh $(PYTHON)

@@ -4,6 +4,7 @@ start and from random weights?
     python benchmarks/vip_sizes.py --work DIR --scenes STORE [--sizes A,B] [--starts A,B] [--seeds
     0] [--gradients N] [--warm N] [--steps T]
                                    [--set ARGUMENT ...] [--quick] [--json FILE]
+                                   [--figure FILE.svg]
 
 Runs the product itself in DIR, for each size of encoder (depth x width; decoder of one block) and
 each seed:
@@ -16,15 +17,18 @@ each seed:
 STORE holds private scenes (`dpvision data scenes STORE`); measured are the masked loss on 2000
 public scenes of other numbers (the paper's figures show losses), ridge probes of the scenes'
 attributes (4000 others to fit, the 2000 to test), and the parameters trained. Value, low and high
-in the JSON are median, least and greatest over seeds.
+in the JSON are median, least and greatest over seeds. --figure draws the masked loss against the
+parameters, as the paper does.
 """
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import row, write_result
+from matplotlib.figure import Figure
 from runs import trained
 from scene_probes import FIRST_FIT, FIRST_TEST, attribute_probes, pixels, scenes
 
@@ -147,6 +151,27 @@ def measure(arm: str, size: str, seed: int, args: argparse.Namespace) -> dict[st
     return json.loads(kept.read_text())
 
 
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the masked loss against the number of trained parameters: a line per arm, with the least
+    and the greatest loss of the seeds.
+    """
+    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xscale="log", xlabel="parameters", ylabel=MASKED_LOSS)
+    size_of = {r["case"]: r["value"] for r in rows if r["variant"] == "parameters"}
+    arms: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    for r in rows:
+        if r["variant"] == MASKED_LOSS:
+            arms.setdefault(r["case"].partition(", ")[2], []).append((size_of[r["case"]], r))
+    for arm, points in arms.items():
+        sizes, found = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+        (line,) = axes.plot(sizes, [r["value"] for r in found], marker="o", label=arm)
+        lows, highs = ([r[name] for r in found] for name in ("low", "high"))
+        axes.vlines(sizes, lows, highs, color=line.get_color())
+    axes.legend()
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -164,6 +189,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="few scenes to measure on")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
     args.num_fit, args.num_test = (1000, 500) if args.quick else (4000, 2000)
     args.work = args.work.resolve()
@@ -187,6 +213,8 @@ def main() -> None:
         for (size, arm, name), values in found.items()
     ]
     write_result(args.json, "vip_sizes", rows, packages=("torch", "numpy", "dp-accounting"))
+    if args.figure is not None:
+        draw(rows, args.figure)
 
 
 if __name__ == "__main__":

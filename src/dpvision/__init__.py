@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dpvision.report.page import make_report as make_report
     from dpvision.report.statement import make_statement as make_statement
     from dpvision.train.loop import fit as fit
+    from dpvision.train.own_loop import private_loop as private_loop
     from dpvision.train.start import new_session as new_session
 
 set_defaults()
@@ -46,6 +47,7 @@ _HOME = {
     "new_head_session": "dpvision.adapt.session",
     "new_session": "dpvision.train.start",
     "open_store": "dpvision.data.open",
+    "private_loop": "dpvision.train.own_loop",
     "privatize": "dpvision.dp.noise",
 }
 """Public name -> module that defines it, with its name there after a colon where that differs.
@@ -67,6 +69,7 @@ __all__ = [
     "new_head_session",
     "new_session",
     "open_store",
+    "private_loop",
     "privatize",
 ]
 

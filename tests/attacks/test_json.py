@@ -237,7 +237,6 @@ FOREIGN = {
     "report/schema.py": "a file of the package",
     "train/same.py": "facts of other ranks",
     "report/operator_page.py": "losses",
-    "report/compared_run.py": "losses",
     "cli/tune_trials.py": "losses",
     "data/store.py": "captions",
     "data/record_lines.py": "captions",

@@ -24,7 +24,7 @@ from dpvision.errors import PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
-from dpvision.report.compared_run import made_of_public_images
+from dpvision.report.gallery import made_of_public_images
 from dpvision.report.statement import make_statement
 from dpvision.runs.store_checks import check_store
 from dpvision.train import loop

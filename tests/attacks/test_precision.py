@@ -14,9 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "oracles"))
 
 from zoo import KEY
 
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, take
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.per_record import take
 from dpvision.dp.rounding import proven_bound
 from dpvision.errors import PrivacyError
 

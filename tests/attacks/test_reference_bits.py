@@ -35,12 +35,11 @@ from dpvision.config import (
     RunConfig,
     ViTConfig,
 )
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, take
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.buckets import num_buckets, pass_sizes, passes
 from dpvision.dp.clip import ClippedSum, check_bits, clipped_sum
 from dpvision.dp.noise import privatize
-from dpvision.dp.per_record import take
 from dpvision.dp.rounding import proven_bound
 from dpvision.dp.separable import check_separable
 from dpvision.dp.support import check_at_sizes, check_exact

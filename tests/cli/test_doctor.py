@@ -3,7 +3,6 @@ says it measures.
 """
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,8 +12,7 @@ import pytest
 import timm
 import torch
 
-from dpvision.cli import doctor_measure, main
-from dpvision.cli.doctor_measure import available_bytes, most_that_fit, peak_bytes
+from dpvision.cli import main
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.models import make_model
 from dpvision.recipes import RECIPES
@@ -316,38 +314,8 @@ def test_a_wrong_one_pass_sum_is_found(
             made.grads["0.weight"].mul_(1.0001)
         return made
 
-    monkeypatch.setattr(doctor_measure, "clipped_sum", off)
+    monkeypatch.setattr("dpvision.doctor.bench.clipped_sum", off)
     out, err = _refused(
         capsys, "doctor_models:small", "--measure", "--device", "cpu", "--image-size", "16"
     )
     assert "differs from the oracle" in err and "measured" not in out
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 9, 100, 255, 256, 257, 4095, 5000])
-def test_the_search_ends_a_sixteenth_below_the_limit_at_most(limit: int) -> None:
-    tried: list[int] = []
-
-    def fits(num: int) -> bool:
-        tried.append(num)
-        return num <= limit
-
-    found, final = most_that_fit(fits, most=4096, stop=lambda: False)
-    best = min(limit, 4096)
-    assert best - max(1, found // 16) < found <= best
-    assert max(tried) <= 4096 and len(tried) < 20 and final == (limit < 4096)
-    assert most_that_fit(fits, most=4096, stop=lambda: True) == (0, False)
-
-
-@pytest.mark.slow
-def test_peak_memory_is_counted_to_the_byte() -> None:
-    def step() -> None:
-        a = torch.empty(1000, dtype=torch.float64)
-        del a
-        b, c = torch.empty(500, dtype=torch.float32), torch.empty(2000, dtype=torch.float32)
-        del b, c
-
-    assert peak_bytes(step) == 10_000
-
-
-def test_free_memory_is_below_the_machines() -> None:
-    assert 0 < available_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -191,7 +191,7 @@ def _trained(recipe: str, store: Path, more: str, capsys: pytest.CaptureFixture[
             "labels",
             False,
             f"{DECODER} --non-private",
-            ["dpvision evaluate runs/a --train", "dpvision compare runs/a"],
+            ["dpvision evaluate runs/a --train"],
         ),
         ("neither", False, DECODER, ["dpvision report runs/a"]),
         (

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from dpvision.cli.ledger import _text
-from dpvision.cli.run_args import guarantee_words
 from dpvision.config import PrivacyConfig
 from dpvision.privacy.account import StoreAccount
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.printed import down, up
+from dpvision.runs.spent import guarantee_words
 
 
 def test_four_digits_are_rounded_to_the_safe_side() -> None:

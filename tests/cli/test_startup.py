@@ -154,7 +154,6 @@ ERRORS = [
     (["report", "none"], "none: no such folder; expected a run"),
     (["report", ".", "--beside", "."], "Add --gallery STORE"),
     (["verify", "none.json"], "expected a statement.json"),
-    (["compare", "none"], "none: no such folder; expected a run"),
     (["doctor", "vip.micro", "--max-minutes", "0"], "expected a positive number"),
     (["demo", "--data", "none"], "no such file or folder"),
     (["demo", "--classes", "none"], "--classes without --data"),

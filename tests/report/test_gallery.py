@@ -7,6 +7,7 @@ import copy
 import html
 import io
 import json
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,7 +16,13 @@ import pytest
 import torch
 from PIL import Image
 
-from dpvision.checkpoint import find_checkpoint, read_manifest, save_checkpoint, state_tensors
+from dpvision.checkpoint import (
+    find_checkpoint,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    state_tensors,
+)
 from dpvision.cli import main
 from dpvision.config import PrivacyConfig, to_dict
 from dpvision.data.importer import import_samples
@@ -28,7 +35,14 @@ from dpvision.eval.captions.open_captioner import open_captioner
 from dpvision.files import write_json
 from dpvision.models.captioner import Captioner
 from dpvision.report import gallery as module
-from dpvision.report.gallery import OWN, Gallery, Row, gallery_of_run, make_gallery
+from dpvision.report.gallery import (
+    OWN,
+    Gallery,
+    Row,
+    gallery_of_run,
+    made_of_public_images,
+    make_gallery,
+)
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import make_report
 
@@ -365,3 +379,30 @@ def test_all_of_a_public_gallery_is_its_public_part(tmp_path: Path, squares: Sto
         write_run(tmp_path / "run", train_captioner(), visibility="public"), squares.path
     )
     assert isinstance(made, Gallery) and made.public_part() is made
+
+
+def test_a_public_store_does_not_wash_a_parent_without_a_guarantee(
+    tmp_path: Path, small_privacy: PrivacyConfig
+) -> None:
+    make_store(tmp_path / "store", "public")
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=small_privacy, charged=2)
+    assert made_of_public_images(run)
+    folder = find_checkpoint(run)
+    manifest = read_manifest(folder)
+    manifest["lineage"].insert(
+        0, {"store_id": "f00d", "visibility": "private", "run_id": "b", "guarantee": None}
+    )
+    save_checkpoint(folder, manifest, load_checkpoint(folder).model)
+    assert not made_of_public_images(run)
+
+
+def test_a_start_whose_lineage_is_not_written_yet_is_not_taken_for_public(
+    tmp_path: Path, small_privacy: PrivacyConfig
+) -> None:
+    make_store(tmp_path / "store", "public")
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=small_privacy, charged=2)
+    shutil.rmtree(run / "checkpoints")
+    assert made_of_public_images(run)
+    config = json.loads((run / "config.json").read_text())
+    write_json(run / "config.json", config | {"init_from": "somewhere"})
+    assert not made_of_public_images(run)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from dpvision.cli.run_args import guarantee_words, spent
 from dpvision.config.unit import Stated
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.printed import up
 from dpvision.report.page import make_report
+from dpvision.runs.spent import guarantee_words, spent
 
 from .runs import PRIVACY, make_run, make_store
 

@@ -87,7 +87,7 @@ def test_rate_divisor_and_delta_are_of_people_and_epsilon_is_that_of_one_record_
     assert (
         plan.sample_rate == 4 / PEOPLE
         and plan.expected_batch_size == 4
-        and plan.sampled_from == PEOPLE
+        and plan.unit.sampled_from == PEOPLE
     )
     large = replace(
         config.privacy,

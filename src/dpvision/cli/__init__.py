@@ -47,10 +47,6 @@ COMMANDS = {
         "verify",
         "check a statement: hashes, ledger, lineage, and epsilon by a second accountant",
     ),
-    "compare": (
-        "compare",
-        "plot training curves and scores of several runs on one page, for the operator",
-    ),
     "doctor": (
         "doctor",
         "check whether a model can be trained privately; measure exactness, memory and overhead",

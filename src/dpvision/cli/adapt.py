@@ -19,13 +19,9 @@ from dpvision.cli.run_args import (
     STOPPED,
     RunArgs,
     announce,
-    charge_words,
     check_places,
-    lost_words,
-    resume_words,
     resumed_hardware,
     saved_config,
-    spent,
 )
 from dpvision.cli.train import TrainArgs, train
 from dpvision.cli.typed import joined, parse_first, parse_run
@@ -34,6 +30,7 @@ from dpvision.config.head_presets import PRESETS
 from dpvision.config.resolve import BUDGETS, resolve
 from dpvision.errors import OPERATOR_ONLY, ConfigError
 from dpvision.privacy.printed import up, up_delta
+from dpvision.runs.spent import charge_words, lost_words, resume_words, spent
 
 if TYPE_CHECKING:
     from dpvision.adapt.prepare import Prepared

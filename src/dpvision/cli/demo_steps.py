@@ -12,7 +12,7 @@ from typing import Any
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.cli.output import emit
 from dpvision.cli.recipe import get_recipe
-from dpvision.cli.run_args import STOPPED, charge_words
+from dpvision.cli.run_args import STOPPED
 from dpvision.config import CaptionerConfig, HeadConfig, RunConfig
 from dpvision.data.caption_text import scene_captions
 from dpvision.data.open import open_store
@@ -31,6 +31,7 @@ from dpvision.report.gallery import gallery_of_run
 from dpvision.report.learned import PARENT
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import make_report
+from dpvision.runs.spent import charge_words
 from dpvision.synthetic.scenes import ATTRIBUTES, Scene
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session

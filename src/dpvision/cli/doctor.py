@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from dpvision.cli.output import emit, parse, shown
-from dpvision.config import HardwareConfig, OptimConfig
-from dpvision.errors import ConfigError, DPVisionError, PrivacyError
+from dpvision.cli.run_args import announce
+from dpvision.config import HardwareConfig
+from dpvision.errors import ConfigError, DPVisionError
 
 if TYPE_CHECKING:
-    from dpvision.cli.doctor_look import Look
-    from dpvision.cli.doctor_model import Subject
+    from dpvision.doctor import Findings
 
 _NAMED = 4
 """Number of names that the text lists before "and N more"; JSON has all."""
@@ -65,152 +65,84 @@ def doctor(
         raise ConfigError(
             f"doctor: --max-minutes={max_minutes}; expected a positive number. Use 5."
         )
-    from dpvision.cli.doctor_look import look
-    from dpvision.cli.doctor_measure import measure as run_measure
-    from dpvision.cli.doctor_model import find_subject
-    from dpvision.dp.per_record import default_chunk
-    from dpvision.dp.route import trained
+    from dpvision.doctor import find_subject, look
+    from dpvision.doctor import measure as run_measure
 
     subject = find_subject(model, image_size)
-    hardware = _hardware(subject, device, precision, physical_batch_size)
-    built = subject.make(True)
-    params = trained(built.model)
-    sizes = {name: parameter.numel() for name, parameter in built.model.named_parameters()}
-    seen = look(model, built)
-    slow_chunk = default_chunk({name: params[name] for name in seen.slow}) if seen.slow else 0
-    result = _result(subject, seen, sizes, sum(p.numel() for p in params.values()))
-    text = _text(result, seen, sizes, slow_chunk, measure)
-    if not measure:
-        emit(result, json, text)
-        return
-    try:
-        if seen.refused:
-            raise PrivacyError(seen.refused[0].message)
-        result["measured"] = run_measure(
-            subject.make(False),
-            hardware,
-            num_timed=physical_batch_size,
-            max_grad_norm=(subject.config.privacy.max_grad_norm if subject.config else None) or 1.0,
-            state_bytes=result["state_bytes"],
-            max_minutes=max_minutes,
-        )
-    except DPVisionError as error:
-        # Print the results so far, then the error, with exit status 2.
-        result["measured"] = {"failed": str(error)}
-        emit(result, json, text)
-        raise
-    emit(result, json, f"{text}\n{_measured_text(result['measured'])}")
-
-
-def _hardware(
-    subject: "Subject", device: str | None, precision: str | None, physical_batch_size: int | None
-) -> HardwareConfig:
     given = {"device": device, "precision": precision, "physical_batch_size": physical_batch_size}
-    default = subject.config.hardware if subject.config is not None else HardwareConfig()
-    return replace(default, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    hardware = replace(
+        subject.config.hardware if subject.config is not None else HardwareConfig(),
+        **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+    )
+    found = look(subject)
+    result, text = found.to_dict(), _text(found, measure)
+    if measure:
+        try:
+            result["measured"] = run_measure(
+                found,
+                hardware,
+                num_timed=physical_batch_size,
+                max_minutes=max_minutes,
+                say=announce,
+            )
+            text += f"\n{_measured_text(result['measured'])}"
+        except DPVisionError as error:
+            # Print the results so far, then the error, with exit status 2.
+            emit(result | {"measured": {"failed": str(error)}}, json, text)
+            raise
+    emit(result, json, text)
 
 
-def _result(subject: "Subject", seen: "Look", sizes: dict[str, int], total: int) -> dict[str, Any]:
-    """Return the JSON output."""
-    parts: dict[str, int] = {}
-    for name, size in sizes.items():
-        if name not in seen.frozen:
-            part = name.split(".")[0]
-            parts[part] = parts.get(part, 0) + size
-    optim = subject.config.optim if subject.config is not None else OptimConfig()
-    # Weights, clipped sum, noise (one tensor at a time), the optimizer's moments, the averaged
-    # weights: float32 each.
-    copies = 3 + (2 if optim.name == "adamw" else 1) + optim.averages
-    return {
-        "model": subject.name,
-        "kind": subject.kind,
-        "recipe": subject.name if subject.kind == "recipe" else None,
-        "num_parameters": total,
-        "parts": parts,
-        "state_bytes": 4 * (copies * total + sum(sizes[name] for name in seen.frozen)),
-        "per_record_gradient_bytes": 4 * total,
-        "ways": {
-            way: {"num_tensors": len(names), "num_parameters": sum(sizes[name] for name in names)}
-            for way, names in seen.ways.items()
-        },
-        "slow": seen.slow,
-        "unused": seen.ways.get("unused", []),
-        "refused": [
-            {"message": refusal.message, "layers": refusal.layers} for refusal in seen.refused
-        ],
-        "frozen": {
-            "num_tensors": len(seen.frozen),
-            "num_parameters": sum(sizes[name] for name in seen.frozen),
-            "names": seen.frozen,
-        },
-        "tied": seen.tied,
-    }
-
-
-def _text(
-    result: dict[str, Any], seen: "Look", sizes: dict[str, int], slow_chunk: int, measured: bool
-) -> str:
-    total = result["num_parameters"]
-    tensors = len(sizes) - len(seen.frozen)
-    lines = [
-        f"{result['model']} ({result['kind']}): {total:,} trained parameters in {tensors:,} tensors"
-    ]
+def _text(found: "Findings", measured: bool) -> str:
+    result, total = found.to_dict(), found.num_parameters(found.trained)
     parts = sorted(result["parts"].items(), key=lambda item: -item[1])
-    lines.append(f"  parts    {_few([f'{name} {size:,}' for name, size in parts])}")
-    if seen.frozen:
+    lines = [
+        f"{found.subject.name} ({found.subject.kind}): {total:,} trained parameters in "
+        f"{len(found.trained):,} tensors",
+        f"  parts    {_few([f'{name} {size:,}' for name, size in parts])}",
+    ]
+    if found.frozen:
         lines.append(
-            f"  frozen   {result['frozen']['num_parameters']:,} in {len(seen.frozen):,} tensors: "
-            f"{_few(seen.frozen)}"
+            f"  frozen   {found.num_parameters(found.frozen):,} in {len(found.frozen):,} tensors: "
+            f"{_few(found.frozen)}"
         )
-    if seen.tied:
-        lines.append(
-            "  tied     "
-            f"{_few([' = '.join([first, *others]) for first, others in seen.tied.items()])}"
-        )
+    if found.tied:
+        tied = [" = ".join([first, *others]) for first, others in found.tied.items()]
+        lines.append(f"  tied     {_few(tied)}")
     lines.append(
-        f"  memory   {_size(result['state_bytes'])} of state in training (weights, clipped sum, "
+        f"  memory   {_size(found.state_bytes)} of state in training (weights, clipped sum, "
         "noise, optimizer), and the batch"
     )
-    for refusal in seen.refused:
+    for refusal in found.refused:
         lines += ["", f"REFUSED  {refusal.message}"]
         if len(refusal.layers) > 1:
             lines.append(
                 f"         The same holds for {len(refusal.layers) - 1:,} more: "
                 f"{_few(refusal.layers[1:])}"
             )
-    if seen.refused:
+    if found.refused:
         return "\n".join(lines)
-    lines += [
-        "",
-        "ways to the per-record gradients (exact, all of them):",
-        *_ways_table(result["ways"], total),
-    ]
-    if seen.slow:
-        slow_bytes = 4 * sum(sizes[name] for name in seen.slow)
+    lines += ["", "ways to the per-record gradients (exact, all of them):"]
+    lines += _ways_table(result["ways"], total)
+    if found.slow:
         lines += [
             "",
-            f"slow: per-record gradients by vmap, {_size(slow_bytes)} each, up to {slow_chunk:,} "
-            "records at once. To avoid this, freeze",
-        ]
-        lines.append(
+            f"slow: per-record gradients by vmap, {_size(4 * found.num_parameters(found.slow))} "
+            f"each, up to {found.slow_chunk:,} records at once. To avoid this, freeze",
             "these (requires_grad_(False)) or write the layer with operations that have a rule "
-            "(docs/clipping.md):"
-        )
-        shown_slow = [
-            f"  {name}  {reason}" for name, reason in list(seen.slow.items())[: 3 * _NAMED]
+            "(docs/clipping.md):",
         ]
-        lines += shown_slow + (
-            [f"  and {len(seen.slow) - len(shown_slow):,} more"]
-            if len(seen.slow) > len(shown_slow)
-            else []
-        )
+        reasons = [f"  {name}  {reason}" for name, reason in found.slow.items()]
+        lines += reasons[: 3 * _NAMED]
+        if len(reasons) > 3 * _NAMED:
+            lines.append(f"  and {len(reasons) - 3 * _NAMED:,} more")
     if result["unused"]:
         lines += [
             "",
             f"unused: the loss does not depend on {_few(result['unused'])}. They get only noise: "
             "freeze them.",
         ]
-    if result["kind"] == "timm":
+    if found.subject.kind == "timm":
         lines += ["", "Checked as a classifier with cross-entropy, at timm's image size for it."]
     if not measured:
         lines += [

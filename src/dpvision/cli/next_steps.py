@@ -117,7 +117,7 @@ def after_run(
     if released:
         lines.append(f"  dpvision report {run}")
     elif config.model.kind != "head":
-        lines.append(f"  dpvision compare {run}")
+        lines.append(f"  tensorboard --logdir {run}/confidential")
     return ["Next:", *lines] if lines else []
 
 

@@ -16,20 +16,16 @@ from dpvision.cli.run_args import (
     STOPPED,
     RunArgs,
     announce,
-    charge_words,
     check_places,
-    guarantee_words,
-    lost_words,
-    resume_words,
     resumed_hardware,
     saved_config,
-    spent,
 )
 from dpvision.cli.typed import joined, parse_first, parse_run
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.config.resolve import resolve
 from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.printed import up
+from dpvision.runs.spent import charge_words, guarantee_words, lost_words, resume_words, spent
 
 if TYPE_CHECKING:
     from dpvision.data.store import Store

@@ -24,7 +24,7 @@ from dpvision.cli.adapt import (
 from dpvision.cli.output import RecipeName, emit, may_show, private_scores, shown
 from dpvision.cli.paths import check_store
 from dpvision.cli.recipe import get_recipe
-from dpvision.cli.run_args import STOPPED, RunArgs, charge_words, check_places
+from dpvision.cli.run_args import STOPPED, RunArgs, check_places
 from dpvision.cli.tune_price import Price, charged_refusal, price_table, prices
 from dpvision.cli.tune_space import How, grid, parse_space
 from dpvision.cli.tune_trials import (
@@ -47,6 +47,7 @@ from dpvision.config.resolve import read_of, resolve
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.settings import checked_protocols
 from dpvision.privacy.printed import up
+from dpvision.runs.spent import charge_words
 
 if TYPE_CHECKING:
     from dpvision.data.store import Store

@@ -3,8 +3,10 @@
 Legend: B records (rows), V views of a record, C channels, H height, W width, L tokens, K labels.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +22,8 @@ class HostRows(NamedTuple):
 class Batch(NamedTuple):
     """One physical batch. Every tensor has the record as its first dimension; a row with
     ``valid_B`` False is padding, weight 0.
+
+    ``dp`` takes any named tuple of tensors whose first two are ``record_id_B`` and ``valid_B``.
     """
 
     record_id_B: Tensor
@@ -43,3 +47,24 @@ class Batch(NamedTuple):
     """The same for each view, (B, V) or (B, V, K), where the views are images of one person;
     label_B is then None.
     """
+
+
+def mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Apply ``change`` to every tensor of a batch."""
+    return type(batch)._make(None if value is None else change(value) for value in batch)
+
+
+def take(batch: Batch, rows: slice | Tensor) -> Batch:
+    """Select rows of a batch."""
+    return mapped(batch, lambda value: value[rows])
+
+
+def rows_where(mask_B: Tensor, first: Batch, second: Batch) -> Batch:
+    """Take rows of ``first`` where ``mask_B`` is True, of ``second`` elsewhere; both have the same
+    tensors.
+    """
+    others = iter([value for value in second if value is not None])
+    return mapped(
+        first,
+        lambda value: torch.where(mask_B.view(-1, *[1] * (value.ndim - 1)), value, next(others)),
+    )

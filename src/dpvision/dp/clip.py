@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpvision.data.batch import Batch, HostRows
+from dpvision.data.batch import Batch, HostRows, take
 from dpvision.data.keys import StepKey
 from dpvision.devices import fixed_kernels, send
 from dpvision.dp.buckets import hashes, passes
@@ -29,7 +29,7 @@ from dpvision.dp.clipped import once
 from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.one_pass import How, one_pass
 from dpvision.dp.per_record import LossFn as LossFn
-from dpvision.dp.per_record import LossModule, copied_buffers, prefixed, take
+from dpvision.dp.per_record import LossModule, copied_buffers, prefixed
 from dpvision.dp.reference_bits import (
     admit,
     admitted,
@@ -109,14 +109,7 @@ def clipped_sum(
             reduced precision.
     """
     _check(rule, method, max_grad_norm, loss_scale, chunk_size, rows)
-    params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    if not params:
-        raise ConfigError(
-            "clip: model has no parameter with requires_grad; expected at least one. Unfreeze "
-            "the parameters to train."
-        )
-    if max_grad_norm is not None:
-        _require_wide(params)
+    params = trained_parameters(model, max_grad_norm)
     host = host or HostRows(batch.record_id_B.cpu(), batch.valid_B.cpu())
     device = batch.record_id_B.device
     valid = host.valid_B.nonzero()[:, 0]
@@ -198,7 +191,8 @@ def check_bits(
         PrivacyError: a record's bits differ within passes of that many rows.
     """
     _check(rule, method, max_grad_norm, loss_scale, chunk_size)
-    how = _how(trained(model), max_grad_norm, rule, loss_scale, chunk_size, blocks)
+    params = trained_parameters(model, max_grad_norm)
+    how = _how(params, max_grad_norm, rule, loss_scale, chunk_size, blocks)
     with fixed_kernels():
         return admit(loss_fn, model, public, key, sizes, method, how)
 
@@ -311,14 +305,20 @@ def _plain_sum(
     )
 
 
-def _require_wide(params: dict[str, Tensor]) -> None:
-    """Refuse trained parameters whose sums would be rounded to half precision, or whose reserve is
-    another's (``rounding.reserve``).
+def trained_parameters(model: nn.Module, max_grad_norm: float | None) -> dict[str, Tensor]:
+    """Return the trained parameters by name, detached. Refuse none; and with clipping, those whose
+    sums would be rounded to half precision, or whose reserve is another's (``rounding.reserve``).
     """
+    params = {name: p.detach() for name, p in trained(model).items()}
+    if not params:
+        raise ConfigError(
+            "clip: model has no parameter with requires_grad; expected at least one. Unfreeze "
+            "the parameters to train."
+        )
     kinds: dict[torch.dtype, str] = {}
     for name, p in params.items():
         kinds.setdefault(p.dtype, name)
-    if len(kinds) > 1 or not kinds.keys() <= UNIT.keys():
+    if max_grad_norm is not None and (len(kinds) > 1 or not kinds.keys() <= UNIT.keys()):
         found = ", ".join(
             f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in kinds.items()
         )
@@ -328,6 +328,7 @@ def _require_wide(params: dict[str, Tensor]) -> None:
             "weights in float32 (p.data = p.data.float()) and run the forward pass under "
             "torch.autocast."
         )
+    return params
 
 
 def _check(

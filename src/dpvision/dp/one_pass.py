@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, take
 from dpvision.data.keys import StepKey
 from dpvision.devices import send
 from dpvision.dp.buckets import block_error, blocks
@@ -36,7 +36,6 @@ from dpvision.dp.per_record import (
     even_chunks,
     per_record_gradients,
     prefixed,
-    take,
 )
 from dpvision.dp.products import rounding
 from dpvision.dp.rounding import BUDGET, LOOSE, MOST_ROUNDED

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, mapped
 from dpvision.data.keys import StepKey
 from dpvision.errors import PrivacyError
 
@@ -95,14 +95,14 @@ def per_record_gradients(
     wrapped = LossModule(loss_fn, model)
     others = {name: p.detach() for name, p in model.named_parameters() if name not in params}
     fixed = {**copied_buffers(model), **others}
-    present = [name for name, value in zip(Batch._fields, batch, strict=True) if value is not None]
 
     def loss_of_one(params: dict[str, Tensor], *values: Tensor) -> tuple[Tensor, Tensor]:
-        one = Batch(**{name: value[None] for name, value in zip(present, values, strict=True)})  # type: ignore[arg-type]
+        own = iter(values)
+        one = mapped(batch, lambda _: next(own)[None])
         loss = functional_call(wrapped, prefixed({**fixed, **params}), (one, key)).sum()
         return loss * loss_scale, loss
 
-    values, before = [getattr(batch, name) for name in present], versions(batch)
+    values, before = [value for value in batch if value is not None], versions(batch)
     grads, (_, losses_B) = vmap(
         grad_and_value(loss_of_one, has_aux=True), in_dims=(None, *[0] * len(values))
     )(params, *values)
@@ -118,11 +118,6 @@ def prefixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def copied_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the model's buffers by name, so that writes of a pass are discarded."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-
-def take(batch: Batch, rows: Any) -> Batch:
-    """Select rows of a batch."""
-    return Batch._make(None if value is None else value[rows] for value in batch)
 
 
 def default_chunk(params: dict[str, Tensor]) -> int:

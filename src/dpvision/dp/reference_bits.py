@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, mapped, take
 from dpvision.data.keys import StepKey
 from dpvision.devices import send
 from dpvision.dp.one_pass import How, forward_backward, weigh
-from dpvision.dp.per_record import default_chunk, even_chunks, per_record_gradients, take
+from dpvision.dp.per_record import default_chunk, even_chunks, per_record_gradients
 from dpvision.dp.products import OUTER_NUMBERS, chunks
 from dpvision.dp.route import route_key, trained
+from dpvision.dp.separable import random_records
 from dpvision.dp.sides import OneHot, Side
 from dpvision.dp.weight_grads import sum_of_squares
 from dpvision.errors import PrivacyError
@@ -57,7 +58,7 @@ def admitted(
         PrivacyError: as ``admit``.
     """
     found = _ADMITTED.get(model, {}).get(_name(loss_fn, model, batch, rows, method, how))
-    return found or admit(loss_fn, model, _public(batch, rows), key, (), method, how)
+    return found or admit(loss_fn, model, _stand_ins(batch, rows), key, (), method, how)
 
 
 def admit(
@@ -82,9 +83,10 @@ def admit(
             M rows.
     """
     num = len(public.record_id_B)
+    numbers = sum(v.numel() for v in public if v is not None and v.is_floating_point())
     found = sorted({num, *(size for size in sizes if 0 < size < num)}, reverse=True)
     with _perturbed(model):
-        for number in range(max(1, min(_ROUNDS, _MANY_NUMBERS // public.image_BVCHW.numel()))):
+        for number in range(max(1, min(_ROUNDS, _MANY_NUMBERS // max(1, numbers)))):
             batch = _distinct(public, number)
             reference = _digests(loss_fn, model, batch, key, method, how)
             for size in found.copy():
@@ -117,16 +119,21 @@ def forget_admitted(model: nn.Module) -> None:
 
 
 def _distinct(public: Batch, number: int) -> Batch:
-    """The records with other noise for every ``number``, the first of them twice, in distinct
-    company.
+    """The records with other noise, or in a user's own form in another order, for every ``number``;
+    the first of them twice, in distinct company.
     """
-    image = public.image_BVCHW
-    if number:
-        noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(number))
-        image = image + noise.to(image.device, image.dtype)
-    rows = [*range(len(image))]
+    generator = torch.Generator().manual_seed(number)
+
+    def noisy(value: Tensor) -> Tensor:
+        if not isinstance(public, Batch):
+            return value.roll(number, 0)
+        if not (number and value.is_floating_point()):
+            return value
+        return value + torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
+
+    rows = [*range(len(public.record_id_B))]
     rows[len(rows) // 2] = 0
-    return _taken(public._replace(image_BVCHW=image), rows)
+    return _taken(mapped(public, noisy), rows)
 
 
 def _taken(batch: Batch, rows: list[int]) -> Batch:
@@ -263,42 +270,17 @@ def _perturbed(model: nn.Module) -> Iterator[None]:
                 p.copy_(before)
 
 
-def _public(batch: Batch, num: int) -> Batch:
-    """Random images in the shapes of ``batch``, of class 0, with captions of one word and several
+def _stand_ins(batch: Batch, num: int) -> Batch:
+    """Random records in the shapes of ``batch``, on its device; captions have one word and several
     lengths.
     """
-    device, generator = batch.record_id_B.device, torch.Generator().manual_seed(0)
-    image = torch.randn(num, *batch.image_BVCHW.shape[1:], generator=generator).to(
-        device, batch.image_BVCHW.dtype
-    )
-    number_B = torch.arange(1, num + 1, device=device)
-    token = label = by_view = None
-    if batch.token_BVL is not None:
-        token = torch.full(
-            (num, *batch.token_BVL.shape[1:]),
-            EOS_ID + 1,
-            dtype=batch.token_BVL.dtype,
-            device=device,
-        )
-        last_B11 = (1 + number_B % max(1, token.shape[2] - 2))[:, None, None]
-        place_L = torch.arange(token.shape[2], device=device)
-        token = (
-            token.masked_fill(place_L == last_B11, EOS_ID)
-            .masked_fill(place_L > last_B11, PAD_ID)
-            .masked_fill(place_L == 0, BOS_ID)
-        )
-    if batch.label_B is not None:
-        label = _labels(batch.label_B, num, 1)
-    if batch.label_BV is not None:
-        by_view = _labels(batch.label_BV, num, 2)
-    return Batch(
-        number_B, torch.ones(num, dtype=torch.bool, device=device), image, token, label, by_view
-    )
-
-
-def _labels(like: Tensor, num: int, class_dim: int) -> Tensor:
-    """Class 0 for every record: as a number, or as the first of several zeros and ones."""
-    label = like.new_zeros(num, *like.shape[1:])
-    if like.ndim > class_dim:
-        label[..., 0] = 1
-    return label
+    made = random_records(batch, num)
+    if isinstance(made, Batch) and made.token_BVL is not None:
+        num_tokens = made.token_BVL.shape[2]
+        last_B11 = (1 + made.record_id_B % max(1, num_tokens - 2))[:, None, None]
+        place_L = torch.arange(num_tokens)
+        token = torch.full_like(made.token_BVL, EOS_ID + 1)
+        token = token.masked_fill(place_L == last_B11, EOS_ID)
+        token = token.masked_fill(place_L > last_B11, PAD_ID).masked_fill(place_L == 0, BOS_ID)
+        made = made._replace(token_BVL=token)
+    return mapped(made, lambda value: value.to(batch.record_id_B.device))

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, mapped, rows_where, take
 from dpvision.data.keys import StepKey
 from dpvision.dp.batch_dims import NUM_RECORDS, Call, find_batch_dims
 from dpvision.dp.compiled import Pending
 from dpvision.dp.interception import CHECKPOINTED, InterceptedPass
-from dpvision.dp.per_record import LossModule, copied_buffers, per_record_gradients, prefixed, take
+from dpvision.dp.per_record import LossModule, copied_buffers, per_record_gradients, prefixed
 from dpvision.dp.rule import NoRule
 from dpvision.errors import PrivacyError
 from dpvision.precision import autocast_dtype
@@ -53,22 +53,19 @@ def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
     )
     if device.type == "meta":
         return few, many, {}
-    other = take(batch, torch.tensor([len(batch.record_id_B) - 1], device=device))
-    other = other._replace(
-        record_id_B=other.record_id_B + 1,
-        image_BVCHW=other.image_BVCHW.roll(1, -1) * 0.75 + 0.125,
-        token_BVL=None if other.token_BVL is None else other.token_BVL.roll(1, -1),
+    last = take(batch, slice(-1, None))
+    other = mapped(last, _differing)._replace(
+        record_id_B=last.record_id_B + 1, valid_B=last.valid_B
     )
-    replaced = {}
-    for row in (0, 1):
-        values = []
-        for value, new in zip(many, other, strict=True):
-            if value is not None and new is not None:
-                value = value.clone()
-                value[row] = new[0]
-            values.append(value)
-        replaced[row] = Batch._make(values)
-    return few, many, replaced
+    row_B = torch.arange(NUM_RECORDS[1], device=device)
+    return few, many, {row: rows_where(row_B == row, other, many) for row in (0, 1)}
+
+
+def _differing(value: Tensor) -> Tensor:
+    """Other numbers and another order of tokens; a label of one number stays."""
+    if value.is_floating_point():
+        return value.roll(1, -1) * 0.75 + 0.125
+    return value.roll(1, -1) if value.ndim > 1 else value
 
 
 def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Route:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, mapped, rows_where, take
 from dpvision.data.keys import StepKey
 from dpvision.dp.held_values import held, layers
 from dpvision.dp.interception import CHECKPOINTED
@@ -41,7 +41,9 @@ keyed by row changes far more.
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDictionary()
 
 
-def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -> bool:
+def require_separable(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, public: Batch | None = None
+) -> bool:
     """Run ``check_separable`` on three random records of the shapes of ``batch``, once for each
     model and loss; ``clipped_sum`` calls it.
 
@@ -49,6 +51,9 @@ def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: Step
     depend on it. Zero parameters are perturbed. It is repeated for other layers, and for other
     numbers that the loss holds, captures or reads (``held_values``). A term that is absent until a
     later step is looked for at ``_OTHER_STEPS``.
+
+    Args:
+        public: public records to check in place of random ones.
 
     Returns:
         Whether the loss or the layers are others than those checked before for this model: what
@@ -65,9 +70,8 @@ def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: Step
             for device in {"cpu", batch.record_id_B.device.type}:
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(torch.enable_grad())
-            check_separable(
-                loss_fn, perturb_zeros(model), _random_records(batch), key, _OTHER_STEPS
-            )
+            records = random_records(batch, MAX_RECORDS) if public is None else public
+            check_separable(loss_fn, perturb_zeros(model), records, key, _OTHER_STEPS)
     except PrivacyError:
         raise
     except Exception as error:
@@ -77,7 +81,7 @@ def require_separable(loss_fn: LossFn, model: nn.Module, batch: Batch, key: Step
             "separability: the model or loss raises on random records, in float64 on the CPU "
             f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); expected losses "
             "of the model that the loss is given. Run check_separable on public records once, "
-            "then pass clipped_sum(check_separability=False)."
+            "then pass clipped_sum(check_separability=False); in private_loop pass public_batch=."
         ) from error
     passed.add(case)
     if len(passed) == _MANY:
@@ -99,22 +103,20 @@ def _case(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Any:
     return held(loss_fn), shapes, layers(model), weights
 
 
-def _random_records(batch: Batch) -> Batch:
-    """Three valid records of the shapes and types of ``batch``: normal pixels; tokens and labels
-    are 0 or 1, which any model knows.
+def random_records(batch: Batch, num: int) -> Batch:
+    """Make ``num`` valid records of the shapes and types of ``batch``, on the CPU: normal numbers;
+    labels, and other integers, are 0 or 1, which any model knows.
     """
     generator = torch.Generator().manual_seed(0)
 
     def made(value: Tensor) -> Tensor:
-        shape = (MAX_RECORDS, *value.shape[1:])
+        shape = (num, *value.shape[1:])
         if value.is_floating_point():
             return torch.randn(shape, generator=generator).to(value.dtype)
         return torch.randint(0, 2, shape, generator=generator).to(value.dtype)
 
-    chosen = Batch._make(None if value is None else made(value) for value in batch)
-    return chosen._replace(
-        record_id_B=torch.arange(1, MAX_RECORDS + 1),
-        valid_B=torch.ones(MAX_RECORDS, dtype=torch.bool),
+    return mapped(batch, made)._replace(
+        record_id_B=torch.arange(1, num + 1), valid_B=torch.ones(num, dtype=torch.bool)
     )
 
 
@@ -174,7 +176,7 @@ def check_separable(
             moved = _gradients(loss_fn, copied, mixed, key, (i,))[i]
             if not torch.equal(moved, reference[i]):
                 raise PrivacyError(blame(loss_fn, copied, batch, mixed, key, i))
-    turned = Batch._make(None if value is None else value.flip(0) for value in batch)
+    turned = mapped(batch, lambda value: value.flip(0))
     moved = _gradients(loss_fn, copied, turned, key, (num - 1,))[num - 1]
     if not (moved - reference[0]).norm() <= _ROW_TOLERANCE * reference[0].norm():
         raise PrivacyError(
@@ -220,41 +222,41 @@ def examples(batch: Batch) -> Batch:
             f"separability: {len(rows)} valid records in the example batch; expected at least 2. "
             "Give a larger one."
         )
-    chosen = Batch._make(None if value is None else value[rows].cpu() for value in batch)
-    return chosen._replace(image_BVCHW=chosen.image_BVCHW.double())
+    return in_float64(mapped(take(batch, rows), Tensor.cpu))
+
+
+def in_float64(batch: Batch) -> Batch:
+    """Convert pixels and other floating-point numbers to float64."""
+    return mapped(batch, lambda value: value.double() if value.is_floating_point() else value)
 
 
 def perturbed(batch: Batch) -> Batch:
     """Replace every record by another: other pixels, other ids, and its neighbour's tokens and
-    labels.
+    labels. In a batch of a user's own form all numbers are the neighbour's, which are valid.
     """
     generator = torch.Generator().manual_seed(0)
-    image = batch.image_BVCHW
-    return batch._replace(
-        record_id_B=batch.record_id_B + 10**6,
-        image_BVCHW=image + torch.randn(image.shape, generator=generator, dtype=image.dtype),
-        token_BVL=None if batch.token_BVL is None else batch.token_BVL.roll(1, 0),
-        label_B=None if batch.label_B is None else batch.label_B.roll(1, 0),
-        label_BV=None if batch.label_BV is None else batch.label_BV.roll(1, 0),
+
+    def other(value: Tensor) -> Tensor:
+        if not (isinstance(batch, Batch) and value.is_floating_point()):
+            return value.roll(1, 0)
+        return value + torch.randn(value.shape, generator=generator, dtype=value.dtype)
+
+    return mapped(batch, other)._replace(
+        record_id_B=batch.record_id_B + 10**6, valid_B=batch.valid_B
     )
 
 
 def removed(batch: Batch) -> Batch:
     """Replace every record by padding."""
-    return batch._replace(
-        valid_B=torch.zeros_like(batch.valid_B), image_BVCHW=torch.zeros_like(batch.image_BVCHW)
-    )
+    return mapped(
+        batch, lambda value: torch.zeros_like(value) if value.is_floating_point() else value
+    )._replace(valid_B=torch.zeros_like(batch.valid_B))
 
 
 def _with_row(changed: Batch, original: Batch, i: int) -> Batch:
     """Return ``changed`` with row i of ``original``."""
-    values = []
-    for new, old in zip(changed, original, strict=True):
-        if new is not None and old is not None:
-            new = new.clone()
-            new[i] = old[i]
-        values.append(new)
-    return Batch._make(values)
+    row_B = torch.arange(len(original.record_id_B), device=original.record_id_B.device)
+    return rows_where(row_B == i, original, changed)
 
 
 def _gradients(

@@ -15,17 +15,17 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, rows_where, take
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import LossFn, clipped_sum
 from dpvision.dp.compiled import CompiledBlocks
-from dpvision.dp.per_record import take
 from dpvision.dp.separable import (
     MAX_RECORDS,
     blame,
     buffers_kept,
     examples,
     gradient_of_sum,
+    in_float64,
     perturbed,
     removed,
 )
@@ -82,7 +82,7 @@ def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
         return
     device = batch.record_id_B.device
     copied = copy.deepcopy(model).to(device).double()
-    batch = batch._replace(image_BVCHW=batch.image_BVCHW.double())
+    batch = in_float64(batch)
     sizes = sorted({num, max(2, 2 * num // 3)}, reverse=True)
     probes = tuple(sorted({0, sizes[-1] // 2, sizes[-1] - 1}))
     references = [
@@ -113,24 +113,13 @@ def _check_probes(
     row_B = torch.arange(len(batch.record_id_B), device=batch.record_id_B.device)
     is_probe_B = torch.isin(row_B, torch.tensor(probes, device=row_B.device))
     for offset in (0, 1):
-        mixed = _rows_where(is_probe_B, batch, _rows_where(row_B % 2 == offset, padding, other))
+        mixed = rows_where(is_probe_B, batch, rows_where(row_B % 2 == offset, padding, other))
         if not torch.equal(gradient_of_sum(loss_fn, model, mixed, key, probes), expected):
             raise PrivacyError(
                 f"{blame(loss_fn, model, batch, mixed, key, probes[0])} Seen in a batch of "
                 f"{len(row_B)}."
             )
     return expected
-
-
-def _rows_where(mask_B: Tensor, first: Batch, second: Batch) -> Batch:
-    """Take rows of ``first`` where ``mask_B`` is True, of ``second`` elsewhere."""
-    values = []
-    for one, other in zip(first, second, strict=True):
-        chosen = one
-        if one is not None and other is not None:
-            chosen = torch.where(mask_B.view(-1, *[1] * (one.ndim - 1)), one, other)
-        values.append(chosen)
-    return Batch._make(values)
 
 
 def _check_sum(

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from dpvision.checkpoint import find_checkpoint, list_checkpoints, read_manifest
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
@@ -22,8 +23,9 @@ from dpvision.eval.captions.cider import cider_d
 from dpvision.eval.captions.cider_scores import say_captions
 from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.models.generate import GenerateSettings
-from dpvision.report.compared_run import made_of_public_images
 from dpvision.report.strips import image_uri
+from dpvision.runs.folder import read_run
+from dpvision.runs.lineage import shaped_in_confidence
 
 NUM_CANDIDATES = 500
 BEST_SHARE = 0.1
@@ -123,6 +125,21 @@ def gallery_of_run(
         if not captioners[name].confidential and (name == OWN or made_of_public_images(path))
     }
     return make_gallery(captioners, open_store(store_dir), open_names, count=count)
+
+
+def made_of_public_images(root: Path) -> bool:
+    """Return whether a run's store is public and was not cleared of private twins, and its parents
+    are public or have a guarantee.
+
+    Raises:
+        CheckpointError: there is no run, or its newest manifest cannot be read.
+    """
+    base, config, about = read_run(root)
+    if about["results_visibility"] != "public":
+        return False
+    if not list_checkpoints(base):
+        return config.init_from is None  # without a checkpoint the parent's lineage is unknown
+    return not shaped_in_confidence(read_manifest(find_checkpoint(base))["lineage"])
 
 
 def make_gallery(

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from dpvision.config import DataConfig
-from dpvision.data.batch import Batch, HostRows
+from dpvision.data.batch import Batch, HostRows, mapped
 from dpvision.data.transform import normalise_tensor
 from dpvision.devices import send
 
@@ -80,4 +80,4 @@ def _arrived(
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy every tensor of a batch to ``device`` without waiting."""
-    return Batch._make(None if value is None else send(value, device) for value in batch)
+    return mapped(batch, lambda value: send(value, device))

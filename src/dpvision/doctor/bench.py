@@ -1,5 +1,5 @@
-"""``dpvision doctor --measure``: check exactness on this machine, find the largest physical batch,
-and time a step.
+"""Check a model's clipping against the oracle on this machine, find the largest physical batch, and
+time a step.
 
 Legend: B records.
 """
@@ -7,7 +7,6 @@ Legend: B records.
 import gc
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpvision.cli.doctor_look import KEY, told_by_us
-from dpvision.cli.doctor_model import Built, records
 from dpvision.config import HardwareConfig
 from dpvision.data.batch import Batch
 from dpvision.devices import require_precision
+from dpvision.doctor.findings import KEY, Built, Findings, records, told_by_us
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.separable import check_separable
 from dpvision.dp.support import check_exact
@@ -98,33 +96,38 @@ class Bench:
 
 
 def measure(
-    built: Built,
-    hardware: HardwareConfig,
+    found: Findings,
+    hardware: HardwareConfig | None = None,
     *,
-    num_timed: int | None,
-    max_grad_norm: float,
-    state_bytes: int,
-    max_minutes: float,
+    num_timed: int | None = None,
+    max_minutes: float = 5.0,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Check three records against the oracle, find the largest physical batch, time a step;
-    progress on standard error.
+    """Check three records against the oracle, find the largest physical batch, and time a private
+    step against a non-private one.
 
     Args:
-        built: on the CPU.
-        hardware: device, precision, and the physical batch size of a run.
+        found: the model, by ``look``.
+        hardware: device, precision, and the physical batch size of a run; None: the recipe's.
         num_timed: physical batch size to time, without a search for the largest; if None, the
             run's, reduced to fit memory and time.
-        state_bytes: memory that training holds between steps, weights included.
         max_minutes: total time limit; batches and searches shrink to meet it, the oracle check does
             not.
+        say: called with each line of progress.
 
     Returns:
         The figures, ready for JSON.
 
     Raises:
-        PrivacyError: a gate refuses the model, or the clipped sum differs from the oracle's.
+        PrivacyError: the model is refused, or the clipped sum differs from the oracle's.
         ConfigError: the device does not exist or lacks the precision, or one record does not fit.
     """
+    if found.refused:
+        raise PrivacyError(found.refused[0].message)
+    config = found.subject.config
+    hardware = hardware or (HardwareConfig() if config is None else config.hardware)
+    max_grad_norm = (config.privacy.max_grad_norm if config else None) or 1.0
+    built = found.subject.make(False)
     device = join(hardware.device).device
     require_precision(hardware.precision, device)
     keep_freed_memory()  # as training does
@@ -139,7 +142,7 @@ def measure(
         say("2/3 finding the largest physical batch")
         try:
             bench.seconds_of(bench.batch(1), max_grad_norm)
-            largest = _largest(bench, state_bytes) if num_timed is None else None
+            largest = _largest(bench, found.state_bytes) if num_timed is None else None
             say("3/3 timing a step")
             num = num_timed or _timed_batch(bench, largest["records"] if largest else 1)
             step = _times(bench, num)
@@ -156,11 +159,6 @@ def measure(
         "largest_physical_batch": largest,
         "step": step,
     }
-
-
-def say(line: str) -> None:
-    """Print a line of progress to standard error."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def _stir(model: nn.Module) -> None:

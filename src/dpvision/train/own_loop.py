@@ -1,0 +1,498 @@
+"""A private training loop around your own model, data set, loss and optimizer.
+
+    with private_loop(model, data, loss, config, "private/photos") as loop:
+        for step in loop:
+            step.backward()
+            optimizer.step()
+
+``private_loop`` opens the ledger and makes every check before the first step is charged. A step is
+one operation, so its parts cannot be mixed up: it is charged, its batch drawn, read, clipped and
+summed, and noise is added once. Only the private gradient comes out.
+
+Each record is read and collated alone, with random numbers keyed by (step, position in the data
+set). So no transform or collate function can mix records, and neither the size of a pass nor the
+number of workers changes what a record contributes.
+"""
+
+import contextlib
+import functools
+import logging
+import random
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from dpvision.config import PrivacyConfig
+from dpvision.data.batch import Batch, HostRows, mapped, take
+from dpvision.data.declared import fits, rounded_up
+from dpvision.data.keys import StepKey
+from dpvision.devices import send
+from dpvision.dp.buckets import num_buckets, pass_sizes, passes
+from dpvision.dp.clip import (
+    ClippedSum,
+    LossFn,
+    check_bits,
+    clipped_sum,
+    trained_parameters,
+)
+from dpvision.dp.noise import DPGradient, privatize
+from dpvision.dp.reference_bits import forget_admitted
+from dpvision.dp.route import trained
+from dpvision.dp.separable import random_records, require_separable
+from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
+from dpvision.files import write_json
+from dpvision.privacy.accountant import PrivacySpent
+from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.sampling import derive_rng
+from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.runs.run import Secrets
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> losses_B: one loss per record, with ``batch`` as the collate function gives it.
+"""
+_LOG = logging.getLogger("dpvision")
+_KEY = StepKey(0, 0)
+"""Of the checks, whose sums are not released."""
+
+
+@contextlib.contextmanager
+def private_loop(
+    model: nn.Module,
+    data: Any,
+    loss: Loss,
+    config: PrivacyConfig,
+    folder: str | Path,
+    *,
+    run: str | None = None,
+    resume: bool = False,
+    physical_batch_size: int = 64,
+    workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] = default_collate,
+    public_batch: Any = None,
+) -> "Iterator[PrivateLoop]":
+    """Open a private training loop for the duration of the block.
+
+    The ledger belongs to the data set: give every run on it the same ``folder``, and their epsilons
+    add up (``dpvision ledger FOLDER``). After a crash, restore your weights and go on with
+    ``resume=True``: steps that were charged stay charged.
+
+    Args:
+        model: on its device, in the mode in which it trains. Its parameters with ``requires_grad``
+            are trained, and must stay the same.
+        data: map-style data set, whose items are tensors, tuples or dicts of one shape. Its length
+            must be the declared ``dataset_size``, within 1%. Random transforms use the global
+            random numbers of torch, NumPy or Python. An item that raises, or has another shape,
+            contributes zero.
+        loss: one loss per record, a function of that record and the weights, without random numbers
+            of its own.
+        config: the guarantee, with the record as its unit.
+        folder: folder of the data set's identity, made at first use; LEDGERS is made beside it. A
+            store of ``dpvision data import`` has both.
+        run: name of the run in the ledgers; if None, a random one.
+        resume: go on with the run of that name, which has the same plan.
+        physical_batch_size: records of a pass, which fit the device's memory. Changes the order of
+            float sums only.
+        workers: processes that read records, as for ``DataLoader``.
+        collate_fn: makes a batch of one from a list of one item.
+        public_batch: public records as ``collate_fn`` gives them, at least two, for the checks; if
+            None, random numbers in the shapes of the first record.
+
+    Raises:
+        ConfigError: a setting does not fit; PrivacyError: the model or loss mixes records, or the
+            ledger refuses the plan; DataError: the data set or the folder cannot be used;
+            CheckpointError: the run is in use, exists, or does not exist. No step was charged.
+    """
+    plan = _plan(config, data, run, resume)
+    root = _data_folder(Path(folder))
+    # Workers start before the ledger is opened: they would inherit its lock, and hold it for
+    # seconds after this process was killed.
+    reader = _Reader.start(data, collate_fn, workers, public_batch)
+    loss_fn: LossFn = partial(_losses, loss, reader.form.spec)
+    rows = physical_batch_size
+    _check(loss_fn, model, plan, rows, reader, public_batch)
+    with Ledger.open(root, run or uuid4().hex[:8], plan, resume=resume) as ledger:
+        yield PrivateLoop(ledger, model, loss_fn, reader, rows)
+
+
+@dataclass(eq=False)
+class PrivateLoop:
+    """The steps of a run that are left; made by ``private_loop``."""
+
+    ledger: Ledger
+    model: nn.Module = field(repr=False)
+    _loss_fn: LossFn = field(repr=False)
+    _reader: "_Reader" = field(repr=False)
+    _rows: int = field(repr=False)
+    _secrets: Secrets = field(default_factory=Secrets, repr=False)
+
+    def __post_init__(self) -> None:
+        self._params = trained(self.model)
+
+    @property
+    def plan(self) -> DPPlan:
+        return self.ledger.plan
+
+    def spent(self) -> PrivacySpent:
+        """Return the privacy stated for the run: that of all planned steps from the first one on
+        (``DPPlan.stated_steps``).
+        """
+        return self.plan.spent(self.plan.stated_steps(self.ledger.steps))
+
+    def __iter__(self) -> "Iterator[PrivateStep]":
+        """Charge and yield the steps that are left.
+
+        Raises:
+            PrivacyError: ``backward`` of the step before was not called, or failed.
+        """
+        while self.ledger.steps < self.plan.steps:
+            step = PrivateStep(self, self.ledger.append())
+            yield step
+            if not step.done:
+                raise PrivacyError(
+                    f"loop: step={step.number} was charged and has no gradient; expected one call "
+                    "of step.backward() in every turn, also after an error. Stop, and resume the "
+                    "run with run=NAME, resume=True."
+                )
+
+    def _gradient(self, step: int) -> DPGradient:
+        plan, params = self.plan, trained(self.model)
+        if params.keys() != self._params.keys() or any(
+            params[name] is not p for name, p in self._params.items()
+        ):
+            wrong = sorted(params.keys() ^ self._params.keys()) or ["other tensors"]
+            raise PrivacyError(
+                f"loop: the trained parameters changed ({wrong[0]}); expected those that were "
+                "checked. Freeze and unfreeze parameters before private_loop, or open another run."
+            )
+        drawn = plan.draw(step, self._reader.num_records, derive_rng(self._secrets.draw, step))
+        total = ClippedSum.add_up(
+            self.model,
+            plan.max_grad_norm,
+            (
+                clipped_sum(
+                    self._loss_fn,
+                    self.model,
+                    batch,
+                    StepKey(0, step),
+                    max_grad_norm=plan.max_grad_norm,
+                    rule=plan.clipping,
+                    host=host,
+                    rows=self._rows,
+                )
+                for batch, host in self._batches(step, drawn)
+            ),
+        )
+        first = next(iter(params.values()))
+        gradient = privatize(total, plan, step, self._secrets.noise, dtype=first.dtype)
+        for name, p in params.items():
+            p.grad = gradient.grads[name]
+        return gradient
+
+    def _batches(self, step: int, drawn: np.ndarray) -> Iterator[tuple[Batch, HostRows]]:
+        """Yield the passes of a step on the model's device: buckets by hash, as ``train.step``."""
+        count = num_buckets(self.plan.expected_batch_size, self._rows)
+        parts = [drawn[part] for part in passes(StepKey(0, step), drawn, count, self._rows)]
+        device = next(iter(self._params.values())).device
+        for batch in self._reader.read(step, parts):
+            host = HostRows(batch.record_id_B, batch.valid_B)
+            yield mapped(batch, lambda value: send(value, device)), host
+
+
+@dataclass(eq=False)
+class PrivateStep:
+    """A charged step of a loop."""
+
+    _loop: PrivateLoop = field(repr=False)
+    number: int
+    """From 0 to the plan's steps - 1, for schedules."""
+    done: bool = False
+    """Whether its gradient was computed."""
+
+    def backward(self) -> DPGradient:
+        """Draw and read the step's batch, and put the private gradient in the ``grad`` of the
+        trained parameters, in place of what was there. Runs under the caller's autocast.
+
+        Returns:
+            The gradient, which is released: whatever is computed from it is private.
+
+        Raises:
+            PrivacyError: it was called before; the trained parameters changed; or as
+                ``clipped_sum``.
+        """
+        if self.done:
+            raise PrivacyError(
+                f"loop: step={self.number}; expected one backward() a step: a second gradient is "
+                "not accounted for. Use the one that it returned."
+            )
+        gradient = self._loop._gradient(self.number)
+        self.done = True
+        return gradient
+
+
+def _plan(config: PrivacyConfig, data: Any, run: str | None, resume: bool) -> DPPlan:
+    """Make the plan, and refuse what a loop over a data set cannot keep."""
+    if config.guarantee != "dp" or config.num_units is not None:
+        raise ConfigError(
+            f"loop: guarantee={config.guarantee}, num_units={config.num_units}; expected a "
+            "guarantee for records: a data set does not say which belong to one person. Drop both; "
+            "for people use `dpvision train` on a store."
+        )
+    if isinstance(data, DataLoader) or not (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    ):
+        raise ConfigError(
+            f"loop: data is a {type(data).__name__}; expected a data set with a length and items "
+            "by position: the plan draws the batches. Pass loader.dataset, and the loader's "
+            "workers= and collate_fn=."
+        )
+    if resume and run is None:
+        raise ConfigError(
+            "loop: resume=True, run=None; expected the run's name. Pass run=NAME, as in "
+            "loop.ledger.run_id of its first start."
+        )
+    if not fits(len(data), config.dataset_size, at_most=config.sampling != "poisson"):
+        raise DataError(
+            f"loop: {OPERATOR_ONLY}{len(data)} records in the data set; expected the declared "
+            f"dataset_size={config.dataset_size}, within 1%, and no more unless batches are "
+            f"sampled. Declare dataset_size={rounded_up(len(data))}, which becomes public."
+        )
+    return make_plan(config)
+
+
+def _data_folder(root: Path) -> Path:
+    """Return the folder that names the data set to its ledgers; a new one gets a random id, and
+    marks as after an import.
+    """
+    if (root / "store.json").exists():
+        return root
+    root.mkdir(parents=True, exist_ok=True)
+    if any(root.iterdir()):
+        raise DataError(
+            f"loop: {root} holds other files and no store.json; expected a new folder, or one of "
+            "this data set's earlier runs. Restore store.json, or name another folder."
+        )
+    write_json(root / "store.json", {"store_id": uuid4().hex, "visibility": "private"})
+    StoreLedgers.of(root).register()
+    return root
+
+
+def _losses(loss: Loss, spec: TreeSpec, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    return loss(model, tree_unflatten(batch[2:], spec))
+
+
+def _check(
+    loss_fn: LossFn, model: nn.Module, plan: DPPlan, rows: int, reader: "_Reader", public_batch: Any
+) -> None:
+    """Check, on public records, that no record changes another's gradient, and that a record's bits
+    do not depend on the other rows of its pass.
+    """
+    assert plan.max_grad_norm is not None, "a plan with a guarantee clips"
+    first = next(iter(trained_parameters(model, plan.max_grad_norm).values()))
+    public = None if public_batch is None else _as_batch(tree_flatten(public_batch)[0])
+    like = _as_batch(reader.form.zeros()) if public is None else public
+    if require_separable(loss_fn, model, like, _KEY, public):
+        forget_admitted(model)
+    many = random_records(like, rows)
+    if public is not None:
+        many = take(public, torch.arange(rows) % len(public.valid_B))._replace(
+            record_id_B=many.record_id_B
+        )
+    check_bits(
+        loss_fn,
+        model,
+        mapped(many, lambda value: send(value, first.device)),
+        _KEY,
+        pass_sizes(plan.expected_batch_size, rows, plan.steps),
+        max_grad_norm=plan.max_grad_norm,
+        rule=plan.clipping,
+    )
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a record is: the structure of its batch, and its tensors' shapes and types."""
+
+    spec: TreeSpec
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    @classmethod
+    def of(cls, batch: Any) -> "tuple[_Form, list[Tensor]]":
+        """Return the form of a batch as the collate function gives it, and its tensors."""
+        values, spec = tree_flatten(batch)
+        wrong = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
+        if wrong or len({len(value) if value.ndim else -1 for value in values}) != 1:
+            raise TypeError(
+                f"a batch of {', '.join(wrong) or 'tensors of several lengths'} where tensors with "
+                "one row per record are expected"
+            )
+        return cls(spec, tuple((value.shape[1:], value.dtype) for value in values)), values
+
+    def zeros(self) -> list[Tensor]:
+        """Return a record of zeros."""
+        return [torch.zeros(1, *shape, dtype=dtype) for shape, dtype in self.tensors]
+
+
+def _as_batch(values: list[Tensor]) -> Batch:
+    """Return tensors as a batch for ``dp``, of valid records with ids from 1."""
+    num = len(values[0])
+    kind = _records_type(len(values))
+    return kind(torch.arange(1, num + 1), torch.ones(num, dtype=torch.bool), *values)
+
+
+@functools.cache
+def _records_type(num_tensors: int) -> Any:
+    names = [f"value_{i}" for i in range(num_tensors)]
+    return namedtuple("Records", ["record_id_B", "valid_B", *names])  # type: ignore[misc]
+
+
+class _Job(NamedTuple):
+    """A pass to read."""
+
+    step: int
+    places: np.ndarray
+    form: _Form | None
+    """If None, that of the first record, which must be readable."""
+
+
+class _Read(NamedTuple):
+    """A pass as a worker read it."""
+
+    form: _Form
+    values: list[Tensor]
+    valid_B: Tensor
+    error: str | None
+    """Why the first of the records that are not valid is not."""
+
+
+@dataclass(eq=False)
+class _Records(Dataset[_Read]):
+    """The data set by passes."""
+
+    data: Any
+    collate_fn: Callable[[list[Any]], Any]
+
+    def __getitem__(self, job: _Job) -> _Read:
+        # A record's random numbers are keyed by its position, so that its transforms draw the same
+        # whatever other records are read, and by whichever worker.
+        keys = StepKey(0, job.step).bits(torch.from_numpy(job.places), "transform", 1)[:, 0]
+        form, read, valid, error = job.form, list[list[Tensor]](), list[bool](), None
+        with _random_state_kept():
+            for place, number in zip(job.places.tolist(), keys.tolist(), strict=True):
+                _set_seeds(number)
+                try:
+                    found, values = _Form.of(self.collate_fn([self.data[place]]))
+                    if found != (form or found):
+                        raise ValueError(f"{found}; the first record has {form}")
+                    valid.append(True)
+                except Exception as failed:
+                    if form is None:
+                        raise
+                    found, values = form, form.zeros()
+                    valid.append(False)
+                    error = error or f"record {place}: {type(failed).__name__}: {failed}"
+                form = form or found
+                read.append(values)
+        assert form is not None
+        values = [torch.cat(column) for column in zip(*read, strict=True)]
+        return _Read(form, values, torch.tensor(valid), error)
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Restore the global random numbers of Python, NumPy and torch afterwards."""
+    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(pytorch)
+
+
+def _set_seeds(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)
+
+
+def _as_read(read: Any) -> Any:
+    return read
+
+
+@dataclass(eq=False)
+class _Reader:
+    """Reads the passes of a step with torch's ``DataLoader``."""
+
+    form: _Form
+    num_records: int
+    _jobs: list[_Job]
+    _loader: DataLoader[_Read]
+    _told: bool = False
+    """Whether the operator was told of a record that contributes zero."""
+
+    @classmethod
+    def start(
+        cls, data: Any, collate_fn: Callable[[list[Any]], Any], workers: int, public_batch: Any
+    ) -> Self:
+        """Start the workers, and read a record or two of the first step to see that all is well.
+
+        Raises:
+            DataError: the first record cannot be read, or differs when it is read in other company.
+        """
+        jobs = list[_Job]()
+        loader = DataLoader(
+            _Records(data, collate_fn),
+            batch_size=None,
+            sampler=jobs,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            collate_fn=_as_read,
+            generator=torch.Generator(),  # else it takes a number of the global one at each step
+        )
+        form = None
+        try:
+            if public_batch is not None:
+                form = _Form.of(public_batch)[0]
+            jobs[:] = [_Job(0, np.array([0]), form)]
+            (alone,) = loader
+            if alone.error is not None:
+                raise ValueError(alone.error)
+            jobs[:] = [_Job(0, np.array([len(data) - 1, 0]), alone.form)]
+            (beside,) = loader
+        except Exception as error:
+            raise DataError(
+                f"loop: {OPERATOR_ONLY}the first record cannot be used "
+                f"({str(error).splitlines()[-1]}); expected tensors or numbers, alone, in tuples, "
+                "lists or dicts. Change the data set, collate_fn= or public_batch=."
+            ) from error
+        pairs = zip(alone.values, beside.values, strict=True)
+        if not all(bool(((a[0] == b[-1]) | (a[0] != a[0])).all()) for a, b in pairs):
+            raise PrivacyError(
+                "loop: the first record differs when it is read after another one; expected a "
+                "function of the record and of the global random numbers of torch, NumPy or "
+                "Python, which are keyed by record. Use no generator or counter of the data set's "
+                "own."
+            )
+        return cls(alone.form, len(data), jobs, loader)
+
+    def read(self, step: int, parts: list[np.ndarray]) -> Iterator[Batch]:
+        """Yield the batch of each part of a step's records, on the CPU."""
+        self._jobs[:] = [_Job(step, part, self.form) for part in parts]
+        for part, found in zip(parts, self._loader, strict=True):
+            if found.error is not None and not self._told:
+                _LOG.warning("loop: %s%s; it contributes zero", OPERATOR_ONLY, found.error)
+                self._told = True
+            yield _as_batch(found.values)._replace(
+                record_id_B=torch.from_numpy(part), valid_B=found.valid_B
+            )
