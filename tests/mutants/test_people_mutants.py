@@ -21,7 +21,7 @@ from dpvision.data.store import Store
 from dpvision.dp.noise import privatize
 from dpvision.privacy import plan as plans
 from dpvision.privacy.plan import draft_plan
-from dpvision.privacy.sampling import derive_rng
+from dpvision.privacy.sampling import FullBatch, derive_rng
 from dpvision.train import loop, start, step
 from dpvision.train.loop import Session, fit
 from dpvision.train.start import new_session
@@ -173,18 +173,16 @@ def test_rate_and_divisor_by_images(config: RunConfig, folders: Iterator[Path]) 
             "the sum is not divided by the number of people"
         )
 
+    def by_images(self):
+        return self.num_records
+
     def divided(total, plan, *args, **kwargs):
-        images = replace(plan.unit, drawn="record")
-        sampler = replace(plan.sampler, unit=images, expected_batch_size=float(NUM_IMAGES))
-        return privatize(total, replace(plan, sampler=sampler), *args, **kwargs)
+        wrong = replace(plan, sampler=FullBatch(Unit(NUM_IMAGES), float(NUM_IMAGES)))
+        return privatize(total, wrong, *args, **kwargs)
 
     check_rate()
-    with planted(
-        Unit,
-        "sampled_from",
-        property(lambda unit: unit.num_records),
-        "not the mean number of people in a batch",
-    ):
+    words = "not the mean number of people in a batch"
+    with planted(Unit, "sampled_from", property(by_images), words):
         check_rate()
     check_divisor()
     with planted(loop, "privatize", divided, "not divided by the number of people"):

@@ -33,9 +33,9 @@ from dpvision.privacy.composition import check_total
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.second_accountant import epsilon, release
-from dpvision.report.lineage_phrases import SHARED_IMAGES
-from dpvision.report.schema import problems, statement_schema
-from dpvision.report.statement import make_statement
+from dpvision.statement.history_phrases import SHARED_IMAGES
+from dpvision.statement.schema import problems, statement_schema
+from dpvision.statement.statement import make_statement
 from dpvision.train import loop, objectives
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session

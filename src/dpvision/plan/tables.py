@@ -54,7 +54,7 @@ def all_tables(plan: DPPlan) -> dict[str, Table]:
         ConfigError: the plan has no guarantee, selects among runs, truncates its batches, or draws
             people.
     """
-    if plan.sampling_unit == "person":
+    if plan.unit.draws_people:
         raise ConfigError(
             "plan: tables of a plan with sampling_unit='person'; expected 'record', whose rate "
             "they vary. For people pass their number as --dataset-size and drop --sampling-unit "

@@ -156,7 +156,7 @@ def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
     """
     if len(parts) < 2:
         return
-    if len({plan.sampling_unit for plan, _ in parts}) > 1:
+    if len({plan.unit.drawn for plan, _ in parts}) > 1:
         raise PrivacyError(
             "lineage: of the runs behind these weights on this store, some drew people and "
             "others records; expected the same in all, because their epsilons are for different "

@@ -320,8 +320,8 @@ class DPPlan:
         """Epsilon of a unit, given the record's; None if no units are declared, or if there is no
         accounting for them (refused).
         """
-        if self.num_units is None or self.unit.clipped == 1:
-            return None if self.num_units is None else epsilon
+        if not self.unit.is_person or self.unit.clipped == 1:
+            return epsilon if self.unit.is_person else None
         sampler = self.sampler
         if not sampler.accounts_for_units or (self.selection is not None and sampler.random):
             return None

@@ -37,19 +37,19 @@ def refusal(plan: DPPlan, cfg: PrivacyConfig | None = None) -> str | None:
     """
     if plan.guarantee != "dp":
         return None
-    declared, expected = plan.unit.setting, plan.unit.population * plan.delta
-    if not expected <= MAX_N_TIMES_DELTA:
+    declared, population = plan.unit.setting, plan.unit.population
+    if not population * plan.delta <= MAX_N_TIMES_DELTA:
         return (
             f"privacy: delta={plan.delta}; expected {declared} x delta at most "
-            f"{MAX_N_TIMES_DELTA}, got {up_delta(expected)}. Leave delta out "
-            f"for 1 / (2 {declared})."
+            f"{MAX_N_TIMES_DELTA}, got {up_delta(population * plan.delta)}. Leave delta out for 1 "
+            f"/ (2 {declared})."
         )
     its_records = None if cfg is None else cfg.delta_for
-    if its_records is not None and not expected <= 1 + 1e-9:
+    if its_records is not None and not population * plan.delta <= 1 + 1e-9:
         return (
-            f"privacy: N x delta={up_delta(expected)} (the recipe's {up_delta(plan.delta)} is for "
-            f"{its_records:,} records, and {plan.unit.population:,} are declared); expected at "
-            "most 1. Give --privacy.delta None for the default."
+            f"privacy: N x delta={up_delta(population * plan.delta)} (the recipe's "
+            f"{up_delta(plan.delta)} is for {its_records:,} records, and {population:,} are "
+            "declared); expected at most 1. Give --privacy.delta None for the default."
         )
     return _unaccounted(plan) or (
         None if cfg is not None and cfg.allow_weak_guarantee else weakness(plan)
@@ -66,10 +66,10 @@ def weakness(plan: DPPlan) -> str | None:
         )
     stated = plan.stated_epsilon
     if stated is None or not stated <= MAX_EPSILON:
-        whose = (
-            "one record" if plan.num_units is None else f"one person ({plan.unit.clipped} records)"
-        )
-        whose = whose if plan.sampling_unit == "record" else "one person"
+        unit = plan.unit
+        whose = "one person" if unit.is_person else "one record"
+        if unit.is_person and not unit.draws_people:
+            whose += f" ({unit.clipped} records)"
         return (
             f"privacy: epsilon={up(stated)} for {whose}; expected at most {up(MAX_EPSILON)}, "
             "above which a guarantee says next to nothing. Plan more noise, or fewer steps. "
