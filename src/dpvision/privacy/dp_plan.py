@@ -123,21 +123,6 @@ class DPPlan:
         return self.unit.num_records
 
     @property
-    def num_units(self) -> int | None:
-        """int: declared number of people; if None, the unit of privacy is the record."""
-        return self.unit.num_people
-
-    @property
-    def max_records_per_unit(self) -> int:
-        """int: bound k on a person's records, of the run or, where people are drawn, of a step."""
-        return self.unit.max_records
-
-    @property
-    def sampling_unit(self) -> Drawn:
-        """str: what is drawn. With "person" every epsilon is a person's."""
-        return self.unit.drawn
-
-    @property
     def max_grad_norm(self) -> float | None:
         """float: clipping norm; None without clipping."""
         return self.noise.max_grad_norm

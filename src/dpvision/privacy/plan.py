@@ -285,8 +285,8 @@ def run_plans(plan: DPPlan) -> tuple[DPPlan, DPPlan]:
         noise_multiplier=noise,
         delta=plan.delta,
         sampling=plan.sampler.law,
-        max_records_per_unit=plan.max_records_per_unit,
-        num_units=plan.num_units,
+        max_records_per_unit=plan.unit.max_records,
+        num_units=plan.unit.num_people,
         clipping=plan.clipping,
     )
     score = replace(

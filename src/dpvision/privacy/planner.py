@@ -64,9 +64,9 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "epsilon": spent.epsilon,
         "epsilon_rdp": spent.epsilon_rdp,
         "epsilon_unamplified": spent.epsilon_unamplified,
-        "max_records_per_unit": plan.max_records_per_unit,
-        "num_units": plan.num_units,
-        "sampling_unit": plan.sampling_unit,
+        "max_records_per_unit": plan.unit.max_records,
+        "num_units": plan.unit.num_people,
+        "sampling_unit": plan.unit.drawn,
         "unit_epsilon": spent.unit_epsilon,
         "draws": compare_draws(cfg, plan),
         "value_discretization_interval": plan.value_discretization_interval,
@@ -95,10 +95,10 @@ def compare_draws(cfg: PrivacyConfig, plan: DPPlan) -> list[dict[str, Any]] | No
         the noise on the mean gradient. None unless ``plan`` draws images of declared people by
         Poisson sampling under a guarantee.
     """
-    epsilon, people = plan.unit_epsilon, plan.num_units
+    epsilon, people = plan.unit_epsilon, plan.unit.num_people
     if epsilon is None or people is None or plan.sampler.law != "poisson" or plan.unit.draws_people:
         return None
-    k, batch = plan.max_records_per_unit, min(plan.expected_batch_size, float(people))
+    k, batch = plan.unit.max_records, min(plan.expected_batch_size, float(people))
     rows = [_row(f"images, {k} of a person at most" if k > 1 else "images, one of a person", plan)]
     for count, drawn in dict.fromkeys([(1, batch), (k, batch), (k, batch / k)]):
         asked = replace(
