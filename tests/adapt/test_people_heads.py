@@ -333,7 +333,7 @@ def test_every_head_learns_from_people(tmp_path: Path, head: str) -> None:
         assert session.finished
     ledger = read_ledger(tmp_path / "run" / "ledger.jsonl")
     assert (
-        ledger.plan.sampling_unit == "person"
+        ledger.plan.unit.drawn == "person"
         and ledger.steps == ledger.plan.steps
         and ledger.plan.expected_batch_size == 600
     )

@@ -38,9 +38,7 @@ from dpvision.encoders.identity import check_same, describe
 from dpvision.errors import DataError, PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.plan import DPPlan
-from dpvision.runs.epsilon_meter import EpsilonMeter
-from dpvision.runs.run import Run, Secrets, Stopped, new_run, read_object
-from dpvision.runs.stop import StopRequest
+from dpvision.runs.run import EpsilonMeter, Run, Secrets, Stopped, StopRequest, new_run, read_object
 
 ENCODER_FILE = "encoder.json"
 """Description of the encoder at the start of the run; public."""

@@ -252,7 +252,7 @@ def _features_cost(made: "Prepared") -> str:
     count = (
         plan.dataset_size
         if made.people is None
-        else min(plan.dataset_size, plan.max_records_per_unit * plan.unit.sampled_from)
+        else min(plan.dataset_size, plan.unit.max_records * plan.unit.sampled_from)
     )
     size = dtype.itemsize * count * width
     amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -439,8 +439,7 @@ def _simulation(
         ConfigError: as ``simulated``.
     """
     from dpvision.privacy.plan import draft_plan
-    from dpvision.privacy.planner import images_per_step, what_if
-    from dpvision.privacy.simulation import NO_GUARANTEE, simulated
+    from dpvision.privacy.planner import NO_GUARANTEE, images_per_step, simulated, what_if
 
     small, plan = simulated(full, factor), draft_plan(full)
     found = what_if(small)

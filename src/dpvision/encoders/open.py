@@ -17,7 +17,7 @@ from dpvision.encoders.identity import check_alone
 from dpvision.encoders.trained import run_encoder
 from dpvision.errors import ConfigError
 from dpvision.models.timm_cache import find_timm_weights
-from dpvision.runs.unprotected import runs_with_these_weights
+from dpvision.runs.lineage import runs_with_these_weights
 
 _FORMS = (
     "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, "

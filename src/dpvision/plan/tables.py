@@ -18,9 +18,8 @@ import numpy as np
 from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError
 from dpvision.privacy import accountant
-from dpvision.privacy.calibrate import calibrate
 from dpvision.privacy.events import Event
-from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.plan import DPPlan, calibrate
 
 NOISES = (0.7, 0.8, 0.9, 1.0, 1.125, 1.25, 1.5, 2.0, 3.0)
 """Noise multipliers of the grid, over the plan's."""

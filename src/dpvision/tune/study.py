@@ -171,7 +171,7 @@ def plan_study(
         )
     _check_places(asked, config, root, resume=resume, dry_run=dry_run)
     from dpvision.data.open import open_store
-    from dpvision.privacy.simulation import simulated
+    from dpvision.privacy.planner import simulated
 
     store = open_store(config.data.store)
     test = None if asked.test is None else open_store(asked.test)
