@@ -36,7 +36,7 @@ from dpvision.models import make_model
 from dpvision.models.generate import GenerateSettings
 from dpvision.privacy.stream import Key, Keystream
 from dpvision.recipes import RECIPES
-from dpvision.train import distributed, feed
+from dpvision.train import distributed, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import Session, fit
 from dpvision.train.objectives import example_batch, loss_function
@@ -246,7 +246,7 @@ def subject() -> Iterator[tuple[Any, nn.Module, Batch]]:
     yield (
         loss_function(config),
         make_model(config.model, 0).to(DEVICE),
-        feed.to_device(example_batch(config, 3), DEVICE),
+        step.to_device(example_batch(config, 3), DEVICE),
     )
 
 

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from dpvision.config import PrivacyConfig
-from dpvision.dp.clipped import ClippedSum, no_records, once
+from dpvision.dp.clipped import ClippedSum, no_records, once, seal
 from dpvision.dp.noise import DPGradient, privatize
 from dpvision.dp.rounding import clip_factors, margin, require_exact_products
-from dpvision.dp.seal import seal
 from dpvision.errors import PrivacyError
 from dpvision.privacy import gaussian
 from dpvision.privacy.plan import DPPlan, default_delta, make_plan

@@ -29,8 +29,8 @@ from dpvision.train.distributed import (
     broadcast_int,
     together,
 )
-from dpvision.train.heap import keep_freed_memory
 from dpvision.train.log import RunLog
+from dpvision.train.memory import keep_freed_memory
 from dpvision.train.same import check_same_weights
 from dpvision.train.step import Training, step_sum
 from dpvision.train.words import TOKENIZER_FILE
