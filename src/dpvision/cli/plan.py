@@ -9,13 +9,13 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import emit, pairs, parse, table
-from dpvision.cli.recipe import get_recipe
 from dpvision.config import PrivacyConfig
 from dpvision.config.head_presets import with_steps
 from dpvision.config.resolve import resolve_privacy
 from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError
 from dpvision.privacy.printed import count, up, up_delta
+from dpvision.recipes import get_recipe
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from dpvision.cli.output import pairs, table
-from dpvision.cli.recipe import get_recipe
 from dpvision.plan.advice import Advice, Question, advise
 from dpvision.privacy.printed import up, up_delta
+from dpvision.recipes import get_recipe
 
 
 def answer(question: Question) -> tuple[dict[str, Any], str]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from dpvision.cli.output import RecipeName, emit, pairs
-from dpvision.cli.recipe import get_recipe, recipe_lines
 from dpvision.cli.run_args import (
     STOPPED,
     RunArgs,
@@ -26,6 +25,7 @@ from dpvision.config.resolve import resolve
 from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.printed import up
+from dpvision.recipes import get_recipe, recipe_lines
 from dpvision.runs.spent import charge_words, guarantee_words, lost_words, resume_words, spent
 
 if TYPE_CHECKING:
