@@ -10,6 +10,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
 from dpvision.privacy import accountant, gaussian
 from dpvision.privacy.plan import DPPlan, draft_plan
+from dpvision.privacy.printed import count
 from dpvision.privacy.refusal import refusal
 
 NO_GUARANTEE = "NO PRIVACY GUARANTEE: a TAN simulation"
@@ -100,19 +101,17 @@ def compare_draws(cfg: PrivacyConfig, plan: DPPlan) -> list[dict[str, Any]] | No
         return None
     k, batch = plan.unit.max_records, min(plan.expected_batch_size, float(people))
     rows = [_row(f"images, {k} of a person at most" if k > 1 else "images, one of a person", plan)]
-    for count, drawn in dict.fromkeys([(1, batch), (k, batch), (k, batch / k)]):
+    for images, drawn in dict.fromkeys([(1, batch), (k, batch), (k, batch / k)]):
         asked = replace(
             cfg,
             sampling_unit="person",
             expected_batch_size=drawn,
-            max_records_per_unit=count,
+            max_records_per_unit=images,
             noise_multiplier=None,
             target_epsilon=None,
             target_unit_epsilon=epsilon,
         )
-        rows.append(
-            _row(f"people, {count} image{'s' if count > 1 else ''} of each", draft_plan(asked))
-        )
+        rows.append(_row(f"people, {count(images, 'image')} of each", draft_plan(asked)))
     return rows
 
 

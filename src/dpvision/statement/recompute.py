@@ -242,17 +242,6 @@ def recomputed(
     return ok(name, said)
 
 
-def _of_less(truncated: bool, method: str) -> str:
-    """Return in what way the second accountant's figure is for less than was stated, as text."""
-    return (
-        " for plain Poisson draws"
-        if truncated
-        else " for settings fixed beforehand"
-        if method == "filter"
-        else ""
-    )
-
-
 def by_first_accountant(parts: list[Part], delta: float, view: View, method: str) -> float:
     """Return epsilon of runs by the accountant that states it, for private selections and truncated
     draws too.
