@@ -48,3 +48,7 @@ def remedy_for(error: BaseException, otherwise: str) -> str:
     return (
         f"This user may not use it: have its owner change the permissions (ls -ld {quote(place)})."
     )
+
+
+class RunStopped(Exception):
+    """A signal stopped a run, which is saved; the message says how to go on."""

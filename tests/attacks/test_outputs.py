@@ -25,8 +25,8 @@ from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
 from dpvision.report.gallery import made_of_public_images
-from dpvision.report.statement import make_statement
 from dpvision.runs.store_checks import check_store
+from dpvision.statement.statement import make_statement
 from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session

@@ -19,7 +19,7 @@ from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.release import Releases
 from dpvision.adapt.session import feature_stream
 from dpvision.cli import adapt as adapt_command
-from dpvision.cli import main, tune_trials
+from dpvision.cli import main
 from dpvision.cli import tune as tune_command
 from dpvision.config import HeadConfig, PrivacyConfig, RunConfig
 from dpvision.config.resolve import require_read, resolve, unread
@@ -30,6 +30,9 @@ from dpvision.privacy.stream import Key
 from dpvision.recipes import RECIPES
 from dpvision.runs import folder
 from dpvision.train import start
+from dpvision.tune import Question, Study
+from dpvision.tune import trials as tune_trials
+from dpvision.tune.space import parse_space
 
 from ..adapt.runs_of_heads import write_digits
 from .settings_read import SHAPES, leaves, other, read_by_a_run
@@ -387,18 +390,15 @@ def test_settings_that_frozen_features_cannot_have_are_refused(
 
 def test_a_space_may_vary_what_only_some_of_its_trials_read() -> None:
     config = RECIPES["vip.micro"]()
-    space = tune_command.parse_space(
-        ["optim.name=adamw,sgd", "optim.momentum=0.5,0.9"], config, "public"
-    )
-    study = tune_trials.Study(
-        Path("x"), config, space, "public", 2, "loss", None, None, make_plan(config.privacy)
-    )
+    space = parse_space(["optim.name=adamw,sgd", "optim.momentum=0.5,0.9"], config, "public")
+    asked, plan = Question("public", trials=2), make_plan(config.privacy)
+    study = Study(Path("x"), asked, config, space, "loss", plan, None, None, False)  # type: ignore[arg-type]
     made = tune_trials.trial_config(study, {"optim.name": "sgd", "optim.momentum": 0.5})
     assert made.optim.momentum == 0.5
     left = tune_trials.trial_config(study, {"optim.name": "adamw", "optim.momentum": 0.5})
     assert left == config
     with pytest.raises(ConfigError, match=r"optim.momentum is not read: name='adamw'"):
-        tune_command.parse_space(["optim.momentum=0.5,0.9"], config, "public")
+        parse_space(["optim.momentum=0.5,0.9"], config, "public")
 
 
 @pytest.mark.parametrize(

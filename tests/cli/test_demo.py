@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dpvision.cli import demo_steps, main
+from dpvision import demo
+from dpvision.cli import main
 from dpvision.data.open import open_store
-from dpvision.eval.score import Score
 from dpvision.recipes import RECIPES
 from dpvision.synthetic.scenes import make_scene
 
@@ -24,7 +24,7 @@ SHAPES = {"disc": "a", "square": "b"}
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The demo on a few scenes, in a few steps."""
     for name, num in (("_NUM_LABELLED", 60), ("_NUM_PUBLIC", 80), ("_NUM_TEST", 40)):
-        monkeypatch.setattr(demo_steps, name, num)
+        monkeypatch.setattr(demo, name, num)
     for name, privacy in (
         ("demo", {"dataset_size": 80, "expected_batch_size": 20, "steps": 2}),
         ("demo.start", {"dataset_size": 40, "expected_batch_size": 20, "steps": 2}),
@@ -37,24 +37,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         )
         monkeypatch.setitem(RECIPES, name, lambda made=made: made)
     yield
-
-
-def _score(value: float, low: float, high: float) -> Score:
-    return Score("captioner", value, low, high, 100, 0.1, "zero-shot", "public")
-
-
-@pytest.mark.parametrize(
-    ("before", "words"),
-    [
-        ((0.2, 0.1, 0.29), "ahead of"),
-        ((0.2, 0.1, 0.31), "not to be told from"),
-        ((0.6, 0.51, 0.7), "behind"),
-    ],
-)
-def test_the_verdict_is_that_of_the_intervals(
-    before: tuple[float, float, float], words: str
-) -> None:
-    assert words in demo_steps._compared(_score(0.4, 0.3, 0.5), _score(*before))
 
 
 @pytest.mark.slow
@@ -79,11 +61,9 @@ def test_scenes_go_all_the_way(
         )
         assert all(score["visibility"] == "public" for score in result[part]["scores"])
     public = open_store(tmp_path / "stores/demo-public")
-    assert {public.label_names[k] for k in public.labels.tolist()} <= set(demo_steps.PUBLIC_COLOURS)
+    assert {public.label_names[k] for k in public.labels.tolist()} <= set(demo.PUBLIC_COLOURS)
     unnamed = open_store(tmp_path / "stores/demo-test-new-colours")
-    assert not {unnamed.label_names[k] for k in unnamed.labels.tolist()} & set(
-        demo_steps.PUBLIC_COLOURS
-    )
+    assert not {unnamed.label_names[k] for k in unnamed.labels.tolist()} & set(demo.PUBLIC_COLOURS)
     assert main(argv) == 0  # the stores are used again, and both runs are charged to them
     assert json.loads(capsys.readouterr().out)["classifier"]["run"].endswith("demo-classifier-2")
 
@@ -119,7 +99,7 @@ def test_epsilon_and_the_repeated_charge_are_printed_before_the_charge(
     def stop(session: object) -> None:
         raise KeyboardInterrupt  # in place of the head's first release
 
-    monkeypatch.setattr(demo_steps, "adapt", stop)
+    monkeypatch.setattr(demo, "adapt", stop)
     assert main(_on_own_images(tmp_path, 80)) == 130
     said = capsys.readouterr().out
     assert "epsilon 2 at delta" in said and "Each repetition of this command is charged" in said

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from dpvision.cli import main
-from dpvision.cli.tune_space import Range, grid, parse_space
 from dpvision.config.head_presets import candidate_name, with_candidate
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
@@ -20,10 +19,11 @@ from dpvision.privacy.account import store_account
 from dpvision.privacy.printed import up
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import RECIPES
+from dpvision.tune.space import Range, grid, parse_space
 
 from ..adapt.lineage_runs import untrained_run
 from ..adapt.runs_of_heads import write_digits
-from ..report.test_statement import problems
+from ..statement.test_statement import problems
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "statement.schema.json").read_text())
 SPACE = ["--space", "optim.learning_rate=log 1..100", "privacy.max_grad_norm=0.5,1.0"]

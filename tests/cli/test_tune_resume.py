@@ -13,16 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from dpvision.cli import main, tune_trials
+from dpvision.cli import main
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError
 from dpvision.privacy.account import set_cap, store_account
+from dpvision.tune import trials as tune_trials
 
 from .test_tune import SPACE, STEPS, runs_of, tune_argv
 
 KILLED = """
 import os, signal, sys
-from dpvision.cli import main, tune_trials
+from dpvision.cli import main
+from dpvision.tune import trials as tune_trials
 from dpvision.privacy import ledger
 
 what, argv = sys.argv[1], sys.argv[2:]

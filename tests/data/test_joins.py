@@ -21,7 +21,7 @@ from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.table_files import join_names
 from dpvision.errors import DataError
-from dpvision.report.lineage_phrases import SHARED_IMAGES, curated
+from dpvision.statement.history_phrases import SHARED_IMAGES, curated
 
 from .image_files import encode, js, noise, png, write_folder, write_tar
 

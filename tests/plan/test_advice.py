@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from dpvision.cli import main
-from dpvision.cli.recipe import get_recipe
 from dpvision.errors import ConfigError
 from dpvision.plan import advice
 from dpvision.plan.advice import Advice, Question, expected_accuracy, head_signal
 from dpvision.plan.evidence import CLASSES, HEADS, PRETRAINING
+from dpvision.recipes import get_recipe
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 Cell = tuple[str, float, float]

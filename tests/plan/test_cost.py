@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from dpvision.cli import main
-from dpvision.cli.recipe import get_recipe
 from dpvision.errors import ConfigError
 from dpvision.models import make_model
 from dpvision.plan.cost import step_cost
 from dpvision.plan.device_table import DEVICES, find_device
 from dpvision.plan.parameters import count_parameters
 from dpvision.plan.work import CLIPPING, work_of
+from dpvision.recipes import get_recipe
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from dpvision.cli import main
-from dpvision.cli.recipe import get_recipe
 from dpvision.config import PrivacyConfig
 from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError
@@ -22,6 +21,7 @@ from dpvision.plan.tables import Table
 from dpvision.privacy import second_accountant
 from dpvision.privacy.plan import DPPlan, draft_plan
 from dpvision.privacy.sampling import Poisson
+from dpvision.recipes import get_recipe
 
 SMALL = PrivacyConfig(
     dataset_size=50_000, expected_batch_size=2_000, steps=300, noise_multiplier=1.1

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from dpvision.cli import main
-from dpvision.cli.recipe import get_recipe
 from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
 from dpvision.plan.cost import step_cost
 from dpvision.privacy.plan import draft_plan
 from dpvision.privacy.simulation import simulated
+from dpvision.recipes import get_recipe
 
 FULL = PrivacyConfig(
     dataset_size=20_000, expected_batch_size=400, steps=30, target_epsilon=8.0, max_grad_norm=0.1

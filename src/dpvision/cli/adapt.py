@@ -14,7 +14,6 @@ from rich.console import Console
 from dpvision.cli.head_text import head_text
 from dpvision.cli.output import RecipeName, emit, may_show, private_scores
 from dpvision.cli.paths import check_store
-from dpvision.cli.recipe import get_recipe, recipe_lines
 from dpvision.cli.run_args import (
     STOPPED,
     RunArgs,
@@ -30,6 +29,7 @@ from dpvision.config.head_presets import PRESETS
 from dpvision.config.resolve import BUDGETS, resolve
 from dpvision.errors import OPERATOR_ONLY, ConfigError
 from dpvision.privacy.printed import up, up_delta
+from dpvision.recipes import get_recipe, recipe_lines
 from dpvision.runs.spent import charge_words, lost_words, resume_words, spent
 
 if TYPE_CHECKING:

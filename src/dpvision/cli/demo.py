@@ -1,11 +1,14 @@
 """``dpvision demo``: the whole way in a few minutes, with the same code that a real run uses."""
 
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpvision.cli.output import parse
+from dpvision.cli.output import emit, parse, private_scores
 from dpvision.cli.paths import check_source
-from dpvision.errors import ConfigError, DataError
+from dpvision.cli.run_args import STOPPED
+from dpvision.errors import ConfigError, DataError, RunStopped
 
 
 def run(argv: Sequence[str]) -> None:
@@ -59,11 +62,40 @@ def demo(
             f"demo: {classes}: no such file; expected the names of the classes, one a line. "
             "Correct the path."
         )
-    from dpvision.cli.demo_images import run_on_images
-    from dpvision.cli.demo_steps import Place, run_demo
+    from dpvision.cli.scores import scores_table
+    from dpvision.demo import Place, on_images, on_scenes
 
-    place = Place(stores, runs, json)
-    if data is None or classes is None:
-        run_demo(place)
-    else:
-        run_on_images(data, classes, place, show_confidential)
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if json else sys.stdout, flush=True)
+
+    start, place = time.monotonic(), Place(stores, runs, say)
+    try:
+        if data is None or classes is None:
+            classifier, captioner = on_scenes(place)
+            found = {"classifier": classifier.to_dict(), "captioner": captioner.to_dict()}
+            lines = [
+                "Open in a browser:",
+                f"  {classifier.report}",
+                f"  {captioner.report}",
+                f"Then: dpvision verify {classifier.run / 'statement.json'} --run "
+                f"{classifier.run} --store {classifier.store}",
+            ]
+        else:
+            own = on_images(data, classes, place)
+            page = str(own.operator_page)
+            say(private_scores(scores_table(own.scores), [page], show_confidential))
+            found = {"classifier": own.to_dict() | {"operator_page": page}}
+            del found["classifier"]["scores"]
+            lines = [
+                "The page under confidential/ shows private images and scores and must not leave:",
+                f"  {own.report}",
+                f"  {page}",
+                f"Then: dpvision ledger {own.store}   docs/adapt.md: more private images, "
+                "pretrained weights, another epsilon",
+            ]
+    except RunStopped as stopped:
+        say(str(stopped))
+        sys.exit(STOPPED)
+    seconds = time.monotonic() - start
+    lines[0] = f"Done in {seconds / 60:.1f} minutes. {lines[0]}"
+    emit({**found, "seconds": seconds}, json, "\n".join(lines))

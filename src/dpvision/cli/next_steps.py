@@ -8,12 +8,12 @@ from shlex import quote
 
 import numpy as np
 
-from dpvision.cli.recipe import get_recipe
 from dpvision.config import CaptionerConfig, RunConfig
 from dpvision.data.declared import numbers_to_declare
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, DPVisionError
+from dpvision.recipes import get_recipe
 from dpvision.strict_json import parse_json
 
 _SMALLEST_SHARE = 10

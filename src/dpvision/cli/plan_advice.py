@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from dpvision.cli.output import pairs, table
-from dpvision.cli.recipe import get_recipe
 from dpvision.plan.advice import Advice, Question, advise
 from dpvision.privacy.printed import up, up_delta
+from dpvision.recipes import get_recipe
 
 
 def answer(question: Question) -> tuple[dict[str, Any], str]:
@@ -20,13 +20,8 @@ def answer(question: Question) -> tuple[dict[str, Any], str]:
 
 def _text(q: Question, a: Advice) -> str:
     drawn = a.draws is not None
-    whose = (
-        "an image"
-        if q.people is None
-        else "a person"
-        if drawn
-        else f"a person ({q.images_of_a_person} images at most)"
-    )
+    whose = "a person" if q.unit.is_person else "an image"
+    whose += f" ({q.images_of_a_person} images at most)" if q.unit.is_person and not drawn else ""
     hours = None if a.hours is None else f"{a.hours:.2g} ({a.hours_how})"
     lines = [
         f"Recommended: {a.way}.",

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from dpvision.cli.output import emit, pairs, parse
 from dpvision.cli.paths import check_sheet, check_sheet_size
-from dpvision.cli.recipe import get_recipe
 from dpvision.errors import ConfigError
+from dpvision.recipes import get_recipe
 
 OutPath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
 

@@ -2,14 +2,12 @@
 first.
 """
 
-import importlib.util
-import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -21,38 +19,18 @@ from dpvision.cli.adapt import (
     require_budget,
     settings_asked,
 )
-from dpvision.cli.output import RecipeName, emit, may_show, private_scores, shown
-from dpvision.cli.paths import check_store
-from dpvision.cli.recipe import get_recipe
-from dpvision.cli.run_args import STOPPED, RunArgs, check_places
-from dpvision.cli.tune_price import Price, charged_refusal, price_table, prices
-from dpvision.cli.tune_space import How, grid, parse_space
-from dpvision.cli.tune_trials import (
-    LOSS,
-    OWN_HEAD,
-    Study,
-    Trial,
-    TrialStopped,
-    check_study,
-    plan_of,
-    run_ids,
-    search,
-    study_folder,
-    trial_folder,
-)
+from dpvision.cli.output import RecipeName, emit, may_show, private_scores, shown, table
+from dpvision.cli.run_args import STOPPED, RunArgs
 from dpvision.cli.typed import parse_first, parse_run, words_of
-from dpvision.config import ClassifierConfig, HeadConfig, RunConfig, to_dict
-from dpvision.config.head_presets import candidate_name
+from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.resolve import read_of, resolve
-from dpvision.errors import ConfigError
-from dpvision.eval.probes.settings import checked_protocols
-from dpvision.privacy.printed import up
+from dpvision.errors import ConfigError, RunStopped
+from dpvision.privacy.printed import up, up_delta
+from dpvision.recipes import get_recipe
 from dpvision.runs.spent import charge_words
+from dpvision.tune import Found, Question, Study, Trial, plan_study, search
+from dpvision.tune.study import charged_event, plan_of, run_ids, trial_folder
 
-if TYPE_CHECKING:
-    from dpvision.data.store import Store
-
-_MOST_CANDIDATES = 100
 _DOC = """Choose settings of a recipe by trials. Trials on private images cost privacy: a table of
 what each way costs is printed first.
 
@@ -75,33 +53,18 @@ fails or crashes counts. docs/tuning.md explains the four ways."""
 class _What(Shorts):
     recipe: RecipeName = ""
     """Name of a recipe; a head by its name, such as transfer.many_steps."""
-    how: How | None = None
-    """simulated: TAN simulations (--simulate K). public: private runs on public images. charged:
-    private runs on the private images, each charged. private-selection: a secret number of runs,
-    one charge, for heads.
-    """
-    space: tuple[str, ...] = ()
-    """Settings to vary: NAME=A,B,C, NAME=LOW..HIGH or "NAME=log LOW..HIGH"."""
-    trials: int = 20
-    """Number of trials; with private-selection the mean of their secret number."""
-    budget: float | None = None
-    """Epsilon that all trials together may cost (charged). If omitted, what --trials cost."""
+
+
+@dataclass(frozen=True)
+class TuneArgs(RunArgs, Question, _What):
+    """Arguments of `dpvision tune`."""
+
     test: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Labelled store of other images to score trials on; public, unless trials are simulated. If
     omitted, trials are compared by loss.
     """
-    objective: str | None = None
-    """own_head, a protocol of `dpvision evaluate` (knn, ridge, ...), or loss. If omitted, own_head
-    for classifiers, ridge for other networks, loss without --test.
-    """
     simulate: Annotated[float | None, tyro.conf.arg(metavar="K")] = None
     """Divides batch and noise of simulated trials."""
-
-
-@dataclass(frozen=True)
-class TuneArgs(RunArgs, _What):
-    """Arguments of `dpvision tune`."""
-
     resume: bool = False
     """Continue a stopped or killed study: the same command, with --resume."""
     dry_run: bool = False
@@ -131,307 +94,165 @@ def tune(args: TuneArgs, config: RunConfig, asked: Mapping[str, Any]) -> None:
     Args:
         asked: the settings of ``config`` that were asked for, by dotted name.
     """
-    how = args.how
-    objective = _check(args, config)
-    assert how is not None and args.data is not None, "checked"
-    space = parse_space(args.space, config, how)
-    candidates = (
-        tuple(candidate_name(one) for one in grid(space, _MOST_CANDIDATES))
-        if how == "private-selection"
-        else ()
-    )
-    if (
-        objective == LOSS
-        and (views := [name for name in space if name.startswith(("data.", "model."))])
-        and not candidates
-    ):
-        raise ConfigError(
-            f"tune: {views[0]} with --objective loss; expected settings that leave the loss "
-            "comparable. Give --test STORE."
-        )
     root = args.root(args.recipe)
-    if candidates:
-        check_places(root, config, dry_run=args.dry_run)
-    else:
-        check_store(args.data, args.test)
-        if not args.dry_run:
-            check_study(root, resume=args.resume)
-            if importlib.util.find_spec("optuna") is None:
-                raise ConfigError(
-                    "tune: optuna is not installed; expected it for the search. uv pip install "
-                    "'optuna>=5,<6' (extra `tune`)."
-                )
-    from dpvision.data.open import open_store
-    from dpvision.privacy.simulation import simulated
-
-    store, test = open_store(args.data), None if args.test is None else open_store(args.test)
-    _check_stores(how, store, test)
-    private = "private" in {one.results_visibility for one in (store, test) if one is not None}
-    fixed = config
-    if isinstance(config.model, HeadConfig) and not candidates:
-        from dpvision.adapt.prepare import with_planned_steps
-
-        # The same number in all trials, whose price it determines, and in the command that uses the
-        # best one.
-        fixed = with_planned_steps(config)
-        asked = {**asked, "privacy.steps": fixed.privacy.steps}
-    if args.simulate is not None:
-        simulated(fixed.privacy, args.simulate)  # raises with the reason
-    plan = plan_of(fixed)
-    if how == "charged" and (reason := charged_refusal(plan)):
-        raise ConfigError(reason)
-    price = prices(config, plan, args.trials, args.budget, candidates, private=private)
-    table = price_table(price, how, args.trials)
-    charge: dict[str, Any] | None = None
-    if how == "charged":
-        charge, charged = charge_words(
-            store, plan, runs=max(1, price.fits), chosen=True, besides=run_ids(root)
-        )
-        table += f"\n{charged}"
-    if candidates:
-        assert isinstance(config.model, HeadConfig)
-        config = replace(
-            config,
-            model=replace(config.model, candidates=candidates, selection_runs=float(args.trials)),
-        )
-        charge, charged = charge_words(store, plan_of(config))
-        table += f"\n{charged}" if args.dry_run else ""
+    study = plan_study(args, config, root, resume=args.resume, dry_run=args.dry_run)
+    head, selects = isinstance(config.model, HeadConfig), args.how == "private-selection"
+    if head and not selects:
+        asked = {**asked, "privacy.steps": study.config.privacy.steps}
+    text, charge = _price_table(study), None
+    if args.how == "charged":
+        runs, ids = max(1, study.price.fits), run_ids(root)
+        charge, charged = charge_words(study.store, study.plan, runs=runs, chosen=True, besides=ids)
+        text += f"\n{charged}"
+    elif selects:
+        charge, charged = charge_words(study.store, plan_of(study.config))
+        text += f"\n{charged}" if args.dry_run else ""
     if args.dry_run:
         result = {
             "dry_run": True,
-            "how": how,
+            "how": args.how,
             "trials": args.trials,
-            "prices": price.to_dict(),
+            "prices": study.price.to_dict(),
             "store_total": charge,
         }
-        emit(result, args.json, f"{table}\nDry run: nothing was trained or charged.")
+        emit(result, args.json, f"{text}\nDry run: nothing was trained or charged.")
         return
-    args.say(table)
-    if how in ("charged", "private-selection") and isinstance(config.model, HeadConfig):
-        require_budget("tune", plan, asked)
-    if how == "charged" and price.fits == 0:
+    args.say(text)
+    if args.how in ("charged", "private-selection") and head:
+        require_budget("tune", study.plan, asked)
+    if args.how == "charged" and study.price.fits == 0:
         raise ConfigError(
-            f"tune: --budget {args.budget}; expected at least {up(price.one)}, the price of one "
-            "trial. Give more."
+            f"tune: --budget {args.budget}; expected at least {up(study.price.one)}, the price of "
+            "one trial. Give more."
         )
-    if candidates:
+    if selects:
         from dpvision.adapt.prepare import prepare
 
-        shared = {
-            name: getattr(args, name)
-            for name in {f.name for f in fields(AdaptArgs)} & {f.name for f in fields(TuneArgs)}
-        }
-        adapt_new(AdaptArgs(**shared), prepare(config), asked)
+        shared = {f.name for f in fields(AdaptArgs)} & {f.name for f in fields(TuneArgs)}
+        options = AdaptArgs(**{name: getattr(args, name) for name in shared})
+        adapt_new(options, prepare(study.config), asked)
         return
-    private = private and how == "simulated"
-    budget = price.budget if how == "charged" else None
-    study = Study(
-        root,
-        fixed,
-        space,
-        how,
-        args.trials,
-        objective,
-        args.test,
-        args.simulate,
-        plan,
-        budget,
-        private,
-        args.quiet,
+    shows = may_show(study.confidential, args.show_confidential)
+
+    def say(line: str, detail: str) -> None:
+        if not args.quiet:
+            print(line + (detail if shows else ""), file=sys.stderr, flush=True)
+
+    try:
+        found = search(study, say, resume=args.resume, quiet=args.quiet)
+    except RunStopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(STOPPED)
+    _finish(args, asked, study, found)
+    if found.refused is not None:
+        raise found.refused
+    if found.best is None:
+        raise ConfigError(
+            "tune: every trial failed; expected one with a score. The reasons are above."
+        )
+
+
+def _price_table(study: Study) -> str:
+    """Return the table of the four ways as text; the chosen one is marked."""
+    price, plan = study.price, study.plan
+    rows = [
+        (f"{'> ' if way == study.asked.how else '  '}{way}", *rest) for way, *rest in price.rows
+    ]
+    delta = "" if price.budget is None else f", at delta {up_delta(price.budget.delta)}"
+    whose = ", epsilon of a person" if plan.num_units is not None else ""
+    text = table(
+        f"{study.asked.trials} trials{delta}{whose}",
+        ("way", "epsilon", "confidential", "statement's tuning"),
+        rows,
     )
-    question = {
-        "how": how,
-        "space": sorted(args.space),
-        "trials": args.trials,
-        "budget": args.budget,
-        "objective": objective,
-        "test": str(args.test),
-        "simulate": args.simulate,
-        "config": {name: value for name, value in to_dict(fixed).items() if name != "hardware"},
-    }
-    with study_folder(root, question, resume=args.resume) as folder:
-        try:
-            trials, refused = search(
-                study, folder, _told(args.quiet, may_show(private, args.show_confidential))
-            )
-        except TrialStopped:
-            print("Stopped; the trial is saved. Continue with --resume.", file=sys.stderr)
-            sys.exit(STOPPED)
-        _finish(args, asked, study, trials, price, store, folder, private)
-        if refused is not None:
-            raise refused
-        if all(trial.score is None for trial in trials):
-            raise ConfigError(
-                "tune: every trial failed; expected one with a score. The reasons are above."
-            )
+    if study.budget is not None:
+        text += (
+            "\n"
+            f"Renyi filter of order {study.budget.order:g}, fixed now: the next trial is refused "
+            f"when all would cost more than epsilon {up(study.budget.epsilon)}. Other runs on "
+            "the store add to it: `dpvision ledger STORE`."
+        )
+    return text
 
 
-def _told(quiet: bool, all_of_it: bool) -> Callable[[str, str], None]:
-    """Return what prints progress: a line, and if results may be printed what depends on them."""
-
-    def say(text: str, detail: str) -> None:
-        if not quiet:
-            print(text + (detail if all_of_it else ""), file=sys.stderr, flush=True)
-
-    return say
-
-
-def _check(args: TuneArgs, config: RunConfig) -> str:
-    """Refuse what needs no data to be refused, and return the objective."""
-    how, model, privacy = args.how, config.model, config.privacy
-    if how is None:
-        raise ConfigError(
-            "tune: no --how; expected simulated, public, charged or private-selection. "
-            "docs/tuning.md compares them."
-        )
-    if args.data is None:
-        raise ConfigError(
-            "tune: no --data; expected a store made by `dpvision data import`. Give --data STORE."
-        )
-    if privacy.guarantee != "dp":
-        raise ConfigError(
-            f"tune: guarantee={privacy.guarantee}; expected a private recipe to tune. Name one."
-        )
-    if isinstance(model, HeadConfig) and (model.head == "auto" or model.candidates):
-        raise ConfigError(
-            f"tune: {args.recipe} chooses its head; expected one head. Name it, e.g. "
-            "transfer.many_steps."
-        )
-    if not 1 <= args.trials <= 10_000:
-        raise ConfigError(f"tune: --trials {args.trials}; expected 1 to 10000. Use 20.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "tune: WORLD_SIZE above 1; expected one process. Start it without torchrun."
-        )
-    if (args.simulate is not None) != (how == "simulated"):
-        raise ConfigError(
-            f"tune: --how {how} with --simulate {args.simulate}; expected --simulate K exactly "
-            "with simulated. E.g. 4."
-        )
-    if args.budget is not None and (how != "charged" or not 0 < args.budget < float("inf")):
-        raise ConfigError(
-            f"tune: --budget {args.budget} with --how {how}; expected a positive epsilon, with "
-            "charged. Drop or change it."
-        )
-    if how == "private-selection":
-        if not isinstance(model, HeadConfig):
-            raise ConfigError(
-                f"tune: private-selection of {args.recipe}; expected a head. The number of "
-                "trainings has to stay secret, and hours of training, with a line in the ledger "
-                "for each step, would tell it. Use --how simulated, public or charged."
-            )
-        if args.resume or args.objective is not None or args.trials < 2:
-            raise ConfigError(
-                "tune: private-selection with --resume, --objective or one trial; expected none "
-                "of them: it is one charge."
-            )
-        return OWN_HEAD
-    if how == "charged" and args.test is None:
-        raise ConfigError(
-            "tune: charged without --test; expected public labelled images to score on, which "
-            "costs nothing: losses and scores on private images are not covered by the charge. "
-            "Give --test STORE, or use private-selection for a head."
-        )
-    own = isinstance(model, HeadConfig | ClassifierConfig)
-    objective = args.objective or (LOSS if args.test is None else OWN_HEAD if own else "ridge")
-    if objective == LOSS and (how == "charged" or isinstance(model, HeadConfig)):
-        raise ConfigError(
-            f"tune: loss as the objective of {how} trials of {args.recipe}; expected a score on "
-            "--test STORE. Give one."
-        )
-    if objective != LOSS:
-        checked_protocols([objective])
-        if args.test is None:
-            raise ConfigError(
-                f"tune: --objective {objective} without --test; expected labelled images to "
-                "score on. Give --test STORE."
-            )
-    return objective
-
-
-def _check_stores(how: How, store: "Store", test: "Store | None") -> None:
-    """Refuse stores whose visibility does not fit the way."""
-    private = store.results_visibility == "private"
-    if how == "public" and private:
-        raise ConfigError(
-            f"tune: --how public with {store.path}, whose results are private; expected public "
-            "images like yours. Import them with --public, or use --how charged."
-        )
-    if how == "charged" and not private:
-        raise ConfigError(
-            f"tune: --how charged with {store.path}, which is public; expected private images. "
-            "Use --how public: it is free."
-        )
-    if how in ("public", "charged") and test is not None and test.results_visibility == "private":
-        raise ConfigError(
-            f"tune: --test {test.path}, whose scores are private; expected public images, "
-            "because choosing by private scores is a selection that is not charged. Import them "
-            "with --public."
-        )
-
-
-def _finish(
-    args: TuneArgs,
-    asked: Mapping[str, Any],
-    study: Study,
-    trials: list[Trial],
-    price: Price,
-    store: "Store",
-    folder: Path,
-    private: bool,
-) -> None:
+def _finish(args: TuneArgs, asked: Mapping[str, Any], study: Study, found: Found) -> None:
     """Print the trials from best to worst, what they cost, and the commands that use the best
     one.
     """
-    from dpvision.cli.tune_price import charged_text
-
-    scored = [trial for trial in trials if trial.score is not None]
-    scored.sort(key=lambda trial: trial.score or 0.0, reverse=study.maximize)
-    lines = [f"{len(scored)} of {len(trials)} trials have a score ({study.objective}), best first:"]
-    for trial in [*scored, *(trial for trial in trials if trial.score is None)]:
+    best, scored = found.best, sum(trial.score is not None for trial in found.trials)
+    lines = [
+        f"{scored} of {len(found.trials)} trials have a score ({study.objective}), best first:"
+    ]
+    for trial in found.trials:
         settings = "  ".join(f"{name}={shown(value)}" for name, value in trial.settings.items())
-        lines.append(
-            f"  trial {trial.number:3d}  "
-            f"{'failed' if trial.score is None else format(trial.score, '.5g'):>9}  {settings}"
-        )
-    commands = _commands(args, asked, study, scored[0], private) if scored else []
-    found = "\n".join(
-        [
-            *lines,
-            *(["To use the best:", *(f"  {command}" for command in commands)] if commands else []),
-        ]
-    )
-    (folder / "trials.txt").write_text(found + "\n")
-    cost, spent = charged_text(study, store, trials) if study.how == "charged" else ("", {})
-    text = (
-        private_scores(found, [str(folder / "trials.txt")], args.show_confidential)
-        if private
-        else found
-    )
+        score = "failed" if trial.score is None else f"{trial.score:.5g}"
+        lines.append(f"  trial {trial.number:3d}  {score:>9}  {settings}")
+    commands = [] if best is None else _commands(args, asked, study, best)
+    if commands:
+        lines += ["To use the best:", *(f"  {command}" for command in commands)]
+    text, file = "\n".join(lines), study.root / "confidential" / "trials.txt"
+    file.write_text(text + "\n")
+    if study.confidential:
+        text = private_scores(text, [str(file)], args.show_confidential)
     result: dict[str, Any] = {
         "run": str(study.root),
-        "how": study.how,
-        "trials": len(trials),
-        "prices": price.to_dict(),
-        **spent,
+        "how": args.how,
+        "trials": len(found.trials),
+        "prices": study.price.to_dict(),
     }
-    if may_show(private, args.show_confidential or args.json):
-        best = scored[0] if scored else None
-        result |= {
-            "best": best
-            and {"trial": best.number, "score": best.score, "settings": dict(best.settings)},
-            "commands": commands,
+    if study.budget is not None:
+        cost, figures = _charged(study, found)
+        text, result = f"{text}\n{cost}", result | figures
+    if may_show(study.confidential, args.show_confidential or args.json):
+        result["best"] = best and {
+            "trial": best.number,
+            "score": best.score,
+            "settings": dict(best.settings),
         }
-    emit(result, args.json, "\n".join(filter(None, [text, cost])))
+        result["commands"] = commands
+    emit(result, args.json, text)
 
 
-def _commands(
-    args: TuneArgs, asked: Mapping[str, Any], study: Study, best: Trial, private: bool
-) -> list[str]:
+def _charged(study: Study, found: Found) -> tuple[str, dict[str, Any]]:
+    """Return what the ledgers say that the trials have cost, as text and ready for JSON."""
+    from dpvision.privacy.account import filter_bound, store_account
+    from dpvision.privacy.store_marks import StoreLedgers
+
+    ids = {trial.run_id for trial in found.trials}
+    ledgers = [
+        ledger
+        for run_id, ledger in StoreLedgers.of(study.store.path).read_all().items()
+        if run_id in ids and ledger.steps
+    ]
+    bound = filter_bound([charged_event(ledger.plan) for ledger in ledgers], study.plan.delta)
+    account = store_account(study.store.path)
+    assert bound is not None and study.budget is not None
+    total = (
+        "unknown"
+        if account.epsilon_filter is None
+        else f"{up(account.epsilon_filter)} at delta {up_delta(account.delta)}"
+    )
+    text = (
+        f"These trials and the choice among them: epsilon {up(study.budget.epsilon)} at delta "
+        f"{up_delta(study.plan.delta)}, the budget fixed beforehand; the ledgers of "
+        f"{len(ledgers)} trials hold {up(bound[0])}. The epsilon of a single trial does not "
+        "cover the choice.\n"
+        f"All {len(account.runs)} runs on the store: epsilon "
+        f"{total}{'' if account.unit_epsilon is None or account.draws_people else ' for an image'}."
+    )
+    return text, {
+        "epsilon": study.budget.epsilon,
+        "charged": bound[0],
+        "delta": study.plan.delta,
+        "store_epsilon": account.epsilon_filter,
+    }
+
+
+def _commands(args: TuneArgs, asked: Mapping[str, Any], study: Study, best: Trial) -> list[str]:
     """Return the commands that release the best trial, or repeat it on private images, with the
     declaration of how it was chosen.
     """
-    if study.how == "charged":
+    if args.how == "charged":
         return [f"dpvision report {trial_folder(study.root, best.number)} --tuning charged"]
     adapts = isinstance(study.config.model, HeadConfig | ClassifierConfig)
     words = [
@@ -439,13 +260,9 @@ def _commands(
         "adapt" if adapts else "train",
         args.recipe,
         "--data",
-        str(args.data) if private else "STORE",
+        str(study.config.data.store) if study.confidential else "STORE",
     ]
-    target = (
-        "privacy.target_epsilon"
-        if study.config.privacy.num_units is None
-        else "privacy.target_unit_epsilon"
-    )
+    target = f"privacy.{study.config.privacy.unit.target}"
     settings = {
         target if name == "epsilon" else name: value
         for name, value in asked.items()
@@ -455,5 +272,5 @@ def _commands(
         words += words_of(name, value)
     return [
         shlex.join(words),
-        f"dpvision report RUN --tuning {'not_covered' if private else 'public'}",
+        f"dpvision report RUN --tuning {'not_covered' if study.confidential else 'public'}",
     ]
