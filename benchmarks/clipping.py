@@ -22,7 +22,7 @@ and opacus_per_sample hold the gradients of at most 32 records at once, in the s
 "memory_mb" is the peak of one step: weights, buffers and batch, and on top what the step allocates,
 gradients included (measure.peak_mb). "gpu_hours_per_epoch" is for 233 million records at
 "records_per_s". On a CPU the C library is told to keep freed memory for the next step
-(dpvision.train.heap, as training does), which all variants gain by alike; the setting
+(dpvision.train.memory, as training does), which all variants gain by alike; the setting
 "freed_memory_kept" is 1 where it could be told.
 
 Before a case is timed, one_pass must agree with vmap on three records, with each form of the head;
@@ -75,7 +75,7 @@ from dpvision.dp.rounding import RESERVE
 from dpvision.errors import DPVisionError
 from dpvision.models import make_model
 from dpvision.recipes import RECIPES
-from dpvision.train.heap import keep_freed_memory
+from dpvision.train.memory import keep_freed_memory
 from dpvision.train.objectives import mae_losses
 from dpvision.train.step import autocast
 

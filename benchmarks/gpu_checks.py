@@ -28,21 +28,18 @@ from torch import Tensor, nn
 from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
-from dpvision.dp.clip import check_bits, clipped_sum
-from dpvision.dp.clipped import ClippedSum
+from dpvision.dp.clip import check_bits, clipped_sum, public_loss_scale
+from dpvision.dp.clipped import ClippedSum, seal
 from dpvision.dp.compiled import compile_blocks
 from dpvision.dp.noise import grid_of, privatize
 from dpvision.dp.normals import box_muller, key_words, normals
-from dpvision.dp.scale import public_loss_scale
-from dpvision.dp.seal import seal
 from dpvision.errors import PrivacyError
 from dpvision.models import make_model
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, Keystream
 from dpvision.recipes import RECIPES
-from dpvision.train.feed import to_device
 from dpvision.train.objectives import example_batch, loss_function
-from dpvision.train.step import autocast
+from dpvision.train.step import autocast, to_device
 
 SMALL = ("vip.micro_random_start", "dpcap.micro_random_start")
 RAW, STEP_KEY = bytes(range(32)), StepKey(0, 0)

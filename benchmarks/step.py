@@ -72,9 +72,9 @@ from dpvision.synthetic.scenes import make_scene
 from dpvision.train import start
 from dpvision.train import step as train_step
 from dpvision.train.distributed import Group, broadcast_int, gather_texts, join, together
-from dpvision.train.feed import on_device
-from dpvision.train.heap import keep_freed_memory
 from dpvision.train.loop import Session
+from dpvision.train.memory import keep_freed_memory
+from dpvision.train.step import on_device
 
 MODELS = {
     "mae_base": "vip.base",

@@ -230,14 +230,14 @@ def test_a_record_of_two_persons_in_one_json_object_belongs_to_neither(tmp_path:
 
 FOREIGN = {
     "strict_json.py": "the reader itself",
-    "config/head_presets.py": "an option of the command line",
+    "config/resolve.py": "an option of the command line",
     "config/models.py": "an option of the command line",
-    "cli/tune_space.py": "an option of the command line",
+    "tune/space.py": "an option of the command line",
     "encoders/unpickle_worker.py": "an argument of our own",
     "statement/schema.py": "a file of the package",
     "train/same.py": "facts of other ranks",
     "report/operator_page.py": "losses",
-    "cli/tune_trials.py": "losses",
+    "tune/trials.py": "losses",
     "data/store.py": "captions",
     "data/record_lines.py": "captions",
     "data/caption_files.py": "captions",

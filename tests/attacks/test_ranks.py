@@ -43,7 +43,7 @@ torch.set_num_threads(1)
 from dpvision.config import RunConfig, from_dict
 from dpvision.errors import CheckpointError
 from dpvision.privacy.ledger import Ledger
-from dpvision.dp.seal import seal
+from dpvision.dp.clipped import seal
 from dpvision.train import loop, start, step
 
 rank, folder, ports = int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])

@@ -29,7 +29,7 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.buckets import block_error, blocks, num_buckets, passes
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.clipped import ClippedSum
-from dpvision.dp.outer_products import OuterProducts
+from dpvision.dp.outer_products import Dense, OuterProducts
 from dpvision.dp.rounding import (
     BUDGET,
     LOOSE,
@@ -39,7 +39,6 @@ from dpvision.dp.rounding import (
     gamma,
     proven_bound,
 )
-from dpvision.dp.sides import Dense
 from dpvision.dp.weight_grads import _pulled as pulled
 from dpvision.models import make_model
 from dpvision.privacy.plan import DPPlan, make_plan

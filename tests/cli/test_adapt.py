@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from dpvision.adapt import prepare
-from dpvision.adapt.rate import MOST_STEPS
+from dpvision.adapt.defaults import MOST_STEPS
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli import main
 from dpvision.data.import_labels import ClassRule

@@ -21,7 +21,7 @@ from dpvision.data.texture_store import write_texture_store
 from dpvision.data.tokenizer import MIN_VOCAB_SIZE, CaptionReader, check_captions, train_tokenizer
 from dpvision.data.transform import CROP_NUMBERS, crop_box, preprocess
 from dpvision.errors import DataError
-from dpvision.train.feed import on_device
+from dpvision.train.step import on_device
 
 from .image_files import encode, noise, spoil
 

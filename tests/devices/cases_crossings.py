@@ -70,7 +70,7 @@ def test_a_step_waits_once_a_pass_and_once_at_its_end(
     assert found == {
         (WAIT, "dp/one_pass.py weigh"): passes,
         (WAIT, "train/step.py _metrics"): 1,
-        (COPY, "train/feed.py _copied"): width * passes,
+        (COPY, "train/step.py _copied"): width * passes,
         (COPY, "data/transform.py normalise_tensor"): 2 * passes,
         (COPY, "dp/clip.py _sum_of_pass"): 3 * passes,
         (COPY, "dp/noise.py _Release.run"): 1,

@@ -20,8 +20,8 @@ from dpvision.data.keys import StepKey
 from dpvision.dp.per_record import LossModule, prefixed
 from dpvision.models import make_model
 from dpvision.recipes import RECIPES
-from dpvision.train.feed import to_device
 from dpvision.train.objectives import example_batch, loss_function
+from dpvision.train.step import to_device
 
 CUDA = torch.device("cuda", 0)
 

@@ -23,7 +23,7 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
 from dpvision.dp.clip import clipped_sum
-from dpvision.encoders import collect as collect_module
+from dpvision.encoders import feature_file
 from dpvision.encoders.open import open_encoder
 from dpvision.eval.captions import caption_images, choice
 from dpvision.eval.captions.open_captioner import open_captioner
@@ -36,7 +36,7 @@ from dpvision.models import make_model
 from dpvision.models.generate import GenerateSettings
 from dpvision.privacy.stream import Key, Keystream
 from dpvision.recipes import RECIPES
-from dpvision.train import distributed, feed
+from dpvision.train import distributed, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import Session, fit
 from dpvision.train.objectives import example_batch, loss_function
@@ -246,7 +246,7 @@ def subject() -> Iterator[tuple[Any, nn.Module, Batch]]:
     yield (
         loss_function(config),
         make_model(config.model, 0).to(DEVICE),
-        feed.to_device(example_batch(config, 3), DEVICE),
+        step.to_device(example_batch(config, 3), DEVICE),
     )
 
 
@@ -321,7 +321,7 @@ def test_evaluation_that_forgets_the_device_is_refused(
 ) -> None:
     run(small(RECIPES["vip.nano"](), *stores), tmp_path / "run", "cpu", train)
     monkeypatch.setattr(
-        cache, "collect_features", edited(collect_module, "collect_features", ".to(device)")
+        cache, "collect_features", edited(feature_file, "collect_features", ".to(device)")
     )
     with pytest.raises(StrictDeviceError, match="same device"):
         scores(tmp_path / "run", stores[0], DEVICE)

@@ -24,7 +24,7 @@ from dpvision.dp.compiled import CompiledBlocks
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.dense.settings import DenseHardware
 from dpvision.recipes import RECIPES
-from dpvision.train import distributed, feed, loop, memory, start
+from dpvision.train import distributed, loop, memory, start, step
 from dpvision.train.distributed import Group, join
 from dpvision.train.start import new_session
 
@@ -317,9 +317,9 @@ def test_the_next_batch_is_copied_by_a_thread_while_this_one_is_computed(
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
-    monkeypatch.setattr(feed, "to_device", to_device)
+    monkeypatch.setattr(step, "to_device", to_device)
     batches = (SimpleNamespace(record_id_B=k, valid_B=None) for k in range(3))
-    for k, (_, rows) in enumerate(feed._copied(batches, torch.device("cuda"))):  # type: ignore[arg-type]
+    for k, (_, rows) in enumerate(step._copied(batches, torch.device("cuda"))):  # type: ignore[arg-type]
         assert copied[min(k + 1, 2)].wait(900), (
             "the next batch is not copied while this one is computed"
         )
@@ -345,8 +345,8 @@ def test_a_fault_of_the_loader_reaches_the_loop(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=str)
     )
-    monkeypatch.setattr(feed, "to_device", lambda batch, device: ())
-    found = feed._copied(batches(), torch.device("cuda"))
+    monkeypatch.setattr(step, "to_device", lambda batch, device: ())
+    found = step._copied(batches(), torch.device("cuda"))
     next(found)
     with pytest.raises(DataError, match="cannot be read"):
         next(found)

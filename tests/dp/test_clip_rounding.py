@@ -8,7 +8,7 @@ import zoo
 from torch import nn
 from zoo import KEY, make_batch
 
-from dpvision.dp import one_pass, products
+from dpvision.dp import one_pass, outer_products
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.rounding import RESERVE
 
@@ -18,7 +18,7 @@ def as_on_a_gpu(monkeypatch):
     def rounding(dtype, device):
         return torch.finfo(dtype).eps / 2 if dtype in (torch.float16, torch.bfloat16) else 0.0
 
-    monkeypatch.setattr(products, "rounding", rounding)
+    monkeypatch.setattr(outer_products, "rounding", rounding)
     monkeypatch.setattr(one_pass, "rounding", rounding)
 
 

@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 
 from dpvision.dp import gram, outer_products
 from dpvision.dp.gram import square_norms, square_norms_of_shared
-from dpvision.dp.outer_products import OuterProducts
-from dpvision.dp.products import product, scaled
-from dpvision.dp.sides import Dense, OneHot, Patches, Recomputed
+from dpvision.dp.outer_products import (
+    Dense,
+    OneHot,
+    OuterProducts,
+    Patches,
+    Recomputed,
+    product,
+    scaled,
+)
 
 KINDS = ("dense", "one_hot", "remade", "patches")
 
@@ -28,7 +34,7 @@ def make_side(kind: str, generator, num: int, places: int, width: int):
         return OneHot(index, width, torch.float64), F.one_hot(index, width).double()
     value = draw(generator, num, places, width)
     if kind == "remade":
-        return Recomputed(lambda rows: value[rows], value @ value.mT, width, 1), value
+        return Recomputed(value @ value.mT, lambda rows: value[rows], width, 1), value
     return Dense(value), value
 
 
@@ -101,7 +107,7 @@ def test_weighted_sum_is_that_of_the_gradients_written_out(
             patch.setattr(outer_products, "OUTER_NUMBERS", {"cpu": room, "cuda": room})
             everything = use.weighted_sum(factor_B, None, blocks)
             if isinstance(use.right, Dense):
-                use.right.value[~keep_B] = torch.nan
+                use.right.kept[~keep_B] = torch.nan
             kept = use.weighted_sum(torch.where(keep_B, factor_B, 0.0), keep_B, blocks)
         tolerance = {"rtol": 0, "atol": 1e-12 * (1 + num * kinds[2])}
         torch.testing.assert_close(

@@ -8,8 +8,7 @@ import torch
 import zoo
 from zoo import KEY, make_batch, rows
 
-from dpvision.dp.clip import clipped_sum
-from dpvision.dp.scale import public_loss_scale
+from dpvision.dp.clip import clipped_sum, public_loss_scale
 
 
 def flat(total):

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpvision.dp.clipped import ClippedSum
+from dpvision.dp.clipped import ClippedSum, seal
 from dpvision.dp.noise import DPGradient
-from dpvision.dp.seal import seal
 from dpvision.privacy.stream import Key
 from dpvision.runs.run import Secrets
 

@@ -25,9 +25,8 @@ from dpvision.dp.separable import check_separable
 from dpvision.dp.support import check_exact
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.train.distributed import join
-from dpvision.train.feed import to_device
-from dpvision.train.heap import keep_freed_memory
-from dpvision.train.step import autocast
+from dpvision.train.memory import keep_freed_memory
+from dpvision.train.step import autocast, to_device
 
 TOLERANCE = 1e-5
 """Largest relative difference of the float32 sum, and of a norm, from the oracle's."""

@@ -1,12 +1,12 @@
 """Which records are summed together: by a public hash of (seed, step, record id), so that one
 record moves its own bucket only.
 
-Float sums round. Were the records of a batch simply cut into slices, one record less would shift
-every later slice, and the rounding of all of them would change. Here a record's place follows from
-its own hash. A bucket is an interval of hashes; where it holds more records than a pass, or a block
-of a matrix product more error than allowed, it is halved at the next bit of the hash. So removing a
-record changes the sums that it was in, and possibly joins the two halves of one interval; every
-other sum has the same records as before.
+Float sums round. If a batch were cut into slices, removing one record would shift every later slice
+and change the rounding of each. Here a record's place follows from its own hash. A bucket is an
+interval of hashes; where it holds more records than a pass, or a block of a matrix product more
+error than allowed, it is halved at the next bit of the hash. So removing a record changes the sums
+that it was in, and may join the two halves of one interval; every other sum has the same records as
+before.
 
 Legend: B records.
 """

@@ -25,7 +25,7 @@ from dpvision.data.keys import StepKey
 from dpvision.devices import fixed_kernels, send
 from dpvision.dp.buckets import hashes, passes
 from dpvision.dp.clipped import ClippedSum as ClippedSum
-from dpvision.dp.clipped import once
+from dpvision.dp.clipped import once, seal
 from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.one_pass import How, one_pass
 from dpvision.dp.per_record import LossFn as LossFn
@@ -40,7 +40,6 @@ from dpvision.dp.reference_bits import (
 )
 from dpvision.dp.rounding import MOST_ROUNDED, UNIT, clip_factors, require_exact_products, reserve
 from dpvision.dp.route import trained
-from dpvision.dp.seal import seal
 from dpvision.dp.separable import require_separable
 from dpvision.dp.weight_grads import summed
 from dpvision.errors import ConfigError, PrivacyError
@@ -181,8 +180,7 @@ def check_bits(
 
     Args:
         public: as many valid public records as a pass has rows, in the shapes to come.
-        sizes: smaller numbers of rows to check too; passes are padded to the next of those
-            admitted.
+        sizes: smaller numbers of rows to check too; a pass is padded to the next admitted number.
 
     Returns:
         The numbers of rows admitted, ascending.
@@ -306,8 +304,8 @@ def _plain_sum(
 
 
 def trained_parameters(model: nn.Module, max_grad_norm: float | None) -> dict[str, Tensor]:
-    """Return the trained parameters by name, detached. Refuse none; and with clipping, those whose
-    sums would be rounded to half precision, or whose reserve is another's (``rounding.reserve``).
+    """Return the trained parameters by name, detached; refuse none, and with clipping those in half
+    or mixed precision.
     """
     params = {name: p.detach() for name, p in trained(model).items()}
     if not params:
@@ -315,10 +313,19 @@ def trained_parameters(model: nn.Module, max_grad_norm: float | None) -> dict[st
             "clip: model has no parameter with requires_grad; expected at least one. Unfreeze "
             "the parameters to train."
         )
+    if max_grad_norm is not None:
+        _require_wide(params)
+    return params
+
+
+def _require_wide(params: dict[str, Tensor]) -> None:
+    """Refuse trained parameters whose sums would be rounded to half precision, or whose reserve is
+    another's (``rounding.reserve``).
+    """
     kinds: dict[torch.dtype, str] = {}
     for name, p in params.items():
         kinds.setdefault(p.dtype, name)
-    if max_grad_norm is not None and (len(kinds) > 1 or not kinds.keys() <= UNIT.keys()):
+    if len(kinds) > 1 or not kinds.keys() <= UNIT.keys():
         found = ", ".join(
             f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in kinds.items()
         )
@@ -328,7 +335,6 @@ def trained_parameters(model: nn.Module, max_grad_norm: float | None) -> dict[st
             "weights in float32 (p.data = p.data.float()) and run the forward pass under "
             "torch.autocast."
         )
-    return params
 
 
 def _check(
@@ -365,3 +371,41 @@ def _check(
         raise ConfigError(f"clip: rows={rows!r}; expected at least 1. Use 64.")
     if max_grad_norm is not None:
         require_exact_products("clip")
+
+
+_LARGEST, _SMALLEST = 24, -8
+_HEADROOM = 4
+"""Binary orders of magnitude by which private gradients may be larger than the public ones before
+they overflow.
+"""
+
+
+def public_loss_scale(
+    loss_fn: LossFn, model: nn.Module, public_batch: Batch, key: StepKey
+) -> float:
+    """Return the largest power of two at which no gradient of the public batch overflows, less
+    headroom; under the caller's autocast.
+
+    Args:
+        public_batch: a few public records, in the run's shapes and on the model's device.
+
+    Returns:
+        A power of two between 2^-12 and 2^20.
+    """
+    low, high = _SMALLEST, _LARGEST + 1  # exponents: bisection, five passes over the public batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        total = clipped_sum(
+            loss_fn,
+            model,
+            public_batch,
+            key,
+            max_grad_norm=1.0,
+            loss_scale=2.0**middle,
+            check_separability=False,
+        )
+        if bool(total.norms_B.isfinite().all()):
+            low = middle
+        else:
+            high = middle
+    return 2.0 ** (low - _HEADROOM)

@@ -21,10 +21,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpvision.dp.outer_products import OuterProducts
-from dpvision.dp.products import GRAM_NUMBERS, MOST_TERMS, chunks, product, wide
+from dpvision.dp.outer_products import (
+    GRAM_NUMBERS,
+    MOST_TERMS,
+    OneHot,
+    OuterProducts,
+    Recomputed,
+    Side,
+    chunks,
+    product,
+    wide,
+)
 from dpvision.dp.rounding import UNIT, gamma
-from dpvision.dp.sides import OneHot, Recomputed, Side
 
 _PANEL = 48
 """Columns of a symmetric Gram matrix computed at a time: with 197 places, 0.61 of the arithmetic of
@@ -59,7 +67,7 @@ class SquareNorms:
 
     @staticmethod
     def certain(value_B: Tensor) -> "SquareNorms":
-        """Of gradients written out: what is normed is what is added, each number of it once."""
+        """Norms of gradients that are written out, whose numbers are those that are added."""
         zero_B = torch.zeros_like(value_B)
         return SquareNorms(value_B, zero_B, zero_B, 4 * value_B)
 
@@ -85,6 +93,8 @@ def square_norms(outers: list[OuterProducts]) -> SquareNorms:
         isinstance(side, OneHot | Recomputed) for side in (first.left, first.right)
     ):
         return square_norms_of_shared([first.left], first.right)
+    # ||sum over u of G_u||^2 = sum over pairs (u, v) of <G_u, G_v>, each from the Gram matrices
+    # between the rows of the two uses; a pair of different uses counts twice.
     total_B = torch.zeros(first.num_records, dtype=torch.float64, device=first.device)
     length_B = torch.zeros_like(total_B)
     for i, a in enumerate(outers):
@@ -110,8 +120,8 @@ def square_norms(outers: list[OuterProducts]) -> SquareNorms:
 
 
 def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
-    """sum over u of ||G_ui||^2 of different weights that share their input: one Gram matrix of it
-    for all.
+    """Return the sum of ||G_ui||^2 over weights u with the same input, whose Gram matrix is
+    computed once.
     """
     parts = [
         _symmetric_dot([left.rows(rows) for left in lefts], right.rows(rows))
@@ -126,8 +136,8 @@ def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
 
 
 def written_square_norms(outer: OuterProducts, rows: slice, value_N: Tensor) -> SquareNorms:
-    """The part of ``value_N``, squared norms of outer products written out for the norm and not for
-    the sum, that rounding can change.
+    """Return what rounding can change in ``value_N``, the squared norms of outer products that are
+    written out for the norm only; the value itself is zero.
     """
     lengths_NT = [
         torch.linalg.vector_norm(side.rows(rows), dim=2, dtype=torch.float64)
@@ -148,6 +158,10 @@ def _symmetric_dot(lefts_NTP: list[Tensor], right_NTQ: Tensor) -> SquareNorms:
     """sum over t, t' of (sum over lefts of l l^T) o (r r^T), by panels of columns, each from its
     diagonal block on.
     """
+    # Both Gram matrices are symmetric, so only panels of columns from the diagonal block down are
+    # computed: a number below that block counts twice. A panel gives its part of the value, of both
+    # Frobenius norms, and from its diagonal the lengths |l_t|^2 and |r_t|^2: all that the bound at
+    # the top of this file needs, without a whole Gram matrix in memory.
     num, places, width = right_NTQ.shape
     value_N, square_l_N, square_r_N = torch.zeros(
         3, num, dtype=torch.float64, device=right_NTQ.device
@@ -220,21 +234,21 @@ def _symmetric_sum(value_NS: Tensor, own: int) -> Tensor:
 def _cross_gram(a: Side, b: Side, rows: slice) -> Tensor:
     """<a_t, b_t'>, (N, Ta, Tb)."""
     if a is b and isinstance(a, Recomputed):
-        return a.gram_BTT[rows]
+        return a.kept[rows]
     if isinstance(a, OneHot) and isinstance(b, OneHot):
-        return (a.index_BT[rows, :, None] == b.index_BT[rows, None, :]).to(wide(a.dtype))
+        return (a.kept[rows, :, None] == b.kept[rows, None, :]).to(wide(a.dtype))
     if isinstance(a, OneHot):
         return _cross_gram(b, a, rows).mT
     if isinstance(b, OneHot):
         value_NTP = a.rows(rows)
-        index_NTS = b.index_BT[rows, None, :].expand(-1, value_NTP.shape[1], -1)
+        index_NTS = b.kept[rows, None, :].expand(-1, value_NTP.shape[1], -1)
         return value_NTP.gather(2, index_NTS).to(wide(value_NTP.dtype))
     return product(a.rows(rows), b.rows(rows).mT)
 
 
 def _blocked(width: int) -> int:
-    """Roundings that a term of an inner product of this width meets in ``product``: of its block,
-    and of adding up the blocks.
+    """Roundings of a term of an inner product in ``product``: inside its block, and as the blocks
+    are added up.
     """
     return width if width <= MOST_TERMS else MOST_TERMS + -(-width // MOST_TERMS)
 
@@ -250,9 +264,9 @@ def _lost(dtype: torch.dtype) -> float:
 def _square_lengths(side: Side) -> Tensor:
     """|row|^2 of every place of every record, float64 (B, T)."""
     if isinstance(side, OneHot):
-        return torch.ones(side.index_BT.shape, dtype=torch.float64, device=side.device)
+        return torch.ones(side.kept.shape, dtype=torch.float64, device=side.device)
     if isinstance(side, Recomputed):
-        return side.gram_BTT.diagonal(dim1=1, dim2=2).double() + _lost(side.gram_BTT.dtype)
+        return side.kept.diagonal(dim1=1, dim2=2).double() + _lost(side.kept.dtype)
     parts = [
         torch.linalg.vector_norm(side.rows(rows), dim=2, dtype=torch.float64).square()
         for rows in chunks(side.num_records, side.places * side.width, GRAM_NUMBERS, side.device)

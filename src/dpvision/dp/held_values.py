@@ -182,8 +182,8 @@ def _captured(function: types.FunctionType) -> list[Any]:
 
 @functools.cache
 def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Global names that the code and the functions written inside it read, each with the attributes
-    that are read of it at once.
+    """Global names that the code, and functions defined inside it, read; each with the chain of
+    attributes that follows it, such as ("module", "weight").
     """
     found: list[tuple[str, ...]] = []
     follows = False

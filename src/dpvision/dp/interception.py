@@ -1,5 +1,5 @@
 """The mode under which a model's forward pass runs: it sees every torch function call and passes
-those with parameters to a rule.
+those with parameters to the rule of their function.
 """
 
 import weakref
@@ -8,17 +8,90 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dpvision.dp import broadcast
 from dpvision.dp.batch_dims import MIXED, OPENED, BatchDim, Call, block_call, tensors_in
+from dpvision.dp.elementwise_rules import (
+    attention,
+    batch_norm,
+    elementwise,
+    expand,
+    group_norm,
+    layer_norm,
+    rms_norm,
+)
+from dpvision.dp.matrix_rules import embedding, getitem, head, linear, make_conv, matmul
 from dpvision.dp.rounding import UNIT
-from dpvision.dp.rule import NoRule
-from dpvision.dp.rules import ELEMENTWISE, EXPANDING, RULES
+from dpvision.dp.rule import NoRule, Rule
 from dpvision.dp.weight_grads import Slot
 from dpvision.errors import PrivacyError
+from dpvision.models.head import linear_cross_entropy
 from dpvision.precision import autocast_dtype, lowered_dtype
+
+RULES: dict[Callable[..., Any], Rule] = {
+    F.linear: linear,
+    torch.matmul: matmul,
+    torch.Tensor.matmul: matmul,
+    torch.Tensor.__matmul__: matmul,
+    F.conv1d: make_conv(1),
+    F.conv2d: make_conv(2),
+    F.conv3d: make_conv(3),
+    F.layer_norm: layer_norm,
+    F.group_norm: group_norm,
+    F.batch_norm: batch_norm,
+    F.rms_norm: rms_norm,
+    F.embedding: embedding,
+    F.scaled_dot_product_attention: attention,
+    torch.Tensor.__getitem__: getitem,
+    linear_cross_entropy: head,
+}
+"""Functions with a rule; a rule returns ``NotImplemented`` for a call that it does not handle
+(weights only, for example).
+"""
+
+
+def _named(*names: str) -> set[Callable[..., Any]]:
+    return {
+        getattr(owner, name)
+        for owner in (torch, torch.Tensor)
+        for name in names
+        if hasattr(owner, name)
+    }
+
+
+ELEMENTWISE = _named(
+    "add",
+    "add_",
+    "__radd__",
+    "mul",
+    "mul_",
+    "__rmul__",
+    "sub",
+    "sub_",
+    "__rsub__",
+    "rsub",
+    "div",
+    "div_",
+    "true_divide",
+    "__rtruediv__",
+    "where",
+    "addcmul",
+    "lerp",
+    "maximum",
+    "minimum",
+    "pow",
+    "multiply",
+    "subtract",
+    "divide",
+)
+"""Functions that broadcast their arguments and act elementwise."""
+
+
+EXPANDING = _named("expand", "expand_as", "broadcast_to", "repeat")
+"""Functions that repeat a tensor along new or length-1 dimensions."""
+
 
 CHECKPOINTED = (
     "clip: the model checkpoints activations or hooks saved tensors; expected neither: all "
@@ -132,9 +205,9 @@ class InterceptedPass(TorchFunctionMode):
             if func in RULES:
                 out = RULES[func](self, *args, **kwargs)
             elif func in ELEMENTWISE:
-                out = broadcast.elementwise(self, func, args, kwargs)
+                out = elementwise(self, func, args, kwargs)
             else:
-                out = broadcast.expand(self, func, args, kwargs)
+                out = expand(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)

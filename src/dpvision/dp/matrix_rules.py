@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpvision.dp.batch_dims import MIXED
-from dpvision.dp.outer_products import OuterProducts
-from dpvision.dp.products import wide
+from dpvision.dp.outer_products import Dense, OneHot, OuterProducts, Patches, Recomputed, wide
 from dpvision.dp.rule import Pass, Rule, by_record, leading, require
-from dpvision.dp.sides import Dense, OneHot, Patches, Recomputed
 from dpvision.models.head import head_forward, logit_gradients
 
 
@@ -262,8 +260,8 @@ def head(
     def sink(operands: list[Any], gram_BTT: Tensor, g_BT: Tensor) -> None:
         hidden, weight, bias, target = operands
         left = Recomputed(
-            lambda rows: logit_gradients(hidden[rows], weight, bias, target[rows]),
             gram_BTT,
+            lambda rows: logit_gradients(hidden[rows], weight, bias, target[rows]),
             shape[0],
             hidden.shape[2],
         )

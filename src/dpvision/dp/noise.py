@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from dpvision.devices import send
-from dpvision.dp.clipped import ClippedSum
+from dpvision.dp.clipped import ClippedSum, require_seal, seal
 from dpvision.dp.normals import Normals, box_muller, key_words
-from dpvision.dp.seal import require_seal, seal
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, secret_of, subkey

@@ -2,14 +2,13 @@
 al. 2023).
 
 The forward pass runs under a mode that sees every torch function. Where a trained parameter, or
-what is computed from parameters alone, meets data, a rule (``rules``) takes the call; the backward
+what is computed from parameters alone, meets data, a rule (``rule``) takes the call; the backward
 pass leaves inputs and output gradients in slots; then norms, factors, and each weight's gradient
 once, already clipped. Models are taken as they are: no hooks, no replaced layers.
 
-Three nets catch what the rules do not: a parameter used in another way is found before the pass
-(``route``) and goes through ``per_record_gradients``, by name; one that autograd reaches past the
-rules is found after it, the same; a pass that does not make the calls that it made for two and
-three records is refused.
+Unsupported uses of a parameter are found before the pass (``route``), those that autograd reaches
+past the rules after it; both fall back to ``per_record_gradients`` for that parameter. A pass whose
+calls differ from those for two and three records is refused.
 """
 
 import contextlib
@@ -29,6 +28,7 @@ from dpvision.dp.buckets import block_error, blocks
 from dpvision.dp.compiled import CompiledBlocks, Pending
 from dpvision.dp.gram import SquareNorms
 from dpvision.dp.interception import GraphChanged, InterceptedPass
+from dpvision.dp.outer_products import rounding
 from dpvision.dp.per_record import (
     LossModule,
     copied_buffers,
@@ -37,7 +37,6 @@ from dpvision.dp.per_record import (
     per_record_gradients,
     prefixed,
 )
-from dpvision.dp.products import rounding
 from dpvision.dp.rounding import BUDGET, LOOSE, MOST_ROUNDED
 from dpvision.dp.route import Route, add_slow, backward, forget, route_of, trained
 from dpvision.dp.rule import NoRule
@@ -91,6 +90,10 @@ class Passed:
     chunks: list[slice]
     """Records whose ``slow_gradients`` are computed together; empty if all parameters have
     rules.
+    """
+    rounding: float
+    """Relative rounding of the scaled operands of weight gradients (``outer_products.rounding``),
+    in the precision of the forward pass; 0 but for half precision on a GPU.
     """
 
 
@@ -182,6 +185,7 @@ def forward_backward(
         slow,
         slow_gradients,
         chunks,
+        _rounding(params),
     )
 
 
@@ -204,85 +208,135 @@ def _forward(
 
 
 def weigh(passed: Passed, batch: Batch, bits: np.ndarray, how: How) -> Weighed:
-    """Norms, factors and cuts, from what the backward pass left in the slots."""
-    num, device, params, groups = (
-        len(batch.record_id_B),
-        batch.record_id_B.device,
-        passed.params,
-        passed.groups,
-    )
-    rounded, factors, loss_scale = _rounding(params), how.factors, how.loss_scale
-    parts = by_places(groups)
-    with torch.autocast(device.type, enabled=False), torch.no_grad():
-        slow_B = torch.zeros(num, dtype=torch.float64, device=device)
-        for rows in passed.chunks:
-            slow_B[rows] += sum(map(sum_of_squares, passed.slow_gradients(rows).values()))
-        squares = [total_square_norms(members, params, num, device) for members in parts]
-        squares[0] = squares[0] + SquareNorms.certain(slow_B)
-        square = sum(squares[1:], start=squares[0])
-        norms_B = (
-            square.value_B.clamp(min=0).sqrt() / loss_scale
-        )  # below zero by rounding only; NaN stays NaN
-        loose = LOOSE if next(iter(params.values())).dtype == torch.float32 else 0.0
-        highest_B = (square.value_B + square.error_B).sqrt() / ((1 + loose) * loss_scale)
-        slack_B = rounded * square.length_B.sqrt() / loss_scale
-        finite_B = torch.isfinite(highest_B)
-        factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
-        # Outer products that nearly cancel, or are far longer than their sum: their norm, or their
-        # sum in float32, may be off by too much. These records are written out, and what is normed
-        # is what is added. The blocks of each part may use 1 / sqrt(number of parts) of the budget:
-        # they round different numbers, so the squares add up.
-        lengths_KB = (
-            torch.stack([norms.work_B for norms in squares]).mul_(len(parts)).sqrt_() / loss_scale
-        )
-        terms = [most_terms(members) for members in parts]
-        low_B = factor_B < _LOWERED * factors(norms_B + slack_B, finite_B)
-        errors_KB = torch.stack(
-            [
-                block_error(1, num) * factor_B * own_B
-                for num, own_B in zip(terms, lengths_KB, strict=True)
-            ]
-        )
-        heavy_B = (errors_KB > BUDGET * how.max_grad_norm).any(0)
-        unknown_B = ~finite_B & torch.isfinite(norms_B)
-        wanted_B = (low_B | heavy_B | unknown_B) & batch.valid_B
-        cost_KB = _cost(factor_B, lengths_KB, finite_B, batch)
+    """Norms, factors and cuts, from what the backward pass left in the slots.
+
+    1. Norms come from Gram matrices, without any record's gradient, each with a bound on its error.
+    2. A record is clipped by the upper end of its norm. Where that bound is too wide for the
+       factor, or for the error of the sum, the record's gradient is written out.
+    3. The other records are cut into blocks, each with a proven error of its float32 product.
+    """
+    parts = by_places(passed.groups)
+    with torch.autocast(batch.record_id_B.device.type, enabled=False), torch.no_grad():
+        norms = _norms(passed, parts, batch, how)
+        factor_B = norms.factor_B(how)
         # The host has to know these: a pass waits for the device here, and nowhere else unless a
         # record is written out.
-        wanted, finite, *costs = torch.cat(
-            [torch.stack([wanted_B.double(), finite_B.double()]), cost_KB]
-        ).cpu()
-        cancelling = wanted.nonzero()[:, 0].tolist()
-        for i in cancelling:
-            own = [written_out(group, params, slice(i, i + 1)) for group in groups]
-            norms_B[i] = (
-                slow_B[i] + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())
-            ).sqrt() / loss_scale
-        if cancelling:
-            finite_B = torch.isfinite(norms_B)
-            highest_B[cancelling], slack_B[cancelling], lengths_KB[:, cancelling] = (
-                norms_B[cancelling],
-                0.0,
-                0.0,
-            )
-            factor_B = factors(torch.maximum(norms_B, highest_B) + slack_B, finite_B)
-            finite, *costs = torch.cat(
-                [finite_B[None].double(), _cost(factor_B, lengths_KB, finite_B, batch)]
-            ).cpu()
+        doubtful_B = _doubtful(norms, factor_B, parts, batch, how)
+        found = torch.stack([doubtful_B.double(), norms.finite_B.double()])
+        doubtful, finite, *costs = torch.cat([found, norms.cost_KB(factor_B, batch)]).cpu()
+        apart = doubtful.nonzero()[:, 0].tolist()
+        if apart:
+            _write_out(norms, apart, passed, how)
+            factor_B, found = norms.factor_B(how), norms.finite_B[None].double()
+            finite, *costs = torch.cat([found, norms.cost_KB(factor_B, batch)]).cpu()
         factor_B = factor_B.where(batch.valid_B, 0.0)
         # In half precision on a GPU the bound is not proven (docs/clipping.md), and blocks would
         # double the price of the products. Rows that are not valid are in no block: the sum's bits
         # do not depend on how many there are.
+        num = len(bits)
+        whole = passed.rounding > 0
         cuts = [
-            [slice(0, len(bits))]
-            if rounded
-            else blocks(bits, cost[: len(bits)].numpy(), count, how.max_grad_norm)
-            for cost, count in zip(costs, terms, strict=True)
+            [slice(0, num)]
+            if whole
+            else blocks(bits, cost[:num].numpy(), most_terms(members), how.max_grad_norm)
+            for cost, members in zip(costs, parts, strict=True)
         ]
-        apart = [i for i in cancelling if finite[i]]
-        finite[cancelling] = 0
-        kept = None if bool(finite[: len(bits)].all()) else send(finite.bool(), device)
-    return Weighed(norms_B, factor_B, finite_B, apart, kept, parts, cuts, torch.stack(costs))
+        added = [i for i in apart if finite[i]]
+        finite[apart] = 0
+        kept = None if bool(finite[:num].all()) else send(finite.bool(), factor_B.device)
+    return Weighed(
+        norms.value_B, factor_B, norms.finite_B, added, kept, parts, cuts, torch.stack(costs)
+    )
+
+
+@dataclass(eq=False)
+class _Norms:
+    """Norms of the records' gradients, and what is proven of them."""
+
+    value_B: Tensor
+    """float64; the slow parameters' share included."""
+    slow_B: Tensor
+    """Square norms of the gradients for slow parameters, in units of the loss scale."""
+    highest_B: Tensor
+    """No norm is larger, beyond what the reserve covers."""
+    slack_B: Tensor
+    """What rounding the scaled operands to half precision can add."""
+    lengths_KB: Tensor
+    """(T + 1) x the lengths of a record's outer products in each part (``SquareNorms.work_B``)."""
+    finite_B: Tensor
+
+    def factor_B(self, how: How) -> Tensor:
+        return how.factors(
+            torch.maximum(self.value_B, self.highest_B) + self.slack_B, self.finite_B
+        )
+
+    def cost_KB(self, factor_B: Tensor, batch: Batch) -> Tensor:
+        """``buckets.blocks``'s cost of every record in each part of the weights, float64 (K, B)."""
+        cost_KB = factor_B.where(batch.valid_B, 0.0) * self.lengths_KB
+        return cost_KB.where(self.finite_B, 0.0).double()
+
+
+def _norms(passed: Passed, parts: list[list[list[Slot]]], batch: Batch, how: How) -> _Norms:
+    """The norms from Gram matrices, and of slow parameters from their gradients."""
+    num, device, params, scale = (
+        len(batch.record_id_B),
+        batch.record_id_B.device,
+        passed.params,
+        how.loss_scale,
+    )
+    slow_B = torch.zeros(num, dtype=torch.float64, device=device)
+    for rows in passed.chunks:
+        slow_B[rows] += sum(map(sum_of_squares, passed.slow_gradients(rows).values()))
+    squares = [total_square_norms(members, params, num, device) for members in parts]
+    squares[0] = squares[0] + SquareNorms.certain(slow_B)
+    square = sum(squares[1:], start=squares[0])
+    loose = LOOSE if next(iter(params.values())).dtype == torch.float32 else 0.0
+    highest_B = (square.value_B + square.error_B).sqrt() / ((1 + loose) * scale)
+    # The blocks of each part may use 1 / sqrt(number of parts) of the budget: they round different
+    # numbers, so the squares add up.
+    works_KB = torch.stack([norms.work_B for norms in squares])
+    return _Norms(
+        square.value_B.clamp(min=0).sqrt() / scale,  # below zero by rounding only; NaN stays NaN
+        slow_B,
+        highest_B,
+        passed.rounding * square.length_B.sqrt() / scale,
+        works_KB.mul_(len(parts)).sqrt_() / scale,
+        torch.isfinite(highest_B),
+    )
+
+
+def _doubtful(
+    norms: _Norms, factor_B: Tensor, parts: list[list[list[Slot]]], batch: Batch, how: How
+) -> Tensor:
+    """Valid records to write out, bool (B,): those whose outer products nearly cancel, or are far
+    longer than their sum, so that their norm, or their sum in float32, may be off by too much.
+    """
+    low_B = factor_B < _LOWERED * how.factors(norms.value_B + norms.slack_B, norms.finite_B)
+    errors_KB = torch.stack(
+        [
+            block_error(1, terms) * factor_B * own_B
+            for terms, own_B in zip(map(most_terms, parts), norms.lengths_KB, strict=True)
+        ]
+    )
+    heavy_B = (errors_KB > BUDGET * how.max_grad_norm).any(0)
+    unknown_B = ~norms.finite_B & torch.isfinite(norms.value_B)
+    return (low_B | heavy_B | unknown_B) & batch.valid_B
+
+
+def _write_out(norms: _Norms, apart: list[int], passed: Passed, how: How) -> None:
+    """Replace the norms of the records ``apart`` by those of their gradients, written out one by
+    one: what is normed is then what is added.
+    """
+    for i in apart:
+        own = [written_out(group, passed.params, slice(i, i + 1)) for group in passed.groups]
+        norms.value_B[i] = (
+            norms.slow_B[i]
+            + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())
+        ).sqrt() / how.loss_scale
+    norms.finite_B = torch.isfinite(norms.value_B)
+    norms.highest_B[apart] = norms.value_B[apart]
+    norms.slack_B[apart] = 0.0
+    norms.lengths_KB[:, apart] = 0.0
 
 
 def _add_up(passed: Passed, weighed: Weighed, num_records: int, how: How) -> dict[str, Tensor]:
@@ -320,11 +374,6 @@ def _add_up(passed: Passed, weighed: Weighed, num_records: int, how: How) -> dic
             if name not in total
         }
     return {name: _rounded(either[name], p, num_records) for name, p in params.items()}
-
-
-def _cost(factor_B: Tensor, lengths_KB: Tensor, finite_B: Tensor, batch: Batch) -> Tensor:
-    """``buckets.blocks``'s cost of every record in each part of the weights, float64 (K, B)."""
-    return (factor_B.where(batch.valid_B, 0.0) * lengths_KB).where(finite_B, 0.0).double()
 
 
 def _rounded(value: Tensor, param: Tensor, num_records: int) -> Tensor:

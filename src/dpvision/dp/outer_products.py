@@ -6,20 +6,252 @@ A matrix weight (P x Q) used at T places of record i has the gradient
     G_i = sum over t of  l_it r_it^T
 
 with l the gradients of the outputs and r the inputs of a linear layer (or the reverse). ``gram``
-has their norms.
+has their norms. Each of the two factors is a ``Side``: a tensor, or something smaller from which
+its rows are made. Products are accumulated in float32 or wider, whatever their operands.
 
-Legend: B records, N records of a chunk, T places, P rows of the weight, Q columns.
+Legend: B records, N records of a chunk, T places, P rows of the weight, Q columns; I, J, K
+dimensions of a product.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dpvision.dp.products import OUTER_NUMBERS, accumulated, product, scaled, wide
 from dpvision.dp.rounding import sum_dtype
-from dpvision.dp.sides import OneHot, Side
+
+GRAM_NUMBERS = {"cpu": 2**20, "cuda": 2**27}
+"""Numbers in one chunk of Gram matrices: on a CPU, what stays in a core's cache; on a GPU, half a
+gigabyte.
+"""
+OUTER_NUMBERS = {"cpu": 2**22, "cuda": 2**28}
+"""Numbers in one chunk of scaled operands, or of written-out gradients."""
+MOST_TERMS = 1024
+"""Products that are added up at once; more are added up in blocks, so that the proven error is that
+of a block.
+"""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which operands of ``dtype`` are accumulated: float32, or float64 for
+    float64.
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched matrix product, (N, I, K) x (N, K, J) -> (N, I, J), in float32 or wider, at most 1024
+    terms at once.
+    """
+    terms = a.shape[2]
+    if terms > MOST_TERMS:
+        total = product(a[:, :, :MOST_TERMS], b[:, :MOST_TERMS])
+        for start in range(MOST_TERMS, terms, MOST_TERMS):
+            total += product(a[:, :, start : start + MOST_TERMS], b[:, start : start + MOST_TERMS])
+        return total
+    if a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16) and a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    dtype = wide(torch.promote_types(a.dtype, b.dtype))
+    return torch.bmm(a.to(dtype), b.to(dtype))
+
+
+def accumulated(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a b, two-dimensional, in place where there is a total; accumulated in float32 or
+    wider.
+    """
+    if a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16) and a.is_cuda:
+        part = torch.mm(a, b, out_dtype=torch.float32)
+        return part if total is None else total.add_(part)
+    dtype = wide(torch.promote_types(a.dtype, b.dtype))
+    return a.to(dtype) @ b.to(dtype) if total is None else total.addmm_(a.to(dtype), b.to(dtype))
+
+
+def scaled(value_NTP: Tensor, factor_N: Tensor) -> Tensor:
+    """Rows times their record's factor: in float32 or wider, and on a GPU rounded once to the
+    operand's half precision.
+
+    With l rounded to l (1 + d), |d| <= u = ``rounding``, the sum of outer products moves by at most
+    u x sum of |l_t| |r_t|: that is added to the norm before the factor is chosen, so that the
+    rounded contribution is no longer than C.
+    """
+    wide_NTP = (
+        value_NTP * factor_N[:, None, None]
+    )  # factors are float32 or wider, so is the product
+    return wide_NTP.to(value_NTP.dtype) if rounding(value_NTP.dtype, value_NTP.device) else wide_NTP
+
+
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """Largest relative error of ``scaled``: 2^-8 for bfloat16 and 2^-11 for float16 on a GPU, else
+    0.
+    """
+    return (
+        torch.finfo(dtype).eps / 2
+        if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+        else 0.0
+    )
+
+
+def chunks(
+    num_records: int, numbers: int, room: dict[str, int], device: torch.device
+) -> Iterator[slice]:
+    """Slices of records of which each holds about as many numbers as there is room for, of even
+    sizes.
+    """
+    per_chunk = max(1, room.get(device.type, room["cuda"]) // max(1, numbers))
+    count = max(1, -(-num_records // per_chunk))
+    for i in range(count):
+        yield slice(i * num_records // count, (i + 1) * num_records // count)
+
+
+class Side(Protocol):
+    """One of the two factors of all records' outer products."""
+
+    @property
+    def num_records(self) -> int: ...
+    @property
+    def places(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def stored_numbers(self) -> int:
+        """int: numbers kept per record."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def rows(self, rows: slice) -> Tensor:
+        """Return the rows of a slice of records, (N, T, width)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """The common part of sides, whose sizes are those of the tensor that they keep."""
+
+    kept: Tensor
+
+    @property
+    def num_records(self) -> int:
+        return self.kept.shape[0]
+
+    @property
+    def places(self) -> int:
+        return self.kept.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.kept.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kept.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(_Kept):
+    """Rows that are kept, (B, T, width)."""
+
+    @property
+    def width(self) -> int:
+        return self.kept.shape[2]
+
+    @property
+    def stored_numbers(self) -> int:
+        return self.places * self.width
+
+    def rows(self, rows: slice) -> Tensor:
+        return self.kept[rows]
+
+
+@dataclass(frozen=True, eq=False)
+class OneHot(_Kept):
+    """Rows of the identity: the input of an embedding. The indices are kept, int64 (B, T)."""
+
+    width: int
+    kind: torch.dtype
+
+    @property
+    def stored_numbers(self) -> int:
+        return self.places
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kind
+
+    def rows(self, rows: slice) -> Tensor:
+        return F.one_hot(self.kept[rows], self.width).to(self.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class Patches(_Kept):
+    """The input of a convolution (groups = 1), (B * per_record, C, H, W), unfolded when needed to
+    (B, T, C * kh * kw).
+    """
+
+    per_record: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def num_records(self) -> int:
+        return self.kept.shape[0] // self.per_record
+
+    @property
+    def places(self) -> int:
+        sizes = zip(
+            self.kept.shape[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True
+        )
+        height, width = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+        return self.per_record * height * width
+
+    @property
+    def width(self) -> int:
+        return self.kept.shape[1] * self.kernel[0] * self.kernel[1]
+
+    @property
+    def stored_numbers(self) -> int:
+        return self.kept[0].numel() * self.per_record
+
+    def rows(self, rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(self.num_records)
+        part = self.kept[start * self.per_record : stop * self.per_record]
+        if self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0):
+            columns = part.flatten(2)
+        else:
+            columns = F.unfold(
+                part, self.kernel, self.dilation, self.padding, self.stride
+            )  # (N * per_record, C kh kw, places)
+        return columns.mT.reshape(stop - start, -1, self.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputed(_Kept):
+    """Rows too large to keep, recomputed when needed. Their Gram matrices are kept, (B, T, T).
+
+    One record at a time: a record's bits must not depend on which others are recomputed with it.
+    """
+
+    make: Callable[[slice], Tensor]
+    width: int
+    working_width: int
+    """Numbers kept per position, from which the rows are recomputed."""
+
+    @property
+    def stored_numbers(self) -> int:
+        return self.places * self.working_width
+
+    def rows(self, rows: slice) -> Tensor:
+        return torch.cat(
+            [self.make(slice(i, i + 1)) for i in range(*rows.indices(self.num_records))]
+        )
+
 
 _TILE_NUMBERS = 2**22
 """Numbers of a weight that the sums of blocks are added to at a time."""
@@ -54,7 +286,7 @@ class OuterProducts:
 
     @property
     def working_numbers(self) -> int:
-        """Numbers in hand while one record's gradient is written out."""
+        """Numbers held while one record's gradient is written out."""
         return max(self.written_numbers, self.left.places * max(self.left.width, self.right.width))
 
     def write_out(self, rows: slice) -> Tensor:
@@ -72,6 +304,10 @@ class OuterProducts:
             The sum, in the precision of the products, or in float64 where many blocks are added up
             (``rounding.sum_dtype``).
         """
+        # The factor is multiplied into the narrower side; then a block's sum is one matrix product
+        # over all its records' places. With one block, chunks of records are accumulated in place.
+        # With several, each chunk takes as many whole blocks as it has room for, and each block's
+        # product is added, tile by tile of the weight, to a total that is wider if need be.
         if isinstance(self.left, OneHot):
             return self._scattered(self.left, factor_B, keep_B, exact=len(blocks) > 1)
         total: Tensor | None = (
@@ -133,13 +369,15 @@ class OuterProducts:
     def _scattered(
         self, left: OneHot, factor_B: Tensor, keep_B: Tensor | None, *, exact: bool
     ) -> Tensor:
-        """The weighted sum where the left side only says which row; ``exact``: in float64."""
+        """The weighted sum with one-hot rows on the left: each right row is added to its row of the
+        total; ``exact``: in float64.
+        """
         value = self.right.rows(slice(None)) * factor_B[:, None, None]
         if keep_B is not None:
             value = value.masked_fill(~keep_B[:, None, None], 0.0)
         value = value.double() if exact else value
         total = value.new_zeros(left.width, self.right.width)
-        return total.index_add_(0, left.index_BT.flatten(), value.flatten(0, 1)).view(self.shape)
+        return total.index_add_(0, left.kept.flatten(), value.flatten(0, 1)).view(self.shape)
 
 
 def _gathered(blocks: list[slice], most: int) -> Iterator[list[slice]]:

@@ -2,10 +2,10 @@
 its pass.
 
 The proof of a sum's bound (docs/clipping.md) needs a record's inputs, output gradients, norm and
-factor to be functions of the record, the weights and the key, bit for bit. Kernels need not oblige:
-on some processors the rows of a float32 product have other last bits among 15 rows than among 16. A
-record that leaves then changes the contributions of all others in its pass, as much as the loss
-magnifies them.
+factor to be functions of the record, the weights and the key, bit for bit. On some processors they
+are not: the rows of a float32 product have other last bits among 15 rows than among 16. Removing
+one record then changes the contributions of all others in its pass, and the loss may magnify the
+change.
 
 A record's reference bits are those in a pass of M rows, the physical batch size. Public records
 show, on the device, in the precision and with the threads of the run, at which numbers of rows n <=
@@ -29,11 +29,10 @@ from dpvision.data.batch import Batch, mapped, take
 from dpvision.data.keys import StepKey
 from dpvision.devices import send
 from dpvision.dp.one_pass import How, forward_backward, weigh
+from dpvision.dp.outer_products import OUTER_NUMBERS, OneHot, Side, chunks
 from dpvision.dp.per_record import default_chunk, even_chunks, per_record_gradients
-from dpvision.dp.products import OUTER_NUMBERS, chunks
 from dpvision.dp.route import route_key, trained
 from dpvision.dp.separable import random_records
-from dpvision.dp.sides import OneHot, Side
 from dpvision.dp.weight_grads import sum_of_squares
 from dpvision.errors import PrivacyError
 
@@ -73,15 +72,17 @@ def admit(
     """Check passes of M = len(public) rows, then of each of ``sizes``; return those at which a
     record has its reference bits.
 
-    Three passes of M rows, and two of every other size, one if it fails: distinct records, the same
-    in another order, and copies of one. Small passes are repeated with other images, since a few
-    numbers may agree by chance. Parameters that are all zero get small numbers meanwhile: behind a
-    zero head every gradient vanishes, and so would every difference.
+    The cost is three passes of M rows, and two of every other size. Small passes are repeated with
+    other images, since a few numbers may agree by chance. Parameters that are all zero hold small
+    numbers meanwhile: behind a zero head every gradient vanishes, and with it every difference.
 
     Raises:
         PrivacyError: a record's bits depend on its place, or on the records beside it, in a pass of
             M rows.
     """
+    # For each round of images: digests of a pass of M distinct records are the reference. Then for
+    # every size, a pass of the last records in reverse, and one of copies of the first, must give
+    # each record the digests that it has there. A size that fails is dropped; M itself is refused.
     num = len(public.record_id_B)
     numbers = sum(v.numel() for v in public if v is not None and v.is_floating_point())
     found = sorted({num, *(size for size in sizes if 0 < size < num)}, reverse=True)
@@ -233,7 +234,7 @@ def _named(kind: str, grads: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _of_side(side: Side) -> Tensor:
     if isinstance(side, OneHot):
-        return _hashed(side.index_BT)
+        return _hashed(side.kept)
     parts = chunks(side.num_records, side.places * side.width, OUTER_NUMBERS, side.device)
     return torch.cat([_hashed(side.rows(part)) for part in parts])
 

@@ -26,8 +26,8 @@ UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 RESERVE = 5e-3
 """Part of C kept free in a sum of float32 gradients."""
 LOOSE = 5e-4
-"""A norm from Gram matrices is used as it is where its proven error is at most this part of it,
-else with its error added.
+"""Largest proven relative error of a norm from Gram matrices that is not added to it before the
+factor is chosen.
 """
 BUDGET = 1.35e-3
 """Proven error, in units of C, of the product for one block of records; a block with more is split

@@ -146,7 +146,7 @@ def _check_slow(
     batch: Batch,
     key: StepKey,
 ) -> None:
-    """Say aloud what will be slow, or refuse it where even that way is closed."""
+    """Warn of parameters without a rule; refuse those without per-record gradients too."""
     if not slow:
         return
     told = ", ".join(f"{name} ({reason})" for name, reason in slow.items())

@@ -56,8 +56,8 @@ def require_separable(
         public: public records to check in place of random ones.
 
     Returns:
-        Whether the loss or the layers are others than those checked before for this model: what
-        else is known of them is void too.
+        Whether this model was checked before with another loss or other layers: other checks that
+        are remembered for it must be repeated.
 
     Raises:
         PrivacyError: as ``check_separable``; or the model or loss raises on random records.

@@ -83,6 +83,9 @@ def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
     device = batch.record_id_B.device
     copied = copy.deepcopy(model).to(device).double()
     batch = in_float64(batch)
+    # At each size: the sum of three probes' gradients, which must not move by a bit when all other
+    # records are perturbed or removed (every second one each, then the other way round). Then the
+    # sizes are compared with each other, and each clipped sum with single records.
     sizes = sorted({num, max(2, 2 * num // 3)}, reverse=True)
     probes = tuple(sorted({0, sizes[-1] // 2, sizes[-1] - 1}))
     references = [
@@ -128,6 +131,9 @@ def _check_sum(
     """Refuse if the one-pass sum over ``parts``, each the first rows of ``batch``, differs from the
     sum over single records; float64.
     """
+    # The oracle: each record's gradient by its own backward pass, clipped and added up as written
+    # in the definition. C is the median of three norms, so that some records are clipped and some
+    # are not.
     params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     singles = [take(batch, slice(i, i + 1)) for i in range(len(batch.record_id_B))]
     few = sorted(

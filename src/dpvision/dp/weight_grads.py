@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from dpvision.dp.gram import SquareNorms, square_norms, square_norms_of_shared, written_square_norms
-from dpvision.dp.outer_products import OuterProducts
-from dpvision.dp.products import OUTER_NUMBERS, chunks, wide
+from dpvision.dp.outer_products import OUTER_NUMBERS, Dense, OuterProducts, chunks, wide
 from dpvision.dp.rounding import sum_dtype
-from dpvision.dp.sides import Dense
 from dpvision.errors import PrivacyError
 from dpvision.threads import map_pieces
 
@@ -91,6 +89,9 @@ class Slot:
 
     def square_norms(self, num_records: int) -> SquareNorms:
         """Return the squared norms of the records' gradients for the weight."""
+        # Three ways, the cheapest exact one: Gram matrices of the uses, which cost positions^2;
+        # numbers that are written out already; or else the outer products written out here, in
+        # chunks, and only for the norm.
         if self.written_BW is None and self._gram_is_cheaper():
             return square_norms(self.outers)
         if not self.outers:
@@ -119,7 +120,7 @@ class Slot:
         left, right = self.outers[0].left, self.outers[0].right
         if not isinstance(left, Dense) or not isinstance(right, Dense):
             return None
-        return right.value.data_ptr(), right.value.shape, right.value.stride()
+        return right.kept.data_ptr(), right.kept.shape, right.kept.stride()
 
     def weighted_sum(self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]) -> Tensor:
         """Return the sum over i of factor_i G_i, of the weight's shape; records with ``keep_B``
@@ -127,6 +128,8 @@ class Slot:
 
         ``blocks`` and the precision of the sum are as in ``OuterProducts.weighted_sum``.
         """
+        # One sum for each use kept as outer products, and one for all that were written out: a
+        # product of the factors with the matrix of gradients, block by block. Then their sum.
         parts = [outer.weighted_sum(factor_B, keep_B, blocks) for outer in self.outers]
         if self.written_BW is not None:
             grad_BN = self.written_BW.reshape(len(self.written_BW), -1)
@@ -187,6 +190,7 @@ def summed(grad_BW: Tensor, factor_B: Tensor, finite_B: Tensor) -> Tensor:
 def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Group slots that have parameters in common, directly or through other slots."""
     groups: list[tuple[set[str], list[Slot]]] = []
+    # Each slot joins all groups that share a parameter with it so far into one.
     for slot in slots:
         names, members = set(slot.names), [slot]
         apart = []
@@ -201,12 +205,10 @@ def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
 
 
 def by_places(groups: list[list[Slot]]) -> list[list[list[Slot]]]:
-    """Separate the groups used at more than half the largest number of places from the others; one
-    list if there are no others.
+    """Split groups by position count, at half the maximum; one list if all are above it.
 
-    Float32 sums over many places round more. Each part has blocks of its own (``buckets.blocks``),
-    so layers of few places, which may hold most of the weights, need not be cut as finely as those
-    of many.
+    Float32 sums over many positions round more. Each part has its own blocks (``buckets.blocks``),
+    so that layers of few positions, which may hold most of the weights, are cut less finely.
     """
     places = [
         max((outer.left.places for slot in group for outer in slot.outers), default=0)
@@ -232,6 +234,9 @@ def total_square_norms(
     """Return the squared norms of the records' gradients over all groups; weights with the same
     input share its Gram matrix.
     """
+    # Weights with the same input (queries, keys and values, say) are normed together, so that its
+    # Gram matrix is computed once. All other groups are normed on their own. The pieces run on
+    # several threads, and are added up in this order, whichever finishes first.
     sharing: dict[Any, list[Slot]] = {}
     alone = []
     for group in groups:
@@ -250,6 +255,10 @@ def group_square_norms(
     group: list[Slot], params: dict[str, Tensor], num_records: int
 ) -> SquareNorms:
     """Return the squared norms of the gradients for all parameters of one group."""
+    # If the slots are disjoint parts of one parameter, their square norms add up. If not (a weight
+    # computed from parameters, a tied one), gradients are written out for a chunk of records,
+    # pulled back to the parameters, and normed there. The bound on what the later sum rounds is
+    # that of the slots' outer products in both cases.
     if norm_is_own(group, params):
         total = group[0].square_norms(num_records)
         for slot in group[1:]:
@@ -311,6 +320,7 @@ def _pulled(
     """``torch.autograd.grad``, in two parts for a wider gradient, so that nothing is rounded if the
     weight is a view.
     """
+    # grad = high + rest, both in the weight's precision; pulling back is linear.
     high = grad.to(weight.dtype)
     parts = torch.autograd.grad(
         weight, wanted, high, retain_graph=True, allow_unused=True, is_grads_batched=batched
@@ -336,6 +346,8 @@ def norm_is_own(group: list[Slot], params: dict[str, Tensor]) -> bool:
         or len({name for slot in group for name in slot.names}) != 1
     ):
         return False
+    # One slot must show every number of the parameter once. Several must be contiguous views whose
+    # intervals in the parameter's memory do not overlap.
     param = params[next(iter(group[0].names))]
     if len(group) == 1:
         return group[0].weight is param or _shows_all(group[0].weight, param)
@@ -358,6 +370,7 @@ def _shows_all(weight: Tensor, param: Tensor) -> bool:
     """Return whether a tensor is a view that shows each number of a parameter once."""
     if not _is_view(weight, param) or weight.numel() != param.numel():
         return False
+    # From the smallest stride on, each is the number of elements inside it: no gap, no overlap.
     expected = 1
     for stride, size in sorted(
         (stride, size)

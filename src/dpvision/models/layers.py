@@ -153,7 +153,7 @@ class LinearHead(nn.Module):
                 f"head: num_classes={cfg.num_classes}, width={cfg.encoder.width}; expected both "
                 "set. Open a run made by `dpvision adapt`."
             )
-        self.unit = cfg.unit
+        self.unit = cfg.features.unit
         self.weight = nn.Parameter(
             torch.zeros(cfg.num_classes, cfg.encoder.width), requires_grad=False
         )

@@ -7,8 +7,8 @@ from timm.optim import Lamb
 from torch import Tensor, nn
 
 from dpvision.config import OptimConfig
+from dpvision.dp.clipped import require_seal
 from dpvision.dp.noise import DPGradient
-from dpvision.dp.seal import require_seal
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
 
 

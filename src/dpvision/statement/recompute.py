@@ -174,7 +174,7 @@ def _part(entry: dict[str, Any]) -> Part:
         "guarantee": plan.guarantee == "dp",
         "noise_multiplier": 0 < plan.noise.multiplier < math.inf,
         "delta": second_accountant.MIN_DELTA <= plan.delta < 1,
-        "max_records_per_unit": plan.max_records_per_unit >= 1,
+        "max_records_per_unit": plan.unit.max_records >= 1,
         "steps": 0 <= steps <= plan.steps,
     }
     wrong = [name for name, fits in possible.items() if not fits]

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpvision.devices import require_cuda
-from dpvision.dp.clipped import ClippedSum
-from dpvision.dp.seal import require_seal, seal
+from dpvision.dp.clipped import ClippedSum, require_seal, seal
 from dpvision.errors import ConfigError, DPVisionError, PrivacyError
 
 

@@ -21,8 +21,7 @@ from dpvision.optim.ema import update_average
 from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
 from dpvision.privacy.stream import KEY_BYTES
-from dpvision.runs.run import Run, Secrets
-from dpvision.runs.stop import StopRequest
+from dpvision.runs.run import Run, Secrets, StopRequest
 from dpvision.train.distributed import (
     Group,
     all_reduce_vector,
@@ -30,8 +29,8 @@ from dpvision.train.distributed import (
     broadcast_int,
     together,
 )
-from dpvision.train.heap import keep_freed_memory
 from dpvision.train.log import RunLog
+from dpvision.train.memory import keep_freed_memory
 from dpvision.train.same import check_same_weights
 from dpvision.train.step import Training, step_sum
 from dpvision.train.words import TOKENIZER_FILE

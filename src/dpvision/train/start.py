@@ -40,21 +40,20 @@ from dpvision.runs.store_checks import (
 )
 from dpvision.train import distributed
 from dpvision.train.distributed import together
-from dpvision.train.feed import to_device
 from dpvision.train.gates import check_gates
 from dpvision.train.loop import Session
 from dpvision.train.memory import require_fit
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
 from dpvision.train.same import check_same_everywhere, facts_of_start
-from dpvision.train.step import Training, autocast, check_reference_bits
+from dpvision.train.step import Training, autocast, check_reference_bits, to_device
 from dpvision.train.words import open_tokenizer, open_words
 from dpvision.weights import Lineage, contents
 
 OpenParent = Callable[[str], Checkpoint]
 _COMPARED = 16
-"""Records on which compiled blocks are compared, in float32, where the run is in lower precision:
-its programs differ in any case, and a physical batch that fits in bfloat16 may not fit in float32.
+"""Compiled blocks are compared in float32 on at most so many records, which fit where a bfloat16
+batch may not.
 """
 
 
@@ -226,8 +225,8 @@ def _prepare(
         start_from(model, config.model, parent)
     loss_fn = loss_function(config)
     if plan.guarantee == "dp" and group.is_main:
-        # The same on every rank, and in float64 twice the memory of the weights several times over:
-        # once is enough.
+        # On one rank only: the result is the same on all, and the float64 copies take several times
+        # the memory of the weights.
         check_gates(config, model, loss_fn)
     start = None if plan.guarantee == "dp" else frozenset(contents(model.state_dict().values()))
     model.to(group.device)

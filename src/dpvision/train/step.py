@@ -8,32 +8,100 @@ number of buckets follows from the expected batch size, never from the drawn one
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
-from dpvision.config import ClassifierConfig, RunConfig
-from dpvision.data.batch import Batch, HostRows
+from dpvision.config import ClassifierConfig, DataConfig, RunConfig
+from dpvision.data.batch import Batch, HostRows, mapped
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.people import People
 from dpvision.data.store import Store
 from dpvision.data.tokenizer import CaptionReader
-from dpvision.devices import loader_threads
+from dpvision.data.transform import normalise_tensor
+from dpvision.devices import loader_threads, send
 from dpvision.dp.buckets import num_buckets, pass_sizes, passes
-from dpvision.dp.clip import ClippedSum, LossFn, check_bits, clipped_sum
+from dpvision.dp.clip import ClippedSum, LossFn, check_bits, clipped_sum, public_loss_scale
 from dpvision.dp.compiled import CompiledBlocks
-from dpvision.dp.scale import public_loss_scale
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import Key
 from dpvision.train.distributed import Group, all_reduce_sum, all_reduce_vector
-from dpvision.train.feed import on_device, to_device
 from dpvision.train.log import StepMetrics
 from dpvision.train.objectives import example_batch
+
+
+def on_device(
+    batches: Iterable[Batch], device: torch.device, data: DataConfig
+) -> Iterator[tuple[Batch, HostRows]]:
+    """Yield batches on ``device``, with what the host keeps of their rows.
+
+    Args:
+        batches: from ``loader.physical_batches``, float32 or uint8; ids and validity are on the
+            CPU.
+        data: mean and standard deviation, for uint8 images.
+    """
+    for batch, rows in _copied(batches, device):
+        if batch.image_BVCHW.dtype == torch.uint8:
+            image = normalise_tensor(batch.image_BVCHW, data.mean, data.std)
+            image = image.masked_fill_(
+                ~batch.valid_B[:, None, None, None, None], 0.0
+            )  # as the loader has it
+            batch = batch._replace(image_BVCHW=image)
+        yield batch, rows
+
+
+def _copied(batches: Iterable[Batch], device: torch.device) -> Iterator[tuple[Batch, HostRows]]:
+    """Copy the batches to the device; to a GPU on a stream of its own, one batch ahead."""
+    if device.type != "cuda":
+        for batch in batches:
+            yield to_device(batch, device), HostRows(batch.record_id_B, batch.valid_B)
+        return
+    stream, source = torch.cuda.Stream(device), iter(batches)
+
+    def fetch() -> tuple[Batch, HostRows, torch.cuda.Event] | None:
+        with torch.cuda.device(device):  # a thread starts with the first GPU
+            batch = next(source, None)
+            if batch is None:
+                return None
+            with torch.cuda.stream(stream):
+                return (
+                    to_device(batch, device),
+                    HostRows(batch.record_id_B, batch.valid_B),
+                    stream.record_event(),
+                )
+
+    # In a thread: copying a batch into pinned memory would keep this one, which launches the
+    # passes, for milliseconds.
+    with ThreadPoolExecutor(1, "copy") as thread:
+        ahead = thread.submit(fetch)
+        while (sent := ahead.result()) is not None:
+            ahead = thread.submit(fetch)
+            yield _arrived(*sent, device)
+
+
+def _arrived(
+    batch: Batch, rows: HostRows, copied: torch.cuda.Event, device: torch.device
+) -> tuple[Batch, HostRows]:
+    """Let the computing stream, not the host, wait for the copy; and the allocator keep the memory
+    until that stream is done with it.
+    """
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied)
+    for value in batch:
+        if value is not None:
+            value.record_stream(current)
+    return batch, rows
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy every tensor of a batch to ``device`` without waiting."""
+    return mapped(batch, lambda value: send(value, device))
 
 
 @dataclass
@@ -108,7 +176,7 @@ def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[tuple[B
         id_B = t.store.index["id"][drawn]
     else:
         drawn, id_B = (
-            t.people.images(drawn_B, key, t.plan.max_records_per_unit),
+            t.people.images(drawn_B, key, t.plan.unit.max_records),
             t.people.id_P[drawn_B],
         )
     mine = [drawn[part] for part in passes(key, id_B, count, most, group.rank, group.world_size)]
