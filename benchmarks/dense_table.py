@@ -24,8 +24,7 @@ from common import row, write_result
 from faster_coco_eval.core import mask as mask_tools
 from PIL import Image
 
-from dpvision.synthetic.scene_render import coverage
-from dpvision.synthetic.scenes import LABELS, Scene, make_scene
+from dpvision.synthetic.scenes import LABELS, Scene, coverage, make_scene
 
 FIRST = {"train": 30_000_000, "test": 40_000_000}
 MEASURES = {"detection": ("AP box", "AP mask"), "segmentation": ("mIoU",)}

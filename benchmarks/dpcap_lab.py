@@ -58,6 +58,7 @@ from dpvision.eval.captions.cider import cider_d
 from dpvision.eval.captions.label_sets import load_label_set
 from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.eval.captions.scene_choices import scene_compositional
+from dpvision.eval.captions.settings import Asking
 from dpvision.eval.captions.zero_shot import ZeroShotSettings, zero_shot_scores
 from dpvision.models import make_model
 from dpvision.models.generate import GenerateSettings, generate
@@ -186,10 +187,11 @@ def captioner_scores(ready: OpenCaptioner, args: argparse.Namespace) -> dict[str
     found = {}
     store = single_objects(args)
     labels = load_label_set("store", store)
-    for score in zero_shot_scores([ready], store, labels, ZeroShotSettings(prompt="a"), workers=1):
+    how = Asking(workers=1)
+    for score in zero_shot_scores([ready], store, labels, ZeroShotSettings(prompt="a"), how):
         found[f"{score.protocol} (chance {100 * score.chance:.1f})"] = 100 * score.value
     test = scene_compositional(range(FIRST_TEST, FIRST_TEST + args.num_test), SIZE)
-    for score in choice_scores(test, answer_choices(ready, test, workers=1), ready.name, "public"):
+    for score in choice_scores(test, answer_choices(ready, test, how), ready.name, "public"):
         found[f"{score.protocol}"] = 100 * score.value
     return found | said(ready, scenes(FIRST_TEST, args.num_test, SIZE))
 

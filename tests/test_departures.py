@@ -18,11 +18,10 @@ from dpvision.config import DataConfig, HeadConfig, OptimConfig, PrivacyConfig, 
 from dpvision.config.head_presets import PRESETS
 from dpvision.config.heads import OWN
 from dpvision.config.resolve import unread
-from dpvision.dense.detection import detector
-from dpvision.dense.detection.settings import DetectionSettings
-from dpvision.dense.segmentation.settings import SegmentationSettings
-from dpvision.dense.training_settings import DenseHardware
+from dpvision.eval.captions.settings import Asking
 from dpvision.eval.captions.zero_shot import ZeroShotSettings
+from dpvision.eval.dense import detector
+from dpvision.eval.dense.settings import DenseHardware, DetectionSettings, SegmentationSettings
 from dpvision.eval.probes.settings import FineTuneSettings, LarsSettings
 from dpvision.models import count_parameters
 from dpvision.recipes import RECIPES
@@ -35,7 +34,7 @@ NOT_STATED = "?"
 PROTOCOLS: dict[str, dict[str, Any]] = {
     "linear_lars": asdict(LarsSettings()),
     "fine_tune": asdict(FineTuneSettings()),
-    "zero_shot": asdict(ZeroShotSettings()),
+    "zero_shot": asdict(ZeroShotSettings()) | {"fit": Asking().fit},
     "detection": asdict(DetectionSettings())
     | {"sampling_ratio": detector.SAMPLING_RATIO, "precision": DenseHardware().precision},
     "segmentation": asdict(SegmentationSettings()) | {"precision": DenseHardware().precision},

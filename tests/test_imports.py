@@ -18,10 +18,10 @@ ORDER = [
     {"train"},
     {"encoders"},
     {"eval", "adapt", "audit"},
+    {"statement"},
     {"report"},
     {"demo", "doctor", "tune"},
     {"cli"},
-    {"dense"},
 ]
 PROGRAMS = {"doctor", "demo", "cli"}
 """What a user starts, with the name of a recipe."""
@@ -119,12 +119,27 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which lists the cycle
 
 
-def test_nothing_imports_the_optional_package_dense() -> None:
-    assert not [path for path in FILES if _package(path) != "dense" and "dense" in _imports(path)]
+def test_detection_and_segmentation_load_only_when_a_command_asks_for_them() -> None:
+    """One module of the command line imports ``eval.dense``, and nothing imports that module:
+    ``dpvision evaluate`` opens it by its name. Their library is imported within functions.
+    """
+    command = "dpvision.cli.evaluate_dense"
+    inside = "dpvision.eval.dense"
+    for name, path in MODULES.items():
+        found = {other for other in _imported_modules(path) if other.startswith(inside)}
+        assert not found or name == command or name.startswith(inside), name
+        assert command not in _imported_modules(path), name
+        top = {
+            alias.name if isinstance(node, ast.Import) else node.module or ""
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        assert not [library for library in top if library.startswith("faster_coco_eval")], name
 
 
-@pytest.mark.parametrize("part", ["probes", "captions"])
-def test_within_eval_probes_and_captions_leave_each_other_alone_and_what_they_share_imports_neither(
+@pytest.mark.parametrize("part", ["probes", "captions", "dense"])
+def test_the_parts_of_eval_leave_each_other_alone_and_what_they_share_imports_none(
     part: str,
 ) -> None:
     outside = [path for path in (SRC / "eval").rglob("*.py") if path.parent.name != part]
@@ -142,19 +157,14 @@ SAME_NAME = {
     "overlap": {"cli", "data"},
     "plan": {"cli", "privacy"},
     "tokenizer": {"cli", "data"},
-    "verify": {"cli", "report"},
+    "verify": {"cli", "statement"},
     # what is opened by its name or place, whatever its kind
     "open": {"data", "encoders"},
     # what the command line takes
-    "settings": {"dense/detection", "dense/segmentation", "eval/captions", "eval/probes"},
+    "settings": {"eval/captions", "eval/dense", "eval/probes"},
     # a run: its settings, and itself
     "run": {"config", "runs"},
-    # the same part of both tasks, or of both kinds of evaluation
-    "command": {"dense/detection", "dense/segmentation"},
-    "evaluation": {"dense/detection", "dense/segmentation"},
-    "job": {"dense/detection", "dense/segmentation"},
-    "sheet": {"dense/detection", "dense/segmentation"},
-    "protocol": {"eval/captions", "eval/probes"},
+    # the same part of both kinds of evaluation
     "suite": {"eval/captions", "eval/probes"},
 }
 """Module name -> the packages that may share it."""

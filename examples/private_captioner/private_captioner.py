@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dpvision.data.caption_text import scene_captions
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.data.tokenizer import train_tokenizer
-from dpvision.eval.captions.cider_scores import say_captions
+from dpvision.data.tokenizer import scene_captions, train_tokenizer
+from dpvision.eval.captions.cider import say_captions
 from dpvision.eval.captions.open_captioner import open_captioner
 from dpvision.models.generate import GenerateSettings
 from dpvision.recipes import RECIPES
@@ -66,7 +65,6 @@ for name, store, parent in (
         test,
         np.arange(test.num_records),
         GenerateSettings(),
-        "squash",
     )
     right = sum(
         test.captions(row)[0].split()[1] in text.split() for row, text in said.items()

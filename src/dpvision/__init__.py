@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dpvision.eval.probes.suite import evaluate as evaluate
     from dpvision.privacy.plan import make_plan as make_plan
     from dpvision.report.page import make_report as make_report
-    from dpvision.report.statement import make_statement as make_statement
+    from dpvision.statement.statement import make_statement as make_statement
     from dpvision.train.loop import fit as fit
     from dpvision.train.own_loop import private_loop as private_loop
     from dpvision.train.start import new_session as new_session
@@ -43,7 +43,7 @@ _HOME = {
     "load_classifier": "dpvision.encoders.headed",
     "make_plan": "dpvision.privacy.plan",
     "make_report": "dpvision.report.page",
-    "make_statement": "dpvision.report.statement",
+    "make_statement": "dpvision.statement.statement",
     "new_head_session": "dpvision.adapt.session",
     "new_session": "dpvision.train.start",
     "open_store": "dpvision.data.open",

@@ -12,7 +12,6 @@ from typing import Any
 
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.config import CaptionerConfig, HeadConfig, RunConfig
-from dpvision.data.caption_text import scene_captions
 from dpvision.data.declared import rounded_up
 from dpvision.data.import_labels import read_rule
 from dpvision.data.importer import import_source
@@ -20,7 +19,7 @@ from dpvision.data.open import open_store
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.data.tokenizer import train_tokenizer
+from dpvision.data.tokenizer import scene_captions, train_tokenizer
 from dpvision.errors import OPERATOR_ONLY, DataError, RunStopped
 from dpvision.eval.captions.label_sets import load_label_set
 from dpvision.eval.captions.open_captioner import open_captioner

@@ -260,7 +260,7 @@ def test_rows_divisor_delta_and_noise_are_those_of_as_many_records(
     made = prepare(people_head_config(store, head, max_records_per_unit=7))
     plan = made.plan
     assert (
-        feature_rows(made, store) == plan.expected_batch_size == plan.sampled_from == PEOPLE
+        feature_rows(made, store) == plan.expected_batch_size == plan.unit.sampled_from == PEOPLE
         and plan.dataset_size == NUM_IMAGES
     )
     assert plan.delta == made.config.privacy.delta or plan.delta == min(1e-3, 1 / (2 * PEOPLE))

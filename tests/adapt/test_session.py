@@ -39,7 +39,7 @@ from dpvision.privacy.ledger import set_cap
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.stream import Key
-from dpvision.report.statement import make_statement
+from dpvision.statement.statement import make_statement
 
 from ..eval.labelled import write_store
 from .lineage_runs import untrained_run

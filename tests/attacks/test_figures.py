@@ -34,12 +34,12 @@ from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
 from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_EPSILON
-from dpvision.report.statement import make_statement
 from dpvision.runs.epsilon_meter import EpsilonMeter
 from dpvision.runs.lineage import own_entry, runs_on
 from dpvision.runs.spent import spent
+from dpvision.statement.statement import make_statement
 
-from ..report.runs import make_run, make_store
+from ..statement.runs import make_run, make_store
 
 RECORDS, DELTA = 50_000, 1e-5
 PARENT = PrivacyConfig(

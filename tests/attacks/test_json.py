@@ -26,16 +26,16 @@ from dpvision.errors import DataError, DPVisionError
 from dpvision.eval.score_file import read_scores
 from dpvision.files import write_json
 from dpvision.privacy.ledger import read_ledger, store_account
-from dpvision.report.statement import make_statement, write_statement
-from dpvision.report.verify import verify_statement
 from dpvision.runs.folder import read_run
 from dpvision.runs.run import read_object
+from dpvision.statement.statement import make_statement, write_statement
+from dpvision.statement.verify import verify_statement
 from dpvision.strict_json import parse_json
 from dpvision.weights import METADATA, pack, unpack
 
 from ..data.image_files import js, png, write_folder, write_tar
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "statement"))
 from runs import PRIVACY, PUBLIC_SCORES, make_run, make_store
 
 SOURCE = Path(dpvision.__file__).parent
@@ -234,7 +234,7 @@ FOREIGN = {
     "config/models.py": "an option of the command line",
     "tune/space.py": "an option of the command line",
     "encoders/unpickle_worker.py": "an argument of our own",
-    "report/schema.py": "a file of the package",
+    "statement/schema.py": "a file of the package",
     "train/same.py": "facts of other ranks",
     "report/operator_page.py": "losses",
     "tune/trials.py": "losses",
@@ -245,8 +245,8 @@ FOREIGN = {
     "data/image_column.py": "names of columns",
     "data/tokenizer.py": "words",
     "data/datasets.py": "published lists",
-    "dense/segmentation/semantic_data.py": "published classes",
-    "dense/training_state.py": "a loss scale without privacy",
+    "eval/dense/semantic_data.py": "published classes",
+    "eval/dense/training_state.py": "a loss scale without privacy",
     "eval/any_of_labels.py": "labels for a score",
     "eval/captions/label_sets.py": "labels for a score",
     "eval/benchmark_files.py": "published questions",

@@ -23,8 +23,8 @@ from dpvision.privacy import refusal as refusals
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
 from dpvision.privacy.planner import what_if
 from dpvision.privacy.refusal import refusal
-from dpvision.report.lineage_phrases import PROCEDURAL, entry_text
 from dpvision.runs.store_checks import check_store
+from dpvision.statement.history_phrases import PROCEDURAL, entry_text
 
 from ..data.image_files import png
 

@@ -36,16 +36,16 @@ from dpvision.config import (
 from dpvision.config.head_presets import with_head
 from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.dense.training_state import FILE, open_checkpoint
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.encoders.starting_weights import open_parent
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
+from dpvision.eval.dense.training_state import FILE, open_checkpoint
 from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.printed import up
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.recipes import transfer_heads
-from dpvision.report.statement import make_statement
 from dpvision.runs.lineage import own_entry, runs_on
+from dpvision.statement.statement import make_statement
 from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session
 from dpvision.weights import contents

@@ -18,15 +18,15 @@ from dpvision.config import PrivacyConfig, RunConfig, to_dict
 from dpvision.data.open import open_store
 from dpvision.data.overlap import write_without
 from dpvision.data.split import split_store
-from dpvision.data.store_key import KEY_FILE, keyed_hash, read_key
+from dpvision.data.store_writer import KEY_FILE, keyed_hash, read_key
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
 from dpvision.report.gallery import made_of_public_images
-from dpvision.report.statement import make_statement
 from dpvision.runs.store_checks import check_store
+from dpvision.statement.statement import make_statement
 from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session

@@ -23,14 +23,14 @@ from dpvision.privacy.account import set_cap, store_account
 from dpvision.privacy.composition import parts_of, total_epsilon
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.report.guarantee import guarantee_of
 from dpvision.report.page import make_report
-from dpvision.report.statement import make_statement, write_statement
-from dpvision.report.verify import verify_statement
 from dpvision.runs.epsilon_meter import EpsilonMeter
 from dpvision.runs.spent import resume_words, spent
+from dpvision.statement.guarantee import guarantee_of
+from dpvision.statement.statement import make_statement, write_statement
+from dpvision.statement.verify import verify_statement
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "statement"))
 from runs import PRIVACY, make_run, make_store
 
 STEPS, EXECUTED = 60, 12

@@ -23,15 +23,15 @@ from dpvision.errors import PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import ask_selection, draft_plan, make_plan
-from dpvision.report import again, choice_phrases
-from dpvision.report import recompute as recompute_module
-from dpvision.report import verify as verify_module
-from dpvision.report.guarantee import guarantee_of
-from dpvision.report.statement import make_statement, write_statement
-from dpvision.report.verify import verify_statement
+from dpvision.statement import again, history_phrases
+from dpvision.statement import recompute as recompute_module
+from dpvision.statement import verify as verify_module
+from dpvision.statement.guarantee import guarantee_of
+from dpvision.statement.statement import make_statement, write_statement
+from dpvision.statement.verify import verify_statement
 from dpvision.weights import pack, unpack
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "statement"))
 from runs import POISSON, PRIVACY, PUBLIC_SCORES, make_run, make_store
 
 DECLARED = re.compile(
@@ -124,7 +124,7 @@ def test_only_what_is_declared_can_be_altered_unnoticed(
 
         return call
 
-    monkeypatch.setattr("dpvision.report.statement.guarantee_of", remembered(guarantee_of))
+    monkeypatch.setattr("dpvision.statement.statement.guarantee_of", remembered(guarantee_of))
     seen: set[str] = set()
     alone, with_run = [], []
     for where, value in leaves(statement):
@@ -287,7 +287,7 @@ def with_steps(
     """
     facts = again._facts(statement)
     updates = facts.updates if in_weights is None else in_weights
-    hidden = {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
+    hidden = {"known": False, "text": history_phrases.OTHER_RUNS_UNKNOWN}
     made = again.compose(
         replace(
             facts,

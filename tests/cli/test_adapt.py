@@ -31,7 +31,7 @@ from dpvision.synthetic.scenes import make_scene
 from ..adapt.lineage_runs import untrained_run
 from ..adapt.runs_of_heads import write_digits
 from ..eval.labelled import write_store
-from ..report.test_statement import problems
+from ..statement.test_statement import problems
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "statement.schema.json").read_text())
 

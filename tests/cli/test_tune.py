@@ -23,7 +23,7 @@ from dpvision.tune.space import Range, grid, parse_space
 
 from ..adapt.lineage_runs import untrained_run
 from ..adapt.runs_of_heads import write_digits
-from ..report.test_statement import problems
+from ..statement.test_statement import problems
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "statement.schema.json").read_text())
 SPACE = ["--space", "optim.learning_rate=log 1..100", "privacy.max_grad_norm=0.5,1.0"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "statement"))
 import runs
 from runs import POISSON, PRIVACY, make_run, make_store
 
@@ -25,11 +25,11 @@ from dpvision.privacy import accountant
 from dpvision.privacy.ledger import Ledger, set_cap, store_account
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.sampling import Poisson
-from dpvision.report import check_other_runs as other_runs_module
-from dpvision.report import verify as verify_module
-from dpvision.report.check_result import Check
-from dpvision.report.statement import write_statement
-from dpvision.report.verify import verify_statement
+from dpvision.statement import other_runs as other_runs_module
+from dpvision.statement import verify as verify_module
+from dpvision.statement.check import Check
+from dpvision.statement.statement import write_statement
+from dpvision.statement.verify import verify_statement
 
 SMALL = replace(PRIVACY, steps=4, noise_multiplier=3.0)
 

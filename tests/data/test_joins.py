@@ -14,14 +14,14 @@ import pytest
 
 from dpvision.cli import main
 from dpvision.data.importer import import_samples, import_source
-from dpvision.data.join import join_names
 from dpvision.data.open import open_store
 from dpvision.data.people import People
 from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
+from dpvision.data.table_files import join_names
 from dpvision.errors import DataError
-from dpvision.report.lineage_phrases import SHARED_IMAGES, curated
+from dpvision.statement.history_phrases import SHARED_IMAGES, curated
 
 from .image_files import encode, js, noise, png, write_folder, write_tar
 

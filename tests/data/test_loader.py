@@ -10,7 +10,6 @@ from torchvision.transforms.v2 import Compose, RandomHorizontalFlip, RandomResiz
 from torchvision.transforms.v2.functional import pil_to_tensor, resized_crop
 
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID, DataConfig
-from dpvision.data.caption_reader import CaptionReader, check_captions
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import image_batches, physical_batches
@@ -19,7 +18,7 @@ from dpvision.data.ordered import ordered_map
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.texture_store import write_texture_store
-from dpvision.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+from dpvision.data.tokenizer import MIN_VOCAB_SIZE, CaptionReader, check_captions, train_tokenizer
 from dpvision.data.transform import CROP_NUMBERS, crop_box, preprocess
 from dpvision.errors import DataError
 from dpvision.train.feed import on_device

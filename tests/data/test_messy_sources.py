@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from dpvision.cli import main
-from dpvision.data.caption_text import store_captions
 from dpvision.data.decode import FORMATS, HEAD_BYTES, BadImage, decode, may_be_image
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.overlap import write_without
@@ -19,6 +18,7 @@ from dpvision.data.person_names import person_name
 from dpvision.data.sources import IMAGE_EXTENSIONS, Sample
 from dpvision.data.split import split_store
 from dpvision.data.tarindex import TarWriter
+from dpvision.data.tokenizer import store_captions
 from dpvision.errors import ConfigError, DataError, PrivacyError
 
 from .image_files import js, png, write_folder, write_tar

@@ -14,8 +14,8 @@ from PIL import Image, ImageOps
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.importer import import_source
 from dpvision.data.transform import preprocess
-from dpvision.dense.segmentation.semantic_data import ClassMap, read_mask, read_pixels
 from dpvision.errors import DataError
+from dpvision.eval.dense.semantic_data import ClassMap, read_mask, read_pixels
 
 from .image_files import encode, noise
 

@@ -7,7 +7,7 @@ import pytest
 
 from dpvision.data.open import open_store
 from dpvision.data.store import ROW, Store, _Shard
-from dpvision.data.store_key import keyed_hash, read_key
+from dpvision.data.store_writer import keyed_hash, read_key
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID
-from dpvision.data.caption_text import file_captions, scene_captions, store_captions
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.data.tokenizer import MIN_VOCAB_SIZE, CaptionTokenizer, train_tokenizer
+from dpvision.data.tokenizer import (
+    MIN_VOCAB_SIZE,
+    CaptionTokenizer,
+    file_captions,
+    scene_captions,
+    store_captions,
+    train_tokenizer,
+)
 from dpvision.errors import ConfigError, DataError, PrivacyError
 from dpvision.synthetic.scenes import make_scene
 

@@ -27,9 +27,10 @@ from dpvision.encoders import collect as collect_module
 from dpvision.encoders.open import open_encoder
 from dpvision.eval.captions import caption_images, choice
 from dpvision.eval.captions.open_captioner import open_captioner
+from dpvision.eval.captions.settings import Asking
 from dpvision.eval.probes import cache
 from dpvision.eval.probes.protocols import make_protocols
-from dpvision.eval.probes.settings import FineTuneSettings, LarsSettings
+from dpvision.eval.probes.settings import FineTuneSettings, LarsSettings, ProtocolSettings
 from dpvision.eval.probes.suite import evaluate
 from dpvision.models import make_model
 from dpvision.models.generate import GenerateSettings
@@ -171,9 +172,11 @@ def test_probes_on_the_device_give_the_cpus_scores(
     )
     (asked,) = make_protocols(
         [protocol],
-        shots=(2,),
-        fine_tune=fine_tune,
-        lars=LarsSettings(blrs=(0.1,), epochs=2, warmup_epochs=1),
+        ProtocolSettings(
+            shots=(2,),
+            fine_tune=fine_tune,
+            lars=LarsSettings(blrs=(0.1,), epochs=2, warmup_epochs=1),
+        ),
     )
     found = [
         [
@@ -343,13 +346,10 @@ def test_captions_that_forget_the_device_are_refused(
         (),
         {"__len__": lambda self: 2, "read": lambda self, p: Image.fromarray(image(p)[0])},
     )()
-    how = {"batch_size": 2, "workers": 1}
-    assert all(
-        memory.device == DEVICE
-        for memory, _ in choice.encoded_images(ready, images, "squash", **how)
-    )  # type: ignore[arg-type]
+    how = Asking(batch_size=2, workers=1)
+    assert all(memory.device == DEVICE for memory, _ in choice.encoded_images(ready, images, how))  # type: ignore[arg-type]
     with pytest.raises(StrictDeviceError, match="same device"):
-        list(edited(choice, "encoded_images", ".to(ready.device)")(ready, images, "squash", **how))
+        list(edited(choice, "encoded_images", ".to(ready.device)")(ready, images, how))
 
 
 def test_the_device_keeps_identity_and_values() -> None:

@@ -19,10 +19,10 @@ from dpvision.cli import main
 from dpvision.cli.train import TrainArgs, train
 from dpvision.config import RunConfig
 from dpvision.data.batch import Batch
-from dpvision.dense.training_settings import DenseHardware
 from dpvision.devices import loader_threads, require_precision, slow_precision
 from dpvision.dp.compiled import CompiledBlocks
 from dpvision.errors import ConfigError, DataError
+from dpvision.eval.dense.settings import DenseHardware
 from dpvision.recipes import RECIPES
 from dpvision.train import distributed, feed, loop, memory, start
 from dpvision.train.distributed import Group, join

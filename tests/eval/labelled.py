@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
+from dpvision.eval.probes.protocol import Task
 from dpvision.models import make_model
 
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -65,6 +67,18 @@ def write_colours(
     return write_store(
         path, list(images.clip(0, 255).astype(np.uint8)), [f"c{c}" for c in label], person
     )
+
+
+@dataclass(frozen=True)
+class OfUnits(Task):
+    """A task whose training rows have other units than its store's."""
+
+    of_N: np.ndarray | None = None
+
+    @property
+    def unit_N(self) -> np.ndarray:
+        assert self.of_N is not None
+        return self.of_N
 
 
 class MeanToken(nn.Module):

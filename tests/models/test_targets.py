@@ -10,7 +10,7 @@ from dpvision.config import MAEConfig, ViTConfig
 from dpvision.errors import ConfigError
 from dpvision.models import mae, make_model
 from dpvision.models.layers import patchify
-from dpvision.models.targets import CELLS, ORIENTATIONS, make_targets, target_size, to_pixels
+from dpvision.models.mae import CELLS, ORIENTATIONS, make_targets, target_size, to_pixels
 
 TINY = MAEConfig(
     encoder=ViTConfig(image_size=16, patch_size=4, depth=1, width=16, num_heads=2),

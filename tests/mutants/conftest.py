@@ -30,7 +30,7 @@ from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.train.loop import Session
 from dpvision.train.start import new_session
 
-for room in ("oracles", "report"):
+for room in ("oracles", "statement"):
     sys.path.insert(0, str(Path(__file__).parents[1] / room))
 
 NUM_RECORDS = 40

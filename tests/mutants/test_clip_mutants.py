@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from zoo import KEY, class_losses, make_batch, rows
 
 from dpvision.config import RunConfig
-from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.importer import import_samples
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
-from dpvision.data.tokenizer import train_tokenizer
+from dpvision.data.tokenizer import CaptionReader, train_tokenizer
 from dpvision.dp import (
     batch_dims,
     clip,
@@ -43,6 +42,7 @@ from dpvision.dp.gram import SquareNorms
 from dpvision.dp.separable import check_separable
 from dpvision.dp.support import check_exact
 from dpvision.dp.weight_grads import Slot
+from dpvision.train import own_loop
 from dpvision.train.objectives import mae_losses
 
 from .planting import (
@@ -437,3 +437,40 @@ def test_mask_keyed_by_row(scenes: Store, config: RunConfig, tmp_path: Path) -> 
         check_crops()
     with planted(StepKey, "uniform_numpy", uniform_by_row, "others get other captions"):
         check_captions()
+
+
+def check_record_alone(collate_fn: Callable[[list[Any]], Any]) -> None:
+    """A record of a user's data set is read as the same tensors whatever is read with it."""
+
+    class Cropped(torch.utils.data.Dataset):
+        def __getitem__(self, i: int) -> Tensor:
+            return torch.full((4,), float(i)) + torch.rand(4)
+
+        def __len__(self) -> int:
+            return 9
+
+    records = own_loop._Records(Cropped(), collate_fn)
+    many, few = (records[own_loop._Job(3, np.array(at), None)] for at in ([2, 5, 7], [5, 7]))
+    assert torch.equal(many.values[0][1:], few.values[0]), "another record changes this one"
+
+
+def test_crop_by_order_of_reading() -> None:
+    check_record_alone(torch.stack)
+    with planted(own_loop, "_set_seeds", lambda number: None, "changes this one"):
+        check_record_alone(torch.stack)
+
+
+def test_collated_together() -> None:
+    def mixup(items: list[Tensor]) -> Tensor:
+        x = torch.stack(items)
+        return 0.5 * x + 0.5 * x.roll(1, 0)
+
+    check_record_alone(mixup)
+
+    def together(records: Any, job: Any) -> Any:
+        found = read(records, job)
+        return found._replace(values=[mixup(list(found.values[0]))])
+
+    read = own_loop._Records.__getitem__
+    with planted(own_loop._Records, "__getitem__", together, "changes this one"):
+        check_record_alone(mixup)

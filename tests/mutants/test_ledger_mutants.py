@@ -29,9 +29,9 @@ from dpvision.privacy.marks import read_marks, write_marks
 from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.report import again, choice_phrases, guarantee, kept_phrases, verify
-from dpvision.report.check_result import ok
-from dpvision.report.statement import Evidence, make_statement
+from dpvision.statement import again, guarantee, history_phrases, verify
+from dpvision.statement.check import ok
+from dpvision.statement.statement import Evidence, make_statement
 from dpvision.train import loop
 from dpvision.train.loop import fit, save
 
@@ -321,7 +321,7 @@ def test_statement_of_an_early_line(tmp_path: Path) -> None:
         )
         first = digest((run / "ledger.jsonl").read_bytes().splitlines()[1])
         facts = again._facts(json.loads(json.dumps(make_statement(run))))
-        unknown = {"known": False, "text": choice_phrases.OTHER_RUNS_UNKNOWN}
+        unknown = {"known": False, "text": history_phrases.OTHER_RUNS_UNKNOWN}
         hashes = {**facts.hashes, "ledger": first}
         made = again.compose(
             replace(facts, steps=0, updates=0, other_runs=unknown, from_store=False, hashes=hashes)
@@ -352,7 +352,9 @@ def test_delta_rounded_down() -> None:
             assert float(said) >= delta * (1 - 1e-15), "the headline states a smaller delta"
 
     check()
-    with planted(kept_phrases, "up_delta", lambda delta: f"{delta:.3g}", "states a smaller delta"):
+    with planted(
+        history_phrases, "up_delta", lambda delta: f"{delta:.3g}", "states a smaller delta"
+    ):
         check()
 
 

@@ -14,13 +14,14 @@ from made import key
 from dpvision.adapt.person_rows import PersonImages
 from dpvision.adapt.prepare import prepare
 from dpvision.config import PrivacyConfig, RunConfig
+from dpvision.config.unit import Unit
 from dpvision.data.keys import StepKey
 from dpvision.data.people import People
 from dpvision.data.store import Store
 from dpvision.dp.noise import privatize
 from dpvision.privacy import plan as plans
-from dpvision.privacy.plan import DPPlan, draft_plan
-from dpvision.privacy.sampling import derive_rng
+from dpvision.privacy.plan import draft_plan
+from dpvision.privacy.sampling import FullBatch, derive_rng
 from dpvision.train import loop, start, step
 from dpvision.train.loop import Session, fit
 from dpvision.train.start import new_session
@@ -173,21 +174,16 @@ def test_rate_and_divisor_by_images(config: RunConfig, folders: Iterator[Path]) 
         )
 
     def by_images(self):
-        return self.dataset_size
+        return self.num_records
 
     def divided(total, plan, *args, **kwargs):
-        wrong = replace(
-            plan, sampling_unit="record", expected_batch_size=float(NUM_IMAGES), sample_rate=1.0
-        )
+        wrong = replace(plan, sampler=FullBatch(Unit(NUM_IMAGES), float(NUM_IMAGES)))
         return privatize(total, wrong, *args, **kwargs)
 
     check_rate()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrivacyConfig, "sampled_from", property(by_images))
-        with planted(
-            DPPlan, "sampled_from", property(by_images), "not the mean number of people in a batch"
-        ):
-            check_rate()
+    words = "not the mean number of people in a batch"
+    with planted(Unit, "sampled_from", property(by_images), words):
+        check_rate()
     check_divisor()
     with planted(loop, "privatize", divided, "not divided by the number of people"):
         check_divisor()

@@ -37,12 +37,12 @@ from dpvision.optim import ema
 from dpvision.optim.ema import update_ema
 from dpvision.privacy import composition
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.report import guarantee, statement
-from dpvision.report.statement import make_statement
-from dpvision.report.verify import verify_statement
 from dpvision.runs import lineage as lineages
 from dpvision.runs.folder import RunFolder
 from dpvision.runs.lineage import inherit, undeclared_weights
+from dpvision.statement import guarantee, statement
+from dpvision.statement.statement import make_statement
+from dpvision.statement.verify import verify_statement
 from dpvision.train import log, loop, start
 from dpvision.train.log import RunLog, StepMetrics
 from dpvision.train.loop import fit, save

@@ -55,7 +55,7 @@ from ..captioners import (
     write_run,
     write_squares,
 )
-from .runs import make_run, make_store
+from ..statement.runs import make_run, make_store
 
 GUARANTEE = {"epsilon": 8.0}
 VOID = {"meta", "img", "br", "hr", "link", "input"}

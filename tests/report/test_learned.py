@@ -25,7 +25,7 @@ from dpvision.report.learned import PARENT, learned_of, predict_some
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import make_report
 
-from .runs import PUBLIC_SCORES, score_entry
+from ..statement.runs import PUBLIC_SCORES, score_entry
 
 OWN = "own head, 10 classes, centre crop"
 TRIE = "zero-shot, walk through the label tree"

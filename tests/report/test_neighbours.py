@@ -38,7 +38,7 @@ from dpvision.report.reconstructions import (
     reconstruct_some,
 )
 
-from .runs import MODEL, make_run, make_store
+from ..statement.runs import MODEL, make_run, make_store
 
 NUM = 60
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)

@@ -27,9 +27,9 @@ from dpvision.privacy.printed import up
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import _score_groups, make_report, recompute_code
 from dpvision.report.reconstructions import reconstruct_some
-from dpvision.report.statement import make_statement
+from dpvision.statement.statement import make_statement
 
-from .runs import POISSON, PRIVACY, PUBLIC_SCORES, make_run, make_store, score_entry
+from ..statement.runs import POISSON, PRIVACY, PUBLIC_SCORES, make_run, make_store, score_entry
 
 SENTINEL = "31.4159265"
 VOID = {"meta", "img", "br", "hr", "link", "input"}

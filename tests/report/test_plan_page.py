@@ -16,8 +16,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.plan import tables
 from dpvision.privacy.plan import DPPlan, draft_plan
 from dpvision.privacy.planner import what_if
-from dpvision.privacy.printed import up
-from dpvision.report.numbers import percent_up
+from dpvision.privacy.printed import percent_up, up
 from dpvision.report.plan_page import grid_of, make_plan_page
 
 pytestmark = pytest.mark.slow  # the grid of a page takes half a minute

@@ -17,7 +17,7 @@ from dpvision.privacy.printed import up
 from dpvision.report.page import make_report
 from dpvision.runs.spent import guarantee_words, spent
 
-from .runs import PRIVACY, make_run, make_store
+from ..statement.runs import PRIVACY, make_run, make_store
 
 PEOPLE: dict[str, dict[str, Any]] = {
     "images": {},

@@ -17,10 +17,10 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.privacy.account import set_cap
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.report.statement import read_evidence
 from dpvision.runs import versions
 from dpvision.runs.run import Run, Secrets, Stopped, new_run
 from dpvision.runs.unprotected import runs_with_these_weights
+from dpvision.statement.statement import read_evidence
 from dpvision.weights import contents
 
 PRIVACY = PrivacyConfig(

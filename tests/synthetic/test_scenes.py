@@ -14,8 +14,7 @@ from scipy.stats import chisquare
 from dpvision.errors import ConfigError
 from dpvision.synthetic import scene_layout
 from dpvision.synthetic.scene_layout import COLOURS, SHAPES, SIZES, TEXTURES, SceneObject
-from dpvision.synthetic.scene_render import coverage
-from dpvision.synthetic.scenes import ATTRIBUTES, LABELS, RELATIONS, Scene, make_scene
+from dpvision.synthetic.scenes import ATTRIBUTES, LABELS, RELATIONS, Scene, coverage, make_scene
 
 # What people call these colours, not what the generator uses (CSS and X11 values).
 NAMED_RGB = {

@@ -16,7 +16,7 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import RECIPES
-from dpvision.report.statement import make_statement
+from dpvision.statement.statement import make_statement
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from made import secrets
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -271,6 +272,34 @@ def test_a_killed_run_stays_charged_and_is_resumed_at_once(open_loop: Open, fold
     with open_loop(run="a", resume=True) as loop:
         assert loop.ledger.steps == 3, "the step that was charged and not computed stays charged"
         assert [step.number for step in loop if step.backward()] == [3]
+
+
+@pytest.mark.slow
+def test_the_twelve_lines_of_the_page_on_opacus_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/opacus.md").read_text()
+    section = page.partition("## Twelve lines\n")[2].partition("\nOpacus needs")[0]
+    lines = [line[4:] for line in section.splitlines() if line]
+    assert len(lines) == 12
+    for i in range(40):
+        path = tmp_path / "photos" / f"class{i % 10}" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((70, 80, 3), 6 * i, dtype=np.uint8)).save(path)
+    code = "\n".join(lines)
+    for said, small in (
+        ("50_000", "40"),
+        ("=1000", "=8"),
+        ("=500", "=2"),
+        ("workers=4", "workers=1"),
+    ):
+        assert said in code
+        code = code.replace(said, small)
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(4, rel=1e-3)
+    assert store_account(tmp_path / "private/photos").runs[0].steps == 2
 
 
 # Refusals

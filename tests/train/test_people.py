@@ -33,9 +33,9 @@ from dpvision.privacy.composition import check_total
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.second_accountant import epsilon, release
-from dpvision.report.lineage_phrases import SHARED_IMAGES
-from dpvision.report.schema import problems, statement_schema
-from dpvision.report.statement import make_statement
+from dpvision.statement.history_phrases import SHARED_IMAGES
+from dpvision.statement.schema import problems, statement_schema
+from dpvision.statement.statement import make_statement
 from dpvision.train import loop, objectives
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session
@@ -87,7 +87,7 @@ def test_rate_divisor_and_delta_are_of_people_and_epsilon_is_that_of_one_record_
     assert (
         plan.sample_rate == 4 / PEOPLE
         and plan.expected_batch_size == 4
-        and plan.sampled_from == PEOPLE
+        and plan.unit.sampled_from == PEOPLE
     )
     large = replace(
         config.privacy,

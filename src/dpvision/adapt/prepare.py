@@ -37,7 +37,7 @@ from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.models.timm_cache import find_timm_weights
 from dpvision.privacy.plan import DPPlan, ask_selection, default_delta, draft_plan, make_plan
 from dpvision.runs.lineage import inherit
-from dpvision.runs.store_checks import check_labels, check_people, check_store
+from dpvision.runs.store_checks import check_labels, check_people, check_store, rows_to_draw
 from dpvision.train import distributed
 
 _UNDECLARED = 1
@@ -99,12 +99,8 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
         and model.encoder.spec is not None
     )
     store = open_store(config.data.store)
-    by_person = config.privacy.sampling_unit == "person"
-    row_N = (
-        np.arange(store.num_records)
-        if by_person
-        else store.eligible_rows(config.privacy.max_records_per_unit, config.seed)
-    )
+    unit = config.privacy.unit
+    row_N = rows_to_draw(store, unit, config.seed)
     _check_declared(config.privacy, store, row_N)
     device = distributed.join(config.hardware.device).device
     encoder, pooling, width = open_alone(model.encoder, device)
@@ -123,7 +119,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
             device,
         )
     check_store(plan, store, row_N)
-    if by_person:
+    if unit.draws_people:
         check_people(store)
     check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
     lineage = encoder_lineage(config, encoder, store, plan)
@@ -187,7 +183,7 @@ def rows_and_labels(
     assert isinstance(model, HeadConfig) and model.num_classes is not None
     people = (
         PersonImages.chosen(store, cfg.max_records_per_unit, config.seed)
-        if cfg.sampling_unit == "person"
+        if cfg.unit.draws_people
         else None
     )
     row_N = (
@@ -240,12 +236,12 @@ def settle(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> Run
         if privacy.target_unit_epsilon is not None:
             epsilon = draft_plan(with_steps(config).privacy).epsilon or math.inf
         head, reason = recommend_head(
-            privacy.sampled_from,
+            privacy.unit.sampled_from,
             model.num_classes or 0,
             epsilon,
             width,
             _delta(privacy),
-            people=privacy.sampling_unit == "person",
+            people=privacy.unit.draws_people,
         )
         model = replace(model, head=head, reason=reason)
         require_read(
@@ -294,8 +290,8 @@ def head_plan(config: RunConfig) -> DPPlan:
             cfg, ask_selection(cfg, mean_runs=model.selection_runs, shape=model.selection_shape)
         )
     target, records = cfg.target_epsilon, 1
-    if cfg.num_units is not None and cfg.target_unit_epsilon is not None:
-        target, records = cfg.target_unit_epsilon, cfg.clipped_per_unit
+    if cfg.unit.is_person and cfg.target_unit_epsilon is not None:
+        target, records = cfg.target_unit_epsilon, cfg.unit.clipped
     if cfg.guarantee != "dp" or cfg.sampling != "full_batch" or target is None:
         return make_plan(cfg)
     noise = records * full_batch_noise(target, _delta(cfg), cfg.num_steps)
@@ -305,7 +301,7 @@ def head_plan(config: RunConfig) -> DPPlan:
 
 
 def _delta(cfg: PrivacyConfig) -> float:
-    return default_delta(cfg.num_units or cfg.dataset_size) if cfg.delta is None else cfg.delta
+    return default_delta(cfg.unit.population) if cfg.delta is None else cfg.delta
 
 
 def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> Encoder:

@@ -13,7 +13,6 @@ from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
 from dpvision.data.import_labels import ClassRule, UnknownClasses, read_rule
-from dpvision.data.join import UNMATCHED_FILE
 from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.runs.folder import require_confidential
@@ -388,6 +387,8 @@ def _held(store: "Store") -> str:
 
 def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     """Return lines with the list of files left out, and how to convert unsupported formats."""
+    from dpvision.data.table_files import UNMATCHED_FILE
+
     left_out = summary.get("left_out")
     confidential = store.path / "confidential"
     lines = [

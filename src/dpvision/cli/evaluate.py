@@ -4,29 +4,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 
 from dpvision.cli.output import parse
 from dpvision.cli.paths import check_store
-from dpvision.cli.scores import Encoders, check_out, emit_scores, names_of, scores_table
-from dpvision.errors import ConfigError
-from dpvision.eval.probes.settings import (
-    FewShotProbeSettings,
-    FineTuneSettings,
-    LarsSettings,
-    checked_controls,
-    checked_protocols,
+from dpvision.cli.scores import (
+    FLAT,
+    Encoders,
+    Printing,
+    check_reading,
+    emit_scores,
+    names_of,
+    scores_table,
 )
+from dpvision.errors import ConfigError
+from dpvision.eval.probes.settings import ProtocolSettings, checked_controls, checked_protocols
 from dpvision.eval.score import Score
-from dpvision.eval.score_file import NOTHING_FITTED, merge_entries, write_scores
+from dpvision.eval.score_file import NOTHING_FITTED, check_out, merge_entries, write_scores
 from dpvision.runs.folder import run_base
 
-_LARS, _FINE_TUNE, _FEW_SHOT_PROBE = LarsSettings(), FineTuneSettings(), FewShotProbeSettings()
+_SETTINGS, _PRINTING = ProtocolSettings(), Printing()
 _OWN = {
     "captioner": "dpvision.cli.evaluate_captioner",
-    "detection": "dpvision.dense.detection.command",
-    "segmentation": "dpvision.dense.segmentation.command",
+    "detection": "dpvision.cli.evaluate_dense",
+    "segmentation": "dpvision.cli.evaluate_dense",
 }
 """Subcommands: `dpvision evaluate WORD` calls evaluate_WORD of this module, imported only then."""
 
@@ -48,17 +51,13 @@ def evaluate(
     against: str = "random,pixels",
     metric: str | None = None,
     labels: Path | None = None,
-    shots: tuple[int, ...] = (10,),
     out: Path | None = None,
     ema: bool = False,
     no_cache: bool = False,
     batch_size: int = 256,
     workers: int = 2,
-    lars: LarsSettings = _LARS,
-    fine_tune: FineTuneSettings = _FINE_TUNE,
-    few_shot_probe: FewShotProbeSettings = _FEW_SHOT_PROBE,
-    show_confidential: bool = False,
-    json: bool = False,
+    settings: Annotated[ProtocolSettings, FLAT] = _SETTINGS,
+    printing: Annotated[Printing, FLAT] = _PRINTING,
 ) -> None:
     """Score encoders on labelled images, against random weights and raw pixels.
 
@@ -109,33 +108,24 @@ def evaluate(
         labels: File of sets of correct classes that replace each test image's one label:
             ImageNet-ReaL's real.json, a JSON object or a CSV (docs/evaluation.md). Images without a
             correct class do not count.
-        shots: Images per class for the few-shot protocols; several are allowed.
         out: Also write all scores here. Scores on private images need a folder named confidential
             in the path.
         ema: Use the averaged weights of runs.
         no_cache: Neither read nor write cached features and scores (STORE/confidential/features).
         batch_size: Images in one forward pass.
         workers: Threads that read images.
-        lars: Settings of linear_lars and linear_cls; the defaults are the paper's.
-        fine_tune: Settings of fine_tune; the defaults are the paper's.
-        few_shot_probe: Settings of few_shot_probe; few_shot_dpcap uses its draws.
-        show_confidential: Print scores on private images even if the output is not a terminal, such
-            as a job's log.
-        json: Print JSON, with private scores too.
+        settings: Settings of the protocols.
+        printing: How scores are printed.
     """
     if not encoders:
         raise ConfigError(
             "evaluate: no encoder; expected one or more. For example: dpvision evaluate "
             "runs/first --train STORE."
         )
-    for name, value in (("batch_size", batch_size), ("workers", workers)):
-        if not value >= 1:
-            raise ConfigError(
-                f"evaluate: {name}={value}; expected at least 1. Omit it for the default."
-            )
+    check_reading(batch_size, workers)
     if train is None:
         check_store(test)
-        _own_heads(encoders, test, labels, ema, out, batch_size, workers, show_confidential, json)
+        _own_heads(encoders, test, labels, ema, out, batch_size, workers, printing)
         return
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     names = checked_protocols(names_of(protocols))
@@ -146,13 +136,11 @@ def evaluate(
     from dpvision.encoders.open import open_encoder, recognised
     from dpvision.eval.any_of_labels import load_any_of_labels
     from dpvision.eval.metric import checked_metric
-    from dpvision.eval.probes.protocol import with_averages
     from dpvision.eval.probes.protocols import make_protocols
     from dpvision.eval.probes.suite import evaluate as run_suite
+    from dpvision.eval.scored_run import with_averages
 
-    asked = make_protocols(
-        names, shots=shots, few_shot_probe=few_shot_probe, fine_tune=fine_tune, lars=lars
-    )
+    asked = make_protocols(names, settings)
     measure = checked_metric(metric) if metric is not None else None
     train_store, test_store = open_store(train), open_store(test) if test is not None else None
     if labels is not None and measure not in (None, "accuracy"):
@@ -198,7 +186,7 @@ def evaluate(
             )
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
-    _tell(found, stores, out, written, show_confidential, json)
+    _tell(found, stores, out, written, printing)
 
 
 def _own_heads(
@@ -209,8 +197,7 @@ def _own_heads(
     out: Path | None,
     batch_size: int,
     workers: int,
-    show_confidential: bool,
-    json: bool,
+    printing: Printing,
 ) -> None:
     """Score classifier runs on their own heads, which need no --train store."""
     import torch
@@ -219,7 +206,7 @@ def _own_heads(
     from dpvision.data.open import open_store
     from dpvision.eval.any_of_labels import load_any_of_labels
     from dpvision.eval.probes.own_head import has_own_head, score_own_head
-    from dpvision.eval.probes.protocol import is_run
+    from dpvision.eval.scored_run import is_run
     from dpvision.runs.lineage import shaped_in_confidence
 
     lacks = next((spec for spec in specs if not is_run(spec) or not has_own_head(spec)), None)
@@ -263,7 +250,7 @@ def _own_heads(
             )
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
-    _tell(found, stores, out, written, show_confidential, json)
+    _tell(found, stores, out, written, printing)
 
 
 def _tell(
@@ -271,14 +258,13 @@ def _tell(
     stores: dict[str, str],
     out: Path | None,
     written: list[Path],
-    show_confidential: bool,
-    json: bool,
+    printing: Printing,
 ) -> None:
     """Print the scores, and write them to ``out``."""
     scores = _told_apart(found)
     if out is not None:
         written.append(merge_entries(out, [score.to_dict() | stores for score in scores]))
-    emit_scores(scores, scores_table(scores), written, show_confidential, json)
+    emit_scores(scores, scores_table(scores), written, printing)
 
 
 def _told_apart(found: dict[str, list[Score]]) -> list[Score]:

@@ -12,9 +12,10 @@ from dpvision.cli.output import emit, pairs, parse, shown, table
 from dpvision.config import PrivacyConfig
 from dpvision.config.head_presets import with_steps
 from dpvision.config.resolve import resolve_privacy
+from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError
 from dpvision.files import write_file
-from dpvision.privacy.printed import up, up_delta
+from dpvision.privacy.printed import count, up, up_delta
 from dpvision.recipes import get_recipe
 
 if TYPE_CHECKING:
@@ -296,27 +297,26 @@ def _config(recipe: str | None, changes: dict[str, Any]) -> PrivacyConfig:
     return PrivacyConfig(**changes)
 
 
+_OF_UNIT = ("dataset_size", "num_units", "max_records_per_unit", "sampling_unit")
+"""Figures of ``what_if`` that are the fields of a Unit."""
+
+
 def _text(r: dict[str, Any]) -> str:
     if r["epsilon"] is None:
         return f"NO PRIVACY GUARANTEE (guarantee={r['guarantee']!r})\n" + pairs(
             {"sample-gradients": r["sample_gradients"]}
         )
-    tpr = r["attack_tpr"]
+    unit, tpr = Unit(*(r[name] for name in _OF_UNIT)), r["attack_tpr"]
     head = f"epsilon {up(r['epsilon'])}"
     if r["unit_epsilon"] is not None:
-        k = r["max_records_per_unit"]
-        beside = (
-            f" (at most {k} images), {head} for a single image,"
-            if k > 1
-            else " (one image of each)"
-        )
-        beside = (
-            f" ({k} image{'s' if k > 1 else ''} in a step)"
-            if r["sampling_unit"] == "person"
-            else beside
-        )
+        if unit.draws_people:
+            beside = f" ({count(unit.max_records, 'image')} in a step)"
+        elif unit.max_records > 1:
+            beside = f" ({unit.images}), {head} for a single image,"
+        else:
+            beside = f" ({unit.taking_part})"
         head = f"epsilon {up(r['unit_epsilon'])} for a person{beside}"
-    image = "" if r["num_units"] is None or r["sampling_unit"] == "person" else ", of an image"
+    image = ", of an image" if unit.is_person and not unit.draws_people else ""
     lines = [
         f"{head} at delta {up_delta(r['delta'])} after {r['steps']:,} steps",
         pairs(
@@ -325,9 +325,7 @@ def _text(r: dict[str, Any]) -> str:
                 f"epsilon without sampling{image}": up(r["epsilon_unamplified"]),
                 "best attack": f"{up(100 * tpr['0.01'], 1)}% true positives at 1% false ones, "
                 f"{up(100 * tpr['0.001'], 1)}% at 0.1%",
-                "N x delta" if r["num_units"] is None else "people x delta": up_delta(
-                    r["n_times_delta"]
-                ),
+                "people x delta" if unit.is_person else "N x delta": up_delta(r["n_times_delta"]),
                 "noise multiplier": r["noise_multiplier"],
                 "sampling": r["sampling"],
                 "sample rate": r["sample_rate"],
@@ -351,13 +349,8 @@ def _text(r: dict[str, Any]) -> str:
 
 def _advice_text(q: "Question", a: "Advice") -> str:
     drawn = a.draws is not None
-    whose = (
-        "an image"
-        if q.people is None
-        else "a person"
-        if drawn
-        else f"a person ({q.images_of_a_person} images at most)"
-    )
+    whose = "a person" if q.unit.is_person else "an image"
+    whose += f" ({q.images_of_a_person} images at most)" if q.unit.is_person and not drawn else ""
     hours = None if a.hours is None else f"{a.hours:.2g} ({a.hours_how})"
     lines = [
         f"Recommended: {a.way}.",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dpvision.cli.output import RunPath, emit, parse
 from dpvision.cli.paths import check_run, check_store
 from dpvision.errors import ConfigError
-from dpvision.report.schema import Stop, Tuning
+from dpvision.statement.schema import Stop, Tuning
 
 if TYPE_CHECKING:
     from dpvision.report.gallery import Gallery

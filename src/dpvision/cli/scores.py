@@ -1,6 +1,7 @@
-"""Shared by the commands that score: arguments, checks of output paths, and printing of scores."""
+"""Shared by the commands that score: arguments, and printing of scores."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,12 +10,22 @@ import tyro
 from dpvision.cli.output import emit, private_scores, table
 from dpvision.errors import ConfigError
 from dpvision.eval.score import Score, wilson_interval
-from dpvision.eval.score_file import read_scores
-from dpvision.runs.folder import require_confidential
 
 Encoders = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")
 ]
+FLAT = tyro.conf.arg(name="")
+"""Annotates options whose flags have no prefix."""
+
+
+@dataclass(frozen=True)
+class Printing:
+    """How a command prints its scores."""
+
+    show_confidential: bool = False
+    """Print scores on private images even if the output is not a terminal, such as a job's log."""
+    json: bool = False
+    """Print JSON, with private scores too."""
 
 
 def names_of(text: str) -> list[str]:
@@ -22,28 +33,17 @@ def names_of(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def check_out(out: Path, private: bool) -> None:
-    """Refuse an unusable output path before any work is done."""
-    if private:
-        require_confidential(out, "evaluate", "scores of private images")
-    if out.suffix != ".json" or out.is_dir():
-        raise ConfigError(
-            f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it."
-        )
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"evaluate: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}."
-        )
-    read_scores(out)
+def check_reading(batch_size: int, workers: int) -> None:
+    """Raise ConfigError unless both are at least 1."""
+    for name, value in (("batch_size", batch_size), ("workers", workers)):
+        if not value >= 1:
+            raise ConfigError(
+                f"evaluate: {name}={value}; expected at least 1. Omit it for the default."
+            )
 
 
 def emit_scores(
-    found: Sequence[Score],
-    text: str,
-    written: Sequence[Path],
-    show_confidential: bool,
-    json: bool,
-    **more: Any,
+    found: Sequence[Score], text: str, written: Sequence[Path], printing: Printing, **more: Any
 ) -> None:
     """Print scores and the files they are in; private scores only if ``private_scores`` allows it.
 
@@ -55,8 +55,9 @@ def emit_scores(
     if files:
         text += "\nwritten to " + ", ".join(files)
     if any(score.visibility == "private" for score in found):
-        text = private_scores(text, files, show_confidential)
-    emit({"scores": [score.to_dict() for score in found], **more, "written": files}, json, text)
+        text = private_scores(text, files, printing.show_confidential)
+    entries = {"scores": [score.to_dict() for score in found], **more, "written": files}
+    emit(entries, printing.json, text)
 
 
 def scores_table(scores: Sequence[Score]) -> str:

@@ -74,9 +74,13 @@ def tokenizer(
             "another name."
         )
     check_store(store)
-    from dpvision.data.caption_text import file_captions, scene_captions, store_captions
     from dpvision.data.open import open_store
-    from dpvision.data.tokenizer import train_tokenizer
+    from dpvision.data.tokenizer import (
+        file_captions,
+        scene_captions,
+        store_captions,
+        train_tokenizer,
+    )
 
     captions = chain(
         file_captions(text),

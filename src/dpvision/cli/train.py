@@ -22,6 +22,7 @@ from dpvision.cli.run_args import (
 from dpvision.cli.typed import joined, parse_first, parse_run
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.config.resolve import resolve
+from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.printed import up
 from dpvision.recipes import get_recipe, recipe_lines
@@ -269,8 +270,8 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
             ", this run alone\n"
             f"Total of these weights on this store: {spent(plan, plan.steps, behind)[1]}"
         )
-    by_person, of_head = plan.sampling_unit == "person", config.model.kind == "head"
-    several = plan.max_records_per_unit if by_person and not of_head else 1
+    unit, of_head = plan.unit, config.model.kind == "head"
+    several = 1 if of_head else unit.images_per_draw
     return (
         head
         + "\n"
@@ -279,17 +280,9 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
                 "recipe": config.recipe,
                 "store": f"{store.store_id[:8]}, {store.visibility}",
                 "declared records": plan.dataset_size,
-                "declared people": plan.num_units,
-                "images per person, at most": None
-                if plan.num_units is None or by_person
-                else plan.max_records_per_unit,
-                "images per person in a step": plan.max_records_per_unit
-                if by_person and not of_head
-                else None,
-                "a person's row": _row_of_a_person(plan.max_records_per_unit)
-                if by_person and of_head
-                else None,
-                "sampling": f"{plan.sampler.law}, of people" if by_person else plan.sampler.law,
+                "declared people": unit.num_people,
+                **_images_of_a_person(unit, of_head),
+                "sampling": plan.sampler.law + (", of people" if unit.draws_people else ""),
                 "expected batch size": plan.expected_batch_size,
                 "steps": plan.steps,
                 "sample-gradients": round(plan.steps * plan.expected_batch_size) * several,
@@ -304,9 +297,9 @@ def _kept(store: "Store", lineage: "Lineage") -> str:
     """Return the guarantees that weights keep in a run without one: on public images, those of the
     private runs behind them.
     """
-    from dpvision.report.guarantee import other_stores
-    from dpvision.report.kept_phrases import kept
     from dpvision.runs.lineage import shaped_in_confidence
+    from dpvision.statement.guarantee import other_stores
+    from dpvision.statement.history_phrases import kept
 
     if store.visibility != "public" or shaped_in_confidence(lineage):
         return ""
@@ -314,10 +307,14 @@ def _kept(store: "Store", lineage: "Lineage") -> str:
     return f" for these images; kept from earlier runs: {kept(others)}" if others else ""
 
 
-def _row_of_a_person(count: int) -> str:
-    """Return what a head sees of a person, as text."""
-    return (
-        "the features of one image"
-        if count == 1
-        else f"the mean of the features of at most {count} images of one class"
-    )
+def _images_of_a_person(unit: Unit, of_head: bool) -> dict[str, object]:
+    """Return how many images of a person are used, where people are declared."""
+    k = unit.max_records
+    if not unit.is_person:
+        return {}
+    if not unit.draws_people:
+        return {"images per person, at most": k}
+    if not of_head:
+        return {"images per person in a step": k}
+    mean = f"the mean of the features of at most {k} images of one class"
+    return {"a person's row": "the features of one image" if k == 1 else mean}

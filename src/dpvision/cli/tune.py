@@ -262,11 +262,7 @@ def _commands(args: TuneArgs, asked: Mapping[str, Any], study: Study, best: Tria
         "--data",
         str(study.config.data.store) if study.confidential else "STORE",
     ]
-    target = (
-        "privacy.target_epsilon"
-        if study.config.privacy.num_units is None
-        else "privacy.target_unit_epsilon"
-    )
+    target = f"privacy.{study.config.privacy.unit.target}"
     settings = {
         target if name == "epsilon" else name: value
         for name, value in asked.items()

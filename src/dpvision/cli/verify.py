@@ -13,7 +13,7 @@ from dpvision.cli.output import emit, parse
 from dpvision.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dpvision.report.check_result import Check
+    from dpvision.statement.check import Check
 
 
 def run(argv: Sequence[str]) -> None:
@@ -52,7 +52,7 @@ def verify(
             f"verify: {statement}: no such file; expected a statement.json. Make one with "
             "`dpvision report RUN`."
         )
-    from dpvision.report.verify import verify_statement
+    from dpvision.statement.verify import verify_statement
 
     checks = verify_statement(statement, run, store)
     bad, unverified = (

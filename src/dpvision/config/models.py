@@ -85,7 +85,7 @@ class MAEConfig:
     decoder_num_heads: int = 16
     mask_ratio: float = 0.75
     target: Literal["pixels", "normalised_pixels", "gradients"] = "pixels"
-    """Target of a masked patch (models/targets.py): ViP's plain pixels, MAE's normalised pixels,
+    """Target of a masked patch (models/mae.py): ViP's plain pixels, MAE's normalised pixels,
     MaskFeat's oriented gradients.
     """
 

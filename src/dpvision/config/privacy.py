@@ -19,7 +19,8 @@ class PrivacyConfig:
     """The requested guarantee; ``privacy.plan.make_plan`` turns it into a plan."""
 
     dataset_size: int
-    """Declared, public number of records N. The sample rate is expected_batch_size / sampled_from,
+    """Declared, public number of records N. The sample rate is expected_batch_size /
+    unit.sampled_from,
     whatever the store holds.
     """
     expected_batch_size: float
@@ -184,7 +185,7 @@ class PrivacyConfig:
                 rule,
                 f"With max_records_per_unit={k} declare numbers that fit.",
             )
-        of, size = "num_units" if people else "dataset_size", self.sampled_from
+        of, size = "num_units" if people else "dataset_size", self.unit.sampled_from
         require(
             b <= size,
             w,
@@ -303,13 +304,3 @@ class PrivacyConfig:
         return Unit(
             self.dataset_size, self.num_units, self.max_records_per_unit, self.sampling_unit
         )
-
-    @property
-    def sampled_from(self) -> int:
-        """int: declared number of those that are drawn."""
-        return self.unit.sampled_from
-
-    @property
-    def clipped_per_unit(self) -> int:
-        """int: clipped gradients that one unit adds to the sum of a step, at most."""
-        return self.unit.clipped

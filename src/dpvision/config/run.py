@@ -343,12 +343,10 @@ class RunConfig:
         """int: images in a step for one clipped gradient of a network: data.views, times
         max_records_per_unit where people are drawn.
         """
-        return self.data.views * (
-            self.privacy.max_records_per_unit if self.privacy.sampling_unit == "person" else 1
-        )
+        return self.data.views * (self.privacy.unit.images_per_draw)
 
     def __post_init__(self) -> None:
-        if self.model.kind == "head" and self.privacy.sampling_unit == "person":
+        if self.model.kind == "head" and self.privacy.unit.draws_people:
             chosen = self.model.candidates
             require(
                 not chosen,

@@ -102,6 +102,23 @@ class Unit:
         return "num_units" if self.is_person else "dataset_size"
 
     @property
+    def target(self) -> str:
+        """str: name of the setting that gives the epsilon of a unit."""
+        return "target_unit_epsilon" if self.is_person else "target_epsilon"
+
+    @property
+    def images(self) -> str:
+        """str: how many images of a person take part, as text."""
+        return "one image" if self.max_records == 1 else f"at most {self.max_records} images"
+
+    @property
+    def taking_part(self) -> str:
+        """str: the same, of each person or in each step."""
+        if self.draws_people:
+            return f"{self.images} in a step"
+        return f"{self.images} of each" if self.max_records == 1 else self.images
+
+    @property
     def several(self) -> str:
         """str: the plural of ``drawn``: records, or people."""
         return "people" if self.draws_people else "records"

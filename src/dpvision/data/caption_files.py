@@ -16,9 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dpvision.data.captions import decode_text
-from dpvision.data.csv_table import read_csv
-from dpvision.data.join import folded, one_form
 from dpvision.data.sources import IMAGE_EXTENSIONS, Missed, Sample
+from dpvision.data.table_files import folded, one_form, read_csv
 from dpvision.errors import DataError
 
 IMAGE_COLUMNS = ("image", "file_name", "filename", "image_name", "path")

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpvision.data.beside import is_hidden
-from dpvision.data.join import join_names
-from dpvision.data.metadata_table import METADATA_NAMES, Row
+from dpvision.data.table_files import METADATA_NAMES, Row, join_names
 from dpvision.errors import DataError
 
 IMAGE_EXTENSIONS = frozenset(

@@ -30,17 +30,28 @@ from dpvision.data.import_people import (
     refuse_alike,
     refuse_shared,
 )
-from dpvision.data.join import UNMATCHED_FILE
-from dpvision.data.merge import merge_duplicates
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched
-from dpvision.data.record_lines import append_line, have_captions, line_of
+from dpvision.data.record_lines import append_line, have_captions, line_of, merge_duplicates
 from dpvision.data.rgb import Window, check_window
-from dpvision.data.shard_writer import ShardWriter, new_store_folder, require_new
 from dpvision.data.sources import Missed, Sample, Source, open_source
-from dpvision.data.store import ROW, UNDECLARED, WINDOW, Store, write_description
-from dpvision.data.store_key import keyed_hash, new_key
+from dpvision.data.store import (
+    ROW,
+    SHARED_KEPT,
+    UNDECLARED,
+    WINDOW,
+    Store,
+    write_description,
+)
+from dpvision.data.store_writer import (
+    ShardWriter,
+    keyed_hash,
+    new_key,
+    new_store_folder,
+    require_new,
+)
+from dpvision.data.table_files import UNMATCHED_FILE
 from dpvision.errors import DataError
 
 _CHUNK, _CHUNK_BYTES = 64, 1 << 26
@@ -432,23 +443,23 @@ class _Build:
         self._unmatched.flush()
         if not self._unmatched.tell():
             (self._folder / "confidential" / UNMATCHED_FILE).unlink()
-        write_description(
-            self._folder,
-            store_id=self.store_id,
-            visibility=visibility,
-            index=rows,
-            shards=shards,
-            text=("records.jsonl", self._text.tell()),
-            label_names=names,
-            labels=labels,
-            unit_field=self._people.field,
-            licence=self._licence,
-            metric=self._metric,
-            may_be_unlabelled=self._labels.may_be_unlabelled,
-            shared_images=merged["unit_conflicts"],
-            shared_images_kept=self._people.shared == "first",
-            samples={WINDOW: more.get("window"), UNDECLARED: bool(self._largest)},
-        )
+        about: dict[str, Any] = {
+            "store_id": self.store_id,
+            "visibility": visibility,
+            "label_names": names,
+            "unit_field": self._people.field,
+            "licence": self._licence,
+            "split": None,
+            "metric": self._metric,
+            "may_be_unlabelled": self._labels.may_be_unlabelled,
+        }
+        if self._people.field is not None:
+            about["shared_images"] = merged["unit_conflicts"]
+            about |= {SHARED_KEPT: "first"} if self._people.shared == "first" else {}
+        about |= {WINDOW: more["window"]} if "window" in more else {}
+        about |= {UNDECLARED: True} if self._largest else {}
+        text = ("records.jsonl", self._text.tell())
+        write_description(self._folder, rows, about, shards=shards, text=text, labels=labels)
         summary = {
             "seen": num_seen,
             "records": len(rows),

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from dpvision.config import DataConfig
 from dpvision.data.batch import Batch
-from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
+from dpvision.data.tokenizer import CaptionReader
 from dpvision.data.transform import (
     decoded,
     evaluation_view,
@@ -76,7 +76,7 @@ def physical_batches(
         workers: threads, at least 1. Neither this nor ``physical_batch_size`` changes a bit of any
             record.
         device: where textures are generated; other images are on the CPU in any case.
-        captions: reads token_BVL (``caption_reader``); if None, no tokens.
+        captions: reads token_BVL (``tokenizer``); if None, no tokens.
         labels: whether to read labels; False for models that use none.
         num_classes: the declared K of a store with several labels per record; if None, such a store
             yields no labels.

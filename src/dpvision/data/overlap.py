@@ -19,14 +19,12 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dpvision.data.declared import shared_images
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
 from dpvision.data.perceptual import RADIUS, nearest_within, perceptual_hashes
-from dpvision.data.shard_writer import new_store_folder
-from dpvision.data.store import SHARED_KEPT, Store, write_description
-from dpvision.data.store_key import copy_key
+from dpvision.data.store import Store
+from dpvision.data.store_writer import new_store_folder, write_part
 from dpvision.errors import DataError
 
 How = Literal["bytes", "pixels", "perceptual", "features"]
@@ -256,7 +254,7 @@ def write_without(
         DataError: the store is not public, ``out`` exists or lies elsewhere, or nothing would be
             left.
     """
-    target, home = check_out(public, out), public.path.resolve()
+    target = check_out(public, out)
     keep = np.ones(public.num_records, dtype=bool)
     keep[rows] = False
     if not keep.any():
@@ -264,34 +262,12 @@ def write_without(
             f"overlap: every image of {public.path} is in {private.path}; expected some that are "
             "not. Use another store."
         )
-    text, labels = public.meta["text"], public.meta.get("labels")
     before = public.meta.get("deduplicated") or {"against": [], "methods": []}
     record = {
         "against": list(dict.fromkeys([*before["against"], private.store_id])),
         "methods": list(dict.fromkeys([*before["methods"], *methods])),
     }
     with new_store_folder(target, private=True) as folder:
-        copy_key(home, folder)
-        write_description(
-            folder,
-            store_id=public.store_id,
-            visibility="public",
-            index=public.index[keep],
-            shards=[(str(home / shard["path"]), shard["bytes"]) for shard in public.meta["shards"]],
-            text=(str(home / text["path"]), text["bytes"]),
-            label_names=public.label_names,
-            unit_field=public.meta.get("unit_field"),
-            licence=public.licence,
-            split=public.meta.get("split"),
-            metric=public.meta.get("metric"),
-            may_be_unlabelled=public.meta.get("may_be_unlabelled", False),
-            shared_images=shared_images(public),
-            shared_images_kept=SHARED_KEPT in public.meta,
-            samples=public.meta,
-            cleared={
-                "deduplicated": record,
-                "cleared_from": public.meta.get("cleared_from", public.num_records),
-            },
-            labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
-        )
+        cleared = public.meta.get("cleared_from", public.num_records)
+        write_part(public, folder, keep, {"deduplicated": record, "cleared_from": cleared})
     return open_store(target)

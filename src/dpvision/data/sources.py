@@ -39,8 +39,8 @@ from dpvision.data.folders import (
     refuse_unreadable,
 )
 from dpvision.data.image_column import image_column, read_arrow
-from dpvision.data.metadata_table import METADATA_NAMES, read_metadata
 from dpvision.data.ordered import ordered_map
+from dpvision.data.table_files import METADATA_NAMES, read_metadata
 from dpvision.data.tarindex import Member, scan
 from dpvision.errors import DataError
 from dpvision.strict_json import parse_json

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dpvision.data.declared import shared_images
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
-from dpvision.data.shard_writer import new_store_folder
-from dpvision.data.store import SHARED_KEPT, Store, write_description
-from dpvision.data.store_key import copy_key
+from dpvision.data.store import Store
+from dpvision.data.store_writer import new_store_folder, write_part
 from dpvision.errors import DataError
 from dpvision.privacy.store_marks import StoreLedgers
 
@@ -65,42 +63,17 @@ def split_store(
             f"data split: fraction={fraction}; expected records in both halves. Move it towards "
             "0.5, or change the seed."
         )
+    private = store.results_visibility == "private"
     made = []
     try:
         for target, chosen, half in zip(targets, (in_a, ~in_a), "ab", strict=True):
-            _write_half(store, target, chosen, {"half": half, "fraction": fraction, "seed": seed})
+            split = {"half": half, "fraction": fraction, "seed": seed}
+            with new_store_folder(target, private=private) as folder:
+                # Without the removed records, this half's original number of records is unknown.
+                write_part(store, folder, chosen, {"split": split}, without="cleared_from")
             made.append(target)
     except BaseException:
         for target in made:
             shutil.rmtree(target, ignore_errors=True)
         raise
     return open_store(targets[0]), open_store(targets[1])
-
-
-def _write_half(store: Store, target: Path, chosen: np.ndarray, split: dict) -> None:
-    text, labels, home = store.meta["text"], store.meta.get("labels"), store.path.resolve()
-    with new_store_folder(target, private=store.results_visibility == "private") as folder:
-        copy_key(home, folder)
-        write_description(
-            folder,
-            store_id=store.store_id,
-            visibility=store.visibility,
-            index=store.index[chosen],
-            shards=[(str(home / shard["path"]), shard["bytes"]) for shard in store.meta["shards"]],
-            text=(str(home / text["path"]), text["bytes"]),
-            label_names=store.label_names,
-            unit_field=store.meta.get("unit_field"),
-            licence=store.licence,
-            split=split,
-            metric=store.meta.get("metric"),
-            may_be_unlabelled=store.meta.get("may_be_unlabelled", False),
-            shared_images=shared_images(store),
-            shared_images_kept=SHARED_KEPT in store.meta,
-            samples=store.meta,
-            # Not cleared_from: without the removed records, this half's original number of records
-            # is unknown.
-            cleared={"deduplicated": store.meta["deduplicated"]}
-            if "deduplicated" in store.meta
-            else None,
-            labels=None if labels is None else (str(home / labels["path"]), labels["bytes"]),
-        )

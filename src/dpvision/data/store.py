@@ -12,7 +12,7 @@ A store is a folder::
     records.jsonl       one line per record: its key in the source and its captions
     shards/*.tar        WebDataset shards; tars of that format stay in place, and ``shards`` has
                         their paths
-    confidential/       what the import left out and why; the key of the ids (store_key.py)
+    confidential/       what the import left out and why; the key of the ids (store_writer.py)
 
 Legend: B requested rows, V views, C channels, H height, W width, N records of the store, M labels
 of all requested rows, K classes.
@@ -70,6 +70,27 @@ statements list it as not covered.
 """
 WINDOW, UNDECLARED = "window", "undeclared_range"
 """Entries of store.json on images of more than 8 bits."""
+ABOUT = (
+    "store_id",
+    "visibility",
+    "label_names",
+    "unit_field",
+    "licence",
+    "split",
+    "metric",
+    "may_be_unlabelled",
+    "shared_images",
+    SHARED_KEPT,
+    WINDOW,
+    UNDECLARED,
+    "deduplicated",
+    "cleared_from",
+)
+"""Entries of store.json that say where records come from: ``metric``, how scores on the labels are
+computed; ``may_be_unlabelled``, a record without a label contributes zero in training;
+``shared_images``, where persons are known, files with the bytes of an image that was kept for
+another one; ``deduplicated`` and ``cleared_from``, images removed from a public store (overlap.py).
+"""
 _OPEN_SHARDS = 256
 _CHECK_ROWS = 1 << 20
 REMEDY = "Import the source again, or restore the file."
@@ -436,62 +457,34 @@ class Store:
 
 def write_description(
     folder: Path,
-    *,
-    store_id: str,
-    visibility: str,
     index: np.ndarray,
+    about: Mapping[str, Any],
+    *,
     shards: Sequence[tuple[str, int]],
     text: tuple[str, int],
-    label_names: list[str] | None,
-    unit_field: str | None,
-    licence: str | None = None,
-    split: dict[str, Any] | None = None,
-    metric: str | None = None,
     labels: tuple[str, int] | None = None,
-    may_be_unlabelled: bool = False,
-    cleared: dict[str, Any] | None = None,
-    shared_images: int = 0,
-    shared_images_kept: bool = False,
-    samples: Mapping[str, Any] | None = None,
 ) -> None:
     """Write index.npy and store.json, the two files that make a folder a store, and
     ledger_marks.json.
 
     Args:
-        metric: how scores on the labels are computed.
+        about: the entries of ``ABOUT``; the first five are required, others may be missing.
+        shards, text: path and size of each file, relative to ``folder`` or absolute.
         labels: path and size of labels.npy, for several labels per record.
-        may_be_unlabelled: a record without a label contributes zero in training.
-        cleared: the record of images removed from a public store (overlap.py).
-        shared_images: files of the source with the bytes of an image that was kept for another
-            unit.
-        shared_images_kept: the operator asked to keep such images for the first unit.
-        samples: the entries ``WINDOW`` and ``UNDECLARED``, or a description that has them.
     """
     np.save(folder / "index.npy", index, allow_pickle=False)
+
+    def file(path: str, size: int) -> dict[str, Any]:
+        return {"path": path, "bytes": size}
+
     meta = {
         "format": FORMAT if labels is None else SEVERAL_FORMAT,
-        "store_id": store_id,
-        "visibility": visibility,
         "num_records": len(index),
-        "shards": [{"path": path, "bytes": size} for path, size in shards],
-        "text": {"path": text[0], "bytes": text[1]},
-        "label_names": label_names,
-        "unit_field": unit_field,
-        "licence": licence,
-        "split": split,
-        "metric": metric,
-        "may_be_unlabelled": may_be_unlabelled,
-        **({} if unit_field is None else {"shared_images": shared_images}),
-        **({SHARED_KEPT: "first"} if unit_field is not None and shared_images_kept else {}),
-        **{
-            name: samples[name]
-            for name in (WINDOW, UNDECLARED)
-            if samples is not None and samples.get(name)
-        },
-        **(cleared or {}),
-        **({} if visibility == "public" else {HAS_MARKS: True}),
+        "shards": [file(*shard) for shard in shards],
+        "text": file(*text),
+        **about,
+        **({} if about["visibility"] == "public" else {HAS_MARKS: True}),
+        **({} if labels is None else {"labels": file(*labels)}),
     }
-    if labels is not None:
-        meta["labels"] = {"path": labels[0], "bytes": labels[1]}
     (folder / "store.json").write_text(json.dumps(meta, indent=1))
     StoreLedgers.of(folder).register()

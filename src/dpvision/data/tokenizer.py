@@ -1,17 +1,22 @@
-"""Captions as token ids: byte-level BPE (Hugging Face ``tokenizers``) in one JSON file, trained
-offline on public or synthetic text.
+"""Captions as token ids: byte-level BPE (Hugging Face ``tokenizers``) in one JSON file, the public
+text that it is trained on, and the token rows of a batch.
 
 A normaliser inside the file folds case and variants of characters (NFKC, lower case): the captions
 in the DP-Cap paper's figures are in lower case, 30,522 entries is the size of a lower-case
 vocabulary, CIDEr folds case too, and under noise one embedding that learns from both "A dog" and "a
-dog" is better than two. Every text can be encoded in bytes, so there is no unknown token.
+dog" is better than two. Every text can be encoded in bytes, so there is no unknown token. The text
+ends up in the tokenizer's file.
 
-Legend: L tokens of a caption.
+Legend: B records, V views, L tokens of a caption.
 """
 
+import gzip
 import hashlib
+import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +24,13 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID
-from dpvision.data.captions import clean_caption
-from dpvision.errors import ConfigError, DataError
+from dpvision.data.captions import MAX_TEXT_BYTES, clean_caption, text_encoding
+from dpvision.data.keys import StepKey
+from dpvision.data.store import Store
+from dpvision.errors import ConfigError, DataError, PrivacyError
 from dpvision.files import create
+from dpvision.synthetic.scene_layout import Draws, draw_layout
+from dpvision.synthetic.scene_text import make_caption
 
 SPECIAL = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
 ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
@@ -247,3 +256,142 @@ def _are_objects(value: Any) -> bool:
 
 def _is_byte_level(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "ByteLevel"
+
+
+_ROWS_AT_ONCE = 1024
+
+
+def file_captions(paths: Sequence[Path]) -> Iterator[str]:
+    """Yield the lines of text files, one caption each; .gz files are decompressed as they are read.
+
+    Raises:
+        DataError: a file cannot be read, or its encoding cannot be determined.
+    """
+    for path in paths:
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                data = io.BufferedReader(file)  # type: ignore[arg-type, unused-ignore]
+                lines = io.TextIOWrapper(data, encoding=text_encoding(data.peek(4)[:4]))
+                while line := lines.readline(MAX_TEXT_BYTES):
+                    if "\0" in line:
+                        raise UnicodeError("NUL in the text")
+                    yield line
+        except UnicodeError:
+            raise DataError(
+                f"tokenizer: {path} is in another encoding; expected UTF-8, or UTF-16 with a "
+                "byte order mark. Convert it with iconv."
+            ) from None
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(
+                f"tokenizer: {path}: {error}; expected a readable text file. Check the path, or "
+                "copy it again."
+            ) from None
+
+
+def store_captions(store: Store) -> Iterator[str]:
+    """Yield all captions of a public store, record by record.
+
+    Raises:
+        PrivacyError: the store is private, or cleared of private twins. A tokenizer shows which
+            words occur, and no noise is added to it (docs/privacy.md).
+    """
+    if store.results_visibility != "public":
+        kind = "private" if store.visibility == "private" else "cleared"
+        raise PrivacyError(
+            f"tokenizer: {store.path} is a {kind} store; expected public or synthetic text: the "
+            "file would show words of the captions. Use --text with public captions, --scenes, "
+            "or a store imported with --public."
+        )
+    return _store_captions(store)
+
+
+def _store_captions(store: Store) -> Iterator[str]:
+    for start in range(0, store.num_records, _ROWS_AT_ONCE):
+        for captions in store.captions_many(
+            np.arange(start, min(start + _ROWS_AT_ONCE, store.num_records))
+        ):
+            yield from captions
+
+
+def scene_captions(num: int) -> Iterator[str]:
+    """Captions of the scenes 0 ... num - 1, the same as ``synthetic.scenes.make_scene`` gives,
+    without rendering the images.
+
+    Raises:
+        ConfigError: ``num`` is below 1.
+    """
+    if not num >= 1:
+        raise ConfigError(f"tokenizer: scenes={num}; expected at least 1. Use 20000.")
+    return map(_sentence, range(num))
+
+
+def _sentence(i: int) -> str:
+    draws = Draws(i)
+    return make_caption(draw_layout(draws), draws)
+
+
+_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class CaptionReader:
+    """Reads, chooses and encodes captions; safe to use from several threads."""
+
+    tokenizer: CaptionTokenizer
+    num_tokens: int
+    """L, BOS and EOS included, at least 2."""
+
+    def read(
+        self, store: Store, rows: np.ndarray, key: StepKey, views: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draw and encode one caption per view for the records ``rows``.
+
+        A record's captions are permuted by (seed, step, record id) in the stream "caption"; view v
+        takes the v-th of them, starting over if there are fewer. So all captions are equally
+        likely, and none repeats before each was used.
+
+        Returns:
+            token_BVL int64, and has_caption_B bool. A record without a caption, or with a damaged
+            line in the store, gets the tokens of an empty caption, so that its loss is finite; the
+            caller gives it weight zero.
+        """
+        captions = store.captions_many(rows)
+        most = max(map(len, captions), default=0)
+        # a record's i-th number is the same however many are drawn, so neighbours with more
+        # captions change nothing
+        uniform = key.uniform_numpy(store.index["id"][rows], "caption", max(most, 1))
+        token_BVL = np.empty((len(rows), views, self.num_tokens), dtype=np.int64)
+        empty_L = self.tokenizer.encode("", self.num_tokens)
+        for b, own in enumerate(captions):
+            if not own:
+                token_BVL[b] = empty_L
+                continue
+            order = np.argsort(uniform[b, : len(own)], kind="stable").tolist()
+            encoded = {i: self.tokenizer.encode(own[i], self.num_tokens) for i in order[:views]}
+            for v in range(views):
+                token_BVL[b, v] = encoded[order[v % len(own)]]
+        return token_BVL, np.array([bool(own) for own in captions], dtype=bool)
+
+
+def check_captions(store: Store, rows: np.ndarray) -> None:
+    """Refuse a store that a captioner cannot be trained on.
+
+    The number of captions in a private store is private: the message is for the operator's terminal
+    and goes into no file of the run. Nothing is raised during a step.
+
+    Args:
+        rows: int64 rows that may be drawn.
+
+    Raises:
+        DataError: a record has no caption.
+    """
+    missing = sum(
+        int((~store.has_captions(rows[i : i + _AT_ONCE])).sum())
+        for i in range(0, len(rows), _AT_ONCE)
+    )
+    if missing:
+        raise DataError(
+            f"store: {store.path}: {missing:,} of {len(rows):,} records have no caption; "
+            "expected one each. Import the source with its captions (--captions FILE), or with "
+            "--require-captions, which leaves such images out."
+        )

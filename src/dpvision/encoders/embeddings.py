@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from safetensors.numpy import save
 
+from dpvision.data.declared import check_declared
 from dpvision.data.decode import BadImage
 from dpvision.data.open import is_store, open_store
-from dpvision.data.pixel_range import check_declared
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
 from dpvision.encoders.collect import Progress, collect_features

@@ -15,13 +15,13 @@ import torch
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.data.class_names import all_names
-from dpvision.data.pixel_range import window_of
+from dpvision.data.declared import window_of
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_same
 from dpvision.encoders.open import open_encoder
 from dpvision.encoders.trained import filled
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError
-from dpvision.models.linear_head import LinearHead
+from dpvision.models.layers import LinearHead
 from dpvision.runs.folder import settings_of_checkpoint
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import RunConfig
-from dpvision.data.pixel_range import window_of
+from dpvision.data.declared import window_of
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.pooled import attends, frozen, pooled_model
 from dpvision.errors import CheckpointError, ConfigError

@@ -1,3 +1,3 @@
 """Scores of encoders and captioners: probes on features (``probes``), tests of captions
-(``captions``), and the score itself.
+(``captions``), detection and segmentation (``dense``), and the score itself.
 """

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from dpvision.data.csv_table import read_csv
-from dpvision.data.join import one_form
 from dpvision.data.store import Store
+from dpvision.data.table_files import one_form, read_csv
 from dpvision.errors import DataError
 from dpvision.eval.score import wilson_interval
 

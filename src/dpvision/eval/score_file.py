@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from dpvision.errors import CheckpointError, remedy_for
+from dpvision.errors import CheckpointError, ConfigError, remedy_for
 from dpvision.eval.score import Score
 from dpvision.files import write_json
-from dpvision.runs.folder import run_base
+from dpvision.runs.folder import require_confidential, run_base
 from dpvision.strict_json import parse_json
 
 NOTHING_FITTED = "nothing"
@@ -46,6 +46,21 @@ def write_scores(
         if new:
             written.append(merge_entries(folder / "scores.json", new))
     return written
+
+
+def check_out(out: Path, private: bool) -> None:
+    """Refuse an unusable output path before any work is done."""
+    if private:
+        require_confidential(out, "evaluate", "scores of private images")
+    if out.suffix != ".json" or out.is_dir():
+        raise ConfigError(
+            f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it."
+        )
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"evaluate: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}."
+        )
+    read_scores(out)
 
 
 def merge_entries(path: Path, entries: list[dict[str, Any]]) -> Path:

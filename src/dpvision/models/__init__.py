@@ -42,7 +42,7 @@ def make_model(cfg: ModelConfig, seed: int) -> Model:
 
     Raises:
         ConfigError: the config's sizes do not fit together, or it is of a head on frozen features
-            (``linear_head.LinearHead``).
+            (``layers.LinearHead``).
     """
     # torch's layers draw from the global state when constructed; except for timm's models, these
     # weights are replaced.

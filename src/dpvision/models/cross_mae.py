@@ -16,7 +16,7 @@ from dpvision.config import CrossMAEConfig, ViTConfig
 from dpvision.errors import ConfigError
 from dpvision.models.cross_decoder import CrossDecoder
 from dpvision.models.layers import patchify
-from dpvision.models.targets import make_targets, target_size
+from dpvision.models.mae import make_targets, target_size
 from dpvision.models.vit import CHANNELS, ViT
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dpvision.config import PrivacyConfig, RunConfig
+from dpvision.config.unit import Drawn, Unit
 from dpvision.errors import ConfigError
 from dpvision.plan.cost import FEATURE_S, head_hours, pretraining_hours
 from dpvision.plan.device_table import find_device
@@ -126,7 +127,18 @@ class Question:
     @property
     def delta(self) -> float:
         """The default for those whom the guarantee is for."""
-        return default_delta(self.people or self.images)
+        return default_delta(self.unit.population)
+
+    @property
+    def unit(self) -> Unit:
+        """Unit: people are drawn, one image of each; without people, images."""
+        drawn: Drawn = "record" if self.people is None else "person"
+        return Unit(self.images, self.people, 1, drawn)
+
+    def with_images(self, factor: int) -> "Question":
+        """Return the question for ``factor`` times the images, and the people."""
+        people = None if self.people is None else self.people * factor
+        return replace(self, images=self.images * factor, people=people)
 
 
 @dataclass(frozen=True)
@@ -167,7 +179,7 @@ def head_signal(q: Question) -> float:
     sigma, scaled to ten classes.
     """
     sigma = gaussian.noise_for(q.epsilon, q.delta)
-    return (q.people or q.images) / sigma * 10 / (q.labels or 10)
+    return q.unit.population / sigma * 10 / (q.labels or 10)
 
 
 def expected_accuracy(
@@ -220,13 +232,11 @@ def _head(q: Question) -> Advice:
         )
     )
     chance = 100 / q.labels
-    few, several = (
-        (q.people or q.images) / q.labels < FEWEST_OF_A_CLASS,
-        "people" if q.people else "images",
-    )
+    per_class, several = q.unit.population / q.labels, q.unit.protected
+    few = per_class < FEWEST_OF_A_CLASS
     weak = high - chance < LEAST_ABOVE_CHANCE * (100 - chance)
     people = ""
-    if q.people is not None:
+    if q.unit.is_person:
         people = (
             f" --privacy.num-units {q.people} --privacy.sampling-unit person "
             f"--privacy.max-records-per-unit {q.images_of_a_person}"
@@ -249,10 +259,10 @@ def _head(q: Question) -> Advice:
         f"{low:.0f}% (images as hard as CIFAR-10) to {high:.0f}% (as easy as MedNIST); chance is "
         f"{chance:.1f}%"
     )
-    figures = {"head_signal": strength, f"{several}_of_a_class": (q.people or q.images) / q.labels}
+    figures = {"head_signal": strength, f"{several}_of_a_class": per_class}
     if few or weak:
         reason = (
-            f"{(q.people or q.images) / q.labels:.3g} {several} of each class; below "
+            f"{per_class:.3g} {several} of each class; below "
             f"{FEWEST_OF_A_CLASS} a private head stayed near chance"
             if few
             else f"at epsilon {up(q.epsilon)} the noise hides the classes even of images as easy "
@@ -318,9 +328,8 @@ def _more_of_head(q: Question, high: float) -> dict[str, str]:
             )
         )
 
-    people = None if q.people is None else q.people * 10
     return {
-        "ten times the images": spread(replace(q, images=q.images * 10, people=people)),
+        "ten times the images": spread(q.with_images(10)),
         "twice the epsilon": spread(replace(q, epsilon=q.epsilon * 2)),
         "ten times the compute": "nothing: the head is limited by noise, and computed in full",
     }
@@ -339,7 +348,7 @@ def _pretraining_recipe(q: Question) -> str:
 def _rho(q: Question, name: str, recipe_of: RecipeOf) -> tuple[float, float, int]:
     """(rho_star at the recipe's settings, the least that any settings reach, sample-gradients)."""
     recipe = recipe_of(name)
-    plan = draft_plan(_draws(q, recipe.privacy, by_person=q.people is not None))
+    plan = draft_plan(_draws(q, recipe.privacy, q.unit))
     figures = signal(plan, count_parameters(recipe.model)) or {}
     return (
         figures.get("rho_star_planned", math.inf),
@@ -348,31 +357,28 @@ def _rho(q: Question, name: str, recipe_of: RecipeOf) -> tuple[float, float, int
     )
 
 
-def _draws(q: Question, recipe: PrivacyConfig, *, by_person: bool) -> PrivacyConfig:
-    """The recipe's settings for this question; with people either people are drawn, one image of
-    each, otherwise images.
-    """
+def _draws(q: Question, recipe: PrivacyConfig, unit: Unit) -> PrivacyConfig:
+    """The recipe's settings for this question, with draws of ``unit``."""
     return replace(
         recipe,
-        dataset_size=q.images,
+        dataset_size=unit.num_records,
         noise_multiplier=None,
         delta=None,
-        num_units=q.people,
-        expected_batch_size=min(
-            recipe.expected_batch_size, float((q.people if by_person else None) or q.images)
-        ),
-        sampling_unit="person" if by_person else "record",
-        max_records_per_unit=1 if by_person else q.images_of_a_person,
-        target_epsilon=q.epsilon if q.people is None else None,
-        target_unit_epsilon=None if q.people is None else q.epsilon,
+        num_units=unit.num_people,
+        expected_batch_size=min(recipe.expected_batch_size, float(unit.sampled_from)),
+        sampling_unit=unit.drawn,
+        max_records_per_unit=unit.max_records,
+        target_epsilon=None if unit.is_person else q.epsilon,
+        target_unit_epsilon=q.epsilon if unit.is_person else None,
     )
 
 
 def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
     name = _pretraining_recipe(q)
     rho, limit, gradients = _rho(q, name, recipe_of)
-    by_image = _draws(q, recipe_of(name).privacy, by_person=False)
-    draws = None if q.people is None else compare_draws(by_image, draft_plan(by_image))
+    images = Unit(q.images, q.people, q.images_of_a_person)
+    by_image = _draws(q, recipe_of(name).privacy, images)
+    draws = compare_draws(by_image, draft_plan(by_image)) if images.is_person else None
     least = CAPTIONS_PAY_FROM if q.captions else IMAGES_PAY_FROM
     recipe = recipe_of(name)
     batch = min(recipe.privacy.expected_batch_size, float(q.images))
@@ -427,15 +433,13 @@ def _pretraining(q: Question, recipe_of: RecipeOf) -> Advice:
     size = name.partition(".")[2].partition("_")[0]
     start = f"synthetic.{name.partition('.')[0]}_{size}"
     units = ""
-    if (
-        q.people is not None
-        # at least as little noise as drawing images, and all of a person's images take turns
-        # (docs/privacy.md)
-    ):
+    if q.people is not None:
+        # At least as little noise as drawing images, and all of a person's images take turns
+        # (docs/privacy.md).
         units = f" --privacy.num-units {q.people} --privacy.sampling-unit person"
         if q.people < recipe_of(name).privacy.expected_batch_size:
             units += f" --privacy.expected-batch-size {q.people}"
-    target = f"--privacy.target-{'' if q.people is None else 'unit-'}epsilon {q.epsilon}"
+    target = f"--privacy.{q.unit.target.replace('_', '-')} {q.epsilon}"
     from_public = f" --init-from {q.public_encoder}" if q.public_encoder else ""
     declared = f"--privacy.dataset-size {q.images} {target}{units} --privacy.delta None"
     continual = q.public_encoder is not None and not q.captions
@@ -499,7 +503,7 @@ def _told(row: Pretraining) -> str:
 
 
 def _more_of_pretraining(q: Question, name: str, rho: float, recipe_of: RecipeOf) -> dict[str, str]:
-    wider = replace(q, images=q.images * 10, people=None if q.people is None else q.people * 10)
+    wider = q.with_images(10)
     return {
         "ten times the images": f"rho* {_rho(wider, name, recipe_of)[0]:.2g} in place of "
         f"{rho:.2g} at the same settings",

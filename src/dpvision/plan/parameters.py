@@ -15,7 +15,7 @@ from dpvision.config.models import ModelConfig
 
 _CHANNELS = 3
 _GRADIENT_TARGET = 108
-"""Three channels, nine orientations, four cells (models/targets.py)."""
+"""Three channels, nine orientations, four cells (models/mae.py)."""
 
 
 def count_parameters(cfg: ModelConfig) -> int:

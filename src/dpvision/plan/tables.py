@@ -65,7 +65,7 @@ def all_tables(plan: DPPlan) -> dict[str, Table]:
         ConfigError: the plan has no guarantee, selects among runs, truncates its batches, or draws
             people.
     """
-    if plan.sampling_unit == "person":
+    if plan.unit.draws_people:
         raise ConfigError(
             "plan: tables of a plan with sampling_unit='person'; expected 'record', whose rate "
             "they vary. For people pass their number as --dataset-size and drop --sampling-unit "
@@ -299,7 +299,7 @@ def _guaranteed(plan: DPPlan) -> tuple[Event, float | None]:
     """Event of those whom the guarantee is for, as ``DPPlan.attack_tpr``, and the grid of its
     privacy loss; None for the default.
     """
-    if plan.unit_epsilon is None or plan.clipped_per_unit == 1:
+    if plan.unit_epsilon is None or plan.unit.clipped == 1:
         return _event(plan), None
     return plan.event(plan.steps, "unit"), accountant.unit_interval(plan.unit_epsilon)
 

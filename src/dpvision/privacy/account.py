@@ -134,7 +134,7 @@ def store_account(store_dir: Path) -> StoreAccount:
             - _total(parts, cap.delta, "record" if unit_view(parts) is None else "unit"),
         )
     moves = ledgers.declared_moves()
-    people = any(plan.sampling_unit == "person" for plan, _ in parts)
+    people = any(plan.unit.draws_people for plan, _ in parts)
     covers = not unprotected and covers_choice(cap, parts)
     return StoreAccount(
         ledgers.store_id,
@@ -438,10 +438,10 @@ def unit_view(parts: Iterable[tuple[DPPlan, int]]) -> View | None:
 
     If no unit adds several gradients to a step, that is the record's view.
     """
-    plans = [plan for plan, _ in parts]
-    if all(plan.num_units is None for plan in plans):
+    units = [plan.unit for plan, _ in parts]
+    if not any(unit.is_person for unit in units):
         return None
-    return "record" if all(plan.clipped_per_unit == 1 for plan in plans) else "unit"
+    return "record" if all(unit.clipped == 1 for unit in units) else "unit"
 
 
 def base_view(parts: Iterable[tuple[DPPlan, int]]) -> View:
@@ -452,11 +452,8 @@ def base_view(parts: Iterable[tuple[DPPlan, int]]) -> View:
     the person's gradient by another.
     """
     parts = list(parts)
-    return (
-        "record"
-        if all(plan.sampling_unit == "record" for plan, _ in parts)
-        else unit_view(parts) or "record"
-    )
+    people = any(plan.unit.draws_people for plan, _ in parts)
+    return (unit_view(parts) if people else None) or "record"
 
 
 def _total(parts: list[tuple[DPPlan, int]], delta: float, per: Literal["record", "unit"]) -> float:

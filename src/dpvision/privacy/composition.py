@@ -120,7 +120,7 @@ def total(parts: tuple[Part, ...], *, fixed: bool = False) -> Total:
         reasons["unit_epsilon"] = found
     else:
         unit, methods["unit_epsilon"] = found
-    largest = max(plan.population for plan, _ in parts)
+    largest = max(plan.unit.population for plan, _ in parts)
     return Total(delta, largest, epsilon, epsilon_rdp, unamplified, unit, methods, reasons)
 
 
@@ -137,7 +137,7 @@ def _unit(parts: tuple[Part, ...], delta: float, fixed: bool) -> tuple[float, Me
     view = unit_view(parts)
     if view is None:
         return NO_UNIT
-    if any(not p.sampler.accounts_for_units and p.clipped_per_unit > 1 for p, _ in parts):
+    if any(not p.sampler.accounts_for_units and p.unit.clipped > 1 for p, _ in parts):
         return TRUNCATED_UNIT
     return _composed(parts, delta, view, fixed)
 
@@ -156,14 +156,14 @@ def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
     """
     if len(parts) < 2:
         return
-    if len({plan.sampling_unit for plan, _ in parts}) > 1:
+    if len({plan.unit.drawn for plan, _ in parts}) > 1:
         raise PrivacyError(
             "lineage: of the runs behind these weights on this store, some drew people and "
             "others records; expected the same in all, because their epsilons are for different "
             "changes of the data. Use one --privacy.sampling-unit, or start from other weights."
         )
     epsilon, delta, _ = total_epsilon(parts)
-    records = max(plan.population for plan, _ in parts)
+    records = max(plan.unit.population for plan, _ in parts)
     if not records * delta <= MAX_N_TIMES_DELTA:
         raise PrivacyError(
             f"lineage: dataset_size x delta = {up_delta(records * delta)} over the {len(parts)} "

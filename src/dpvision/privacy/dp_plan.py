@@ -148,16 +148,6 @@ class DPPlan:
         return self.noise.std(0)
 
     @property
-    def population(self) -> int:
-        """int: declared number of units, or of records if no units are declared."""
-        return self.unit.population
-
-    @property
-    def clipped_per_unit(self) -> int:
-        """int: clipped gradients that one unit adds to the sum of a step, at most."""
-        return self.unit.clipped
-
-    @property
     def stated_epsilon(self) -> float | None:
         """float: epsilon of all planned steps for a unit, or for a record if no units are declared;
         None without a guarantee.
@@ -278,7 +268,7 @@ class DPPlan:
         Args:
             view: "record": for one record, or with sampling_unit="person" for one person with all
                 their records. "unamplified": the same if the attacker knows every batch. "unit":
-                for a unit of clipped_per_unit records, which truncated draws support for one only.
+                for a unit of unit.clipped records, which truncated draws support for one only.
 
         Raises:
             PrivacyError: more steps than planned, or a negative number.
@@ -291,7 +281,7 @@ class DPPlan:
         if steps and self.guarantee != "dp":
             return NonPrivate()
         sampler = self.sampler.known() if view == "unamplified" else self.sampler
-        records = self.clipped_per_unit if view == "unit" else 1
+        records = self.unit.clipped if view == "unit" else 1
         if self.selection is None or not steps:
             return self.noise.event(sampler, steps, records)
         run = self.noise.event(sampler, self.selection.steps, records)
@@ -330,8 +320,8 @@ class DPPlan:
         """Epsilon of a unit, given the record's; None if no units are declared, or if there is no
         accounting for them (refused).
         """
-        if self.num_units is None or self.clipped_per_unit == 1:
-            return None if self.num_units is None else epsilon
+        if not self.unit.is_person or self.unit.clipped == 1:
+            return epsilon if self.unit.is_person else None
         sampler = self.sampler
         if not sampler.accounts_for_units or (self.selection is not None and sampler.random):
             return None
@@ -364,7 +354,7 @@ class DPPlan:
         Raises:
             PrivacyError: as ``event``; or no guarantee.
         """
-        unit = None if self.clipped_per_unit == 1 else self.spent(steps).unit_epsilon
+        unit = None if self.unit.clipped == 1 else self.spent(steps).unit_epsilon
         if unit is None:
             return accountant.attack_tpr(self.event(steps), fpr)
         return accountant.attack_tpr(self.event(steps, "unit"), fpr, accountant.unit_interval(unit))

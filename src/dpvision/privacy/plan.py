@@ -109,11 +109,7 @@ def _check(cfg: PrivacyConfig, selection: Selection | None) -> None:
             f"max_grad_norm={cfg.max_grad_norm}; expected both with guarantee=simulated. Plan "
             "the real run, then divide its batch and noise by the same factor."
         )
-    wrong = (
-        cfg.guarantee != "dp"
-        or cfg.sampling == "truncated_poisson"
-        or cfg.sampling_unit == "person"
-    )
+    wrong = cfg.guarantee != "dp" or cfg.sampling == "truncated_poisson" or cfg.unit.draws_people
     if selection is not None and (wrong or selection.steps != cfg.steps):
         raise ConfigError(
             f"privacy: a selection with guarantee={cfg.guarantee}, sampling={cfg.sampling}, "
@@ -122,8 +118,8 @@ def _check(cfg: PrivacyConfig, selection: Selection | None) -> None:
             "selection."
         )
     if cfg.target_unit_epsilon is not None and (
-        cfg.num_units is None
-        or (cfg.sampling == "truncated_poisson" and cfg.sampling_unit == "record")
+        not cfg.unit.is_person
+        or (cfg.sampling == "truncated_poisson" and not cfg.unit.draws_people)
     ):
         raise ConfigError(
             f"privacy: target_unit_epsilon={cfg.target_unit_epsilon} with "
@@ -146,7 +142,7 @@ def _calibrated(plan: DPPlan, cfg: PrivacyConfig) -> DPPlan:
     target = cfg.target_epsilon if view == "record" else cfg.target_unit_epsilon
     if target is None:
         return plan
-    several = view == "unit" and plan.clipped_per_unit > 1
+    several = view == "unit" and plan.unit.clipped > 1
     return with_noise(calibrate(event_of, target, plan.delta, unit=several))
 
 

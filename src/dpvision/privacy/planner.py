@@ -58,7 +58,7 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "noise_multiplier": plan.noise.multiplier,
         "steps": plan.steps,
         "delta": plan.delta,
-        "n_times_delta": plan.population * plan.delta,
+        "n_times_delta": plan.unit.population * plan.delta,
         "epsilon": spent.epsilon,
         "epsilon_rdp": spent.epsilon_rdp,
         "epsilon_unamplified": spent.epsilon_unamplified,
@@ -94,12 +94,7 @@ def compare_draws(cfg: PrivacyConfig, plan: DPPlan) -> list[dict[str, Any]] | No
         Poisson sampling under a guarantee.
     """
     epsilon, people = plan.unit_epsilon, plan.num_units
-    if (
-        epsilon is None
-        or people is None
-        or plan.sampler.law != "poisson"
-        or plan.sampling_unit == "person"
-    ):
+    if epsilon is None or people is None or plan.sampler.law != "poisson" or plan.unit.draws_people:
         return None
     k, batch = plan.max_records_per_unit, min(plan.expected_batch_size, float(people))
     rows = [_row(f"images, {k} of a person at most" if k > 1 else "images, one of a person", plan)]
@@ -132,9 +127,7 @@ def images_per_step(plan: DPPlan) -> float:
     """Expected number of images in a step, at most: where people are drawn, max_records_per_unit of
     each.
     """
-    return plan.expected_batch_size * (
-        plan.max_records_per_unit if plan.sampling_unit == "person" else 1
-    )
+    return plan.expected_batch_size * (plan.unit.images_per_draw)
 
 
 def advice(plan: DPPlan, strength: dict[str, float] | None) -> str | None:

@@ -37,18 +37,18 @@ def refusal(plan: DPPlan, cfg: PrivacyConfig | None = None) -> str | None:
     """
     if plan.guarantee != "dp":
         return None
-    declared = "dataset_size" if plan.num_units is None else "num_units"
-    if not plan.population * plan.delta <= MAX_N_TIMES_DELTA:
+    declared, population = plan.unit.setting, plan.unit.population
+    if not population * plan.delta <= MAX_N_TIMES_DELTA:
         return (
             f"privacy: delta={plan.delta}; expected {declared} x delta at most "
-            f"{MAX_N_TIMES_DELTA}, got {up_delta(plan.population * plan.delta)}. Leave delta out "
-            f"for 1 / (2 {declared})."
+            f"{MAX_N_TIMES_DELTA}, got {up_delta(population * plan.delta)}. Leave delta out for 1 "
+            f"/ (2 {declared})."
         )
     its_records = None if cfg is None else cfg.delta_for
-    if its_records is not None and not plan.population * plan.delta <= 1 + 1e-9:
+    if its_records is not None and not population * plan.delta <= 1 + 1e-9:
         return (
-            f"privacy: N x delta={up_delta(plan.population * plan.delta)} (the recipe's "
-            f"{up_delta(plan.delta)} is for {its_records:,} records, and {plan.population:,} are "
+            f"privacy: N x delta={up_delta(population * plan.delta)} (the recipe's "
+            f"{up_delta(plan.delta)} is for {its_records:,} records, and {population:,} are "
             "declared); expected at most 1. Give --privacy.delta None for the default."
         )
     return _unaccounted(plan) or (
@@ -66,12 +66,10 @@ def weakness(plan: DPPlan) -> str | None:
         )
     stated = plan.stated_epsilon
     if stated is None or not stated <= MAX_EPSILON:
-        whose = (
-            "one record"
-            if plan.num_units is None
-            else f"one person ({plan.clipped_per_unit} records)"
-        )
-        whose = whose if plan.sampling_unit == "record" else "one person"
+        unit = plan.unit
+        whose = "one person" if unit.is_person else "one record"
+        if unit.is_person and not unit.draws_people:
+            whose += f" ({unit.clipped} records)"
         return (
             f"privacy: epsilon={up(stated)} for {whose}; expected at most {up(MAX_EPSILON)}, "
             "above which a guarantee says next to nothing. Plan more noise, or fewer steps. "
@@ -85,13 +83,13 @@ def _unaccounted(plan: DPPlan) -> str | None:
     otherwise.
     """
     sampler, k = plan.sampler, plan.max_records_per_unit
-    if plan.selection is not None and plan.clipped_per_unit > 1 and sampler.random:
+    if plan.selection is not None and plan.unit.clipped > 1 and sampler.random:
         return (
             f"privacy: max_records_per_unit={k}; expected 1 in a selection with "
             f"sampling={sampler.law}, which has no accounting for units. Use "
             "sampling=full_batch, or max_records_per_unit=1."
         )
-    if not sampler.accounts_for_units and plan.clipped_per_unit > 1:
+    if not sampler.accounts_for_units and plan.unit.clipped > 1:
         return (
             f"privacy: max_records_per_unit={k}; expected 1 with sampling={sampler.law}, which has "
             "no accounting for units. Use sampling=poisson."

@@ -19,11 +19,10 @@ from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.captions.caption_images import one_line
-from dpvision.eval.captions.cider import cider_d
-from dpvision.eval.captions.cider_scores import say_captions
+from dpvision.eval.captions.cider import cider_d, say_captions
 from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.models.generate import GenerateSettings
-from dpvision.report.strips import image_uri
+from dpvision.report.html import image_uri
 from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import shaped_in_confidence
 
@@ -162,7 +161,7 @@ def make_gallery(
     """
     rows = _candidates(store)
     said = {
-        name: say_captions(ready, store, rows, GenerateSettings(), "squash")
+        name: say_captions(ready, store, rows, GenerateSettings())
         for name, ready in captioners.items()
     }
     own = next(iter(captioners))

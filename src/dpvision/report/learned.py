@@ -18,7 +18,7 @@ from dpvision.data.store import Store
 from dpvision.encoders.headed import is_head, load_classifier
 from dpvision.errors import DataError
 from dpvision.eval.score import CIDER, is_of_the_run, is_share, printed
-from dpvision.report.strips import image_uri
+from dpvision.report.html import image_uri
 
 COUNT = 12
 PARENT = "parent"

@@ -18,7 +18,7 @@ from dpvision.encoders.collect import collect_features
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.headed import is_head
 from dpvision.encoders.trained import run_encoder
-from dpvision.report.strips import pixels_of, strip_of
+from dpvision.report.html import pixels_of, strip_of
 
 NUM_CANDIDATES = 500
 

@@ -9,8 +9,7 @@ from PIL import Image, ImageOps
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.overlap import HOWS, Matches
 from dpvision.data.store import Store
-from dpvision.report.html import render, write_page
-from dpvision.report.strips import strip_of
+from dpvision.report.html import render, strip_of, write_page
 
 _SIDE_PX = 112
 _WORDS = {

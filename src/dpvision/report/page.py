@@ -20,9 +20,9 @@ from dpvision.report.html import render, setting_rows, write_page
 from dpvision.report.learned import learned_of, predict_some
 from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
-from dpvision.report.schema import Stop, Tuning
-from dpvision.report.statement import Evidence, read_evidence, require_declarations, statement_of
 from dpvision.runs.lineage import runs_on
+from dpvision.statement.schema import Stop, Tuning
+from dpvision.statement.statement import Evidence, read_evidence, require_declarations, statement_of
 
 _CURVE_POINTS = 12
 

@@ -16,10 +16,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from dpvision.plan.tables import Table, batches_near, noises_near, steps_near
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.printed import up, up_to
+from dpvision.privacy.printed import percent_up, short, up, up_to
 from dpvision.report.figures import INK, MUTED, SERIES, svg_axes, thousands
 from dpvision.report.html import render, write_page
-from dpvision.report.numbers import percent_up, short
 
 _Line = tuple[str, np.ndarray, np.ndarray]
 _ATTACKS = (0.001, 0.01, 0.1)
@@ -106,7 +105,7 @@ def _command(name: str | None, plan: DPPlan) -> str:
     ]
     if plan.sampler.law != "poisson":
         words.append(f"--sampling {plan.sampler.law}")
-    if plan.num_units is not None:
+    if plan.unit.is_person:
         words.append(
             f"--num-units {plan.num_units} --max-records-per-unit {plan.max_records_per_unit}"
         )
@@ -193,7 +192,7 @@ def _figures(plan: DPPlan, tables: Mapping[str, Table]) -> dict[str, Markup | No
             "images of a person",
             "epsilon",
             log="xy",
-            mark=(plan.clipped_per_unit, stated),
+            mark=(plan.unit.clipped, stated),
         ),
     }
     return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}

@@ -19,7 +19,7 @@ from dpvision.data.store import Store
 from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.models import mae, make_model
 from dpvision.models.layers import unpatchify
-from dpvision.report.strips import pixels_of, strip_of
+from dpvision.report.html import pixels_of, strip_of
 from dpvision.runs.folder import settings_of_checkpoint
 
 WARM_START = "the warm start"

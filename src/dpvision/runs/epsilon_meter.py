@@ -38,9 +38,7 @@ class EpsilonMeter:
             "epsilon_at_most": self.at_most(steps),
         }
         line |= (
-            {"unit_epsilon_at_most": self.unit_at_most(steps)}
-            if self._plan.num_units is not None
-            else {}
+            {"unit_epsilon_at_most": self.unit_at_most(steps)} if self._plan.unit.is_person else {}
         )
         return line | ({"this_run_at_most": self.this_run_at_most(steps)} if self._behind else {})
 
@@ -52,7 +50,7 @@ class EpsilonMeter:
         if (unit := self.unit_at_most(steps)) is not None:
             image = (
                 ""
-                if self._plan.sampling_unit == "person"
+                if self._plan.unit.draws_people
                 else f" ({up(self.at_most(steps), 2)} for an image)"
             )
             said = f"epsilon <= {up(unit, 2)} for a person{image}"

@@ -28,23 +28,13 @@ def guarantee_words(
     plan: "DPPlan", epsilon: float, unit_epsilon: float | None, delta: float
 ) -> str:
     """Return the guarantee as one line: per image, and per person if people are declared."""
-    said, k = plan.unit.stated(epsilon, unit_epsilon), plan.max_records_per_unit
-    if not said.of_person:
-        whom = "" if plan.num_units is None else " for a single image, unknown for a person,"
-        return f"epsilon {up(said.epsilon)}{whom} at delta {up_delta(delta)}"
-    images = (
-        f"at most {k} images"
-        if k > 1
-        else "one image"
-        if plan.sampling_unit == "person"
-        else "one image of each"
-    )
-    step = " in a step" if plan.sampling_unit == "person" else ""
-    beside = "" if said.of_image is None else f", {up(said.of_image)} for a single image,"
-    return (
-        f"epsilon {up(said.epsilon)} for a person ({images}{step}){beside} at delta "
-        f"{up_delta(delta)}"
-    )
+    said, whom = plan.unit.stated(epsilon, unit_epsilon), ""
+    if said.of_person:
+        whom = f" for a person ({plan.unit.taking_part})"
+        whom += "" if said.of_image is None else f", {up(said.of_image)} for a single image,"
+    elif plan.unit.is_person:
+        whom = " for a single image, unknown for a person,"
+    return f"epsilon {up(said.epsilon)}{whom} at delta {up_delta(delta)}"
 
 
 def spent(

@@ -4,6 +4,7 @@ it.
 
 import numpy as np
 
+from dpvision.config.unit import Unit
 from dpvision.data.declared import count_units, fits, has_units, rounded_up, shared_images
 from dpvision.data.store import SHARED_KEPT, Store
 from dpvision.errors import OPERATOR_ONLY, DataError
@@ -20,36 +21,35 @@ def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
     the run.
 
     Args:
-        rows: int64 rows that may be drawn (``Store.eligible_rows``).
+        rows: from ``rows_to_draw``.
 
     Raises:
         DataError: the counts do not match.
     """
-    k, where = plan.max_records_per_unit, f"store: {store.store_id[:8]}"
-    if has_units(store) and plan.num_units is None and plan.guarantee == "dp":
+    unit, where = plan.unit, f"store: {store.store_id[:8]}"
+    if has_units(store) and not unit.is_person and plan.guarantee == "dp":
         raise DataError(
             f"{where} has units ({store.meta['unit_field']}), and num_units is not declared; "
             "expected it, because the guarantee is for a unit with all its records. Pass "
             "--privacy.num-units M, and --privacy.max-records-per-unit k to use more than one "
             "record of each. `dpvision data inspect STORE` shows numbers to declare."
         )
-    if plan.num_units is not None and not has_units(store):
+    if unit.is_person and not has_units(store):
         raise DataError(
-            f"{where} has no units, and num_units={plan.num_units} is declared; expected a store "
+            f"{where} has no units, and num_units={unit.num_people} is declared; expected a store "
             "imported with --unit-from FIELD. Import it again with --unit-from, or drop "
             "--privacy.num-units."
         )
     # How many images were removed from a cleared store is private: its original number is the
     # public one.
     num_records = len(rows) if has_units(store) else store.meta.get("cleared_from", len(rows))
-    at_most, by_person = plan.sampler.law != "poisson", plan.sampling_unit == "person"
-    counts = [
-        ("dataset_size", num_records, plan.dataset_size, at_most and not by_person, "records")
-    ]
-    if plan.num_units is not None:
-        counts.append(
-            ("num_units", count_units(store, rows), plan.num_units, at_most and by_person, "units")
-        )
+    at_most, people = plan.sampler.law != "poisson", unit.draws_people
+    counts = [("dataset_size", num_records, unit.num_records, at_most and not people, "records")]
+    among = ""
+    if unit.num_people is not None:
+        among = "" if people else f" with max_records_per_unit={unit.max_records}"
+        num_people = count_units(store, rows)
+        counts.append(("num_units", num_people, unit.num_people, at_most and people, "units"))
     if all(fits(count, declared, at_most=at_most) for _, count, declared, at_most, _ in counts):
         return
     found = " and ".join(f"{count} {noun}" for _, count, _, _, noun in counts)
@@ -60,14 +60,20 @@ def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
     say = " ".join(
         f"--privacy.{name.replace('_', '-')} {rounded_up(count)}" for name, count, *_ in counts
     )
-    among = (
-        f" with max_records_per_unit={k}" if plan.num_units is not None and not by_person else ""
-    )
     raise DataError(
         f"{where}: {OPERATOR_ONLY}{found} can take part{among}; expected the declared {rule}. "
         f"Pass {say} (these become public) for a new plan, and check the batch size if batches "
         "are sampled."
     )
+
+
+def rows_to_draw(store: Store, unit: Unit, seed: int) -> np.ndarray:
+    """Return the int64 rows of the records that may be drawn: all of them where people are drawn,
+    otherwise at most k of each person (``Store.eligible_rows``).
+    """
+    if unit.draws_people:
+        return np.arange(store.num_records)
+    return store.eligible_rows(unit.max_records, seed)
 
 
 def require_public(store: Store, recipe: str) -> None:

@@ -98,7 +98,7 @@ def example_batch(config: RunConfig, num_records: int = 4) -> Batch:
     number_B = torch.arange(1, num_records + 1)
     image_BVCHW = torch.randn(num_records, views, 3, size, size, generator=generator)
     labels = _random_labels(cfg, number_B, generator) if isinstance(cfg, ClassifierConfig) else None
-    by_view = labels is not None and config.privacy.sampling_unit == "person"
+    by_view = labels is not None and config.privacy.unit.draws_people
     return Batch(
         record_id_B=number_B,
         valid_B=torch.ones(num_records, dtype=torch.bool),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,7 +31,13 @@ from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.runs.folder import read_run, require_parent
 from dpvision.runs.lineage import inherit, shaped_in_confidence
 from dpvision.runs.run import Stopped, new_run
-from dpvision.runs.store_checks import check_labels, check_people, check_store, require_public
+from dpvision.runs.store_checks import (
+    check_labels,
+    check_people,
+    check_store,
+    require_public,
+    rows_to_draw,
+)
 from dpvision.train import distributed
 from dpvision.train.distributed import together
 from dpvision.train.feed import to_device
@@ -190,14 +195,9 @@ def _prepare(
     store = open_store(Path(config.data.store))
     if config.data.images == "public":
         require_public(store, config.recipe)
-    by_person = plan.sampling_unit == "person"
-    rows = (
-        np.arange(store.num_records)
-        if by_person
-        else store.eligible_rows(plan.max_records_per_unit, config.seed)
-    )
+    rows = rows_to_draw(store, plan.unit, config.seed)
     check_store(plan, store, rows)
-    if by_person:
+    if plan.unit.draws_people:
         check_people(store)
     if isinstance(config.model, ClassifierConfig):
         check_labels(store, rows, config.model.num_classes, multi_label=config.model.multi_label)
@@ -254,7 +254,7 @@ def _prepare(
         loss_fn,
         group,
         blocks,
-        People.of(store) if by_person else None,
+        People.of(store) if plan.unit.draws_people else None,
     )
     check_reference_bits(training)
     optimizer = Optimizer(config.optim, model)

@@ -17,11 +17,11 @@ from torch import nn
 
 from dpvision.config import ClassifierConfig, RunConfig
 from dpvision.data.batch import Batch, HostRows
-from dpvision.data.caption_reader import CaptionReader
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.people import People
 from dpvision.data.store import Store
+from dpvision.data.tokenizer import CaptionReader
 from dpvision.devices import loader_threads
 from dpvision.dp.buckets import num_buckets, pass_sizes, passes
 from dpvision.dp.clip import ClippedSum, LossFn, check_bits, clipped_sum

@@ -6,9 +6,8 @@ import numpy as np
 
 from dpvision.checkpoint import Checkpoint
 from dpvision.config import CaptionerConfig, RunConfig
-from dpvision.data.caption_reader import CaptionReader, check_captions
 from dpvision.data.store import Store
-from dpvision.data.tokenizer import CaptionTokenizer
+from dpvision.data.tokenizer import CaptionReader, CaptionTokenizer, check_captions
 from dpvision.errors import CheckpointError, ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -19,6 +19,7 @@ from dpvision.eval.captions.choice import (
     clustered_interval,
 )
 from dpvision.eval.captions.image_source import FileImages, SceneImages, image_batches
+from dpvision.eval.captions.settings import Asking
 from dpvision.eval.score import wilson_interval
 from dpvision.models.captioner import caption_losses
 from dpvision.synthetic.scenes import make_scene
@@ -47,7 +48,7 @@ def _test(num_images: int = 6, repeats: int = 3) -> ChoiceTest:
 
 def test_an_item_is_right_when_its_true_caption_has_the_lowest_training_loss() -> None:
     ready, test = open_made(2), _test()
-    right_N = answer_choices(ready, test, batch_size=4, workers=1)
+    right_N = answer_choices(ready, test, Asking(batch_size=4, workers=1))
     prepare = preprocess(16, ready.data.mean, ready.data.std)
     for choice, right in zip(test.choices, right_N.tolist(), strict=True):
         memory_BSD = ready.model.encode(
@@ -69,7 +70,7 @@ def test_captions_that_the_model_cannot_tell_apart_are_wrong_whatever_their_plac
         Choice(1, ("a ring", "A  RING")),
     )  # the same once cut; the same to the tokenizer
     assert answer_choices(
-        ready, ChoiceTest("tied", SceneImages((1, 2), 16), choices), workers=1
+        ready, ChoiceTest("tied", SceneImages((1, 2), 16), choices), how=Asking(workers=1)
     ).tolist() == [0, 0]
 
 
@@ -193,8 +194,8 @@ def test_a_file_that_is_no_image_is_not_an_item(tmp_path: object) -> None:
         (folder / "bad.png", folder / "good.png"), (None, (0, 0, 20, 40)), "public", "files"
     )
     test = ChoiceTest("files", images, (Choice(0, SAID[:2]), Choice(1, SAID[:2])))
-    assert answer_choices(open_made(), test, workers=1)[0] == -1
-    assert answer_choices(open_made(), test, workers=1)[1] >= 0
+    assert answer_choices(open_made(), test, how=Asking(workers=1))[0] == -1
+    assert answer_choices(open_made(), test, how=Asking(workers=1))[1] >= 0
 
 
 def test_a_box_and_its_fit_decide_what_is_seen(tmp_path: object) -> None:
@@ -232,4 +233,4 @@ def test_bad_items_get_clear_errors() -> None:
     ready = open_made()
     ready.model.word_head.bias.fill_(torch.nan)
     with pytest.raises(DataError, match="not finite"):
-        answer_choices(ready, _test(2), workers=1)
+        answer_choices(ready, _test(2), how=Asking(workers=1))

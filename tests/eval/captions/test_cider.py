@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from dpvision.errors import DataError
-from dpvision.eval.captions.cider import cider_d, cider_d_of_words
-from dpvision.eval.captions.ptb import words
+from dpvision.eval.captions.cider import cider_d, cider_d_of_words, words
 from dpvision.synthetic.scenes import make_scene
 
 FLICKR = Path(__file__).parents[4] / "shared" / "data" / "flickr8k"

@@ -10,9 +10,9 @@ from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
-from dpvision.eval.captions import cider_scores as module
-from dpvision.eval.captions.cider import cider_d
-from dpvision.eval.captions.cider_scores import cider_scores, people_scores, say_captions
+from dpvision.eval.captions import cider as module
+from dpvision.eval.captions.cider import cider_d, cider_scores, people_scores, say_captions
+from dpvision.eval.captions.settings import Asking
 from dpvision.eval.score import CIDER
 from dpvision.models.generate import GenerateSettings
 from dpvision.synthetic.scenes import make_scene
@@ -39,9 +39,9 @@ def _five_captions(path: Path, num: int, *, public: bool = True) -> Store:
 def test_the_score_is_cider_of_what_is_said_against_the_stores_captions(tmp_path: Path) -> None:
     store, ready = write_scenes(tmp_path / "s", 12, 16), open_made(4)
     said = say_captions(
-        ready, store, np.arange(12), GenerateSettings(max_words=8), "squash", workers=1
+        ready, store, np.arange(12), GenerateSettings(max_words=8), Asking(workers=1)
     )
-    [score] = cider_scores([ready], store, GenerateSettings(max_words=8), workers=1)
+    [score] = cider_scores([ready], store, GenerateSettings(max_words=8), how=Asking(workers=1))
     references = [store.captions(row) for row in range(12)]
     assert (
         score.value == pytest.approx(cider_d([said[row] for row in range(12)], references).mean())
@@ -90,7 +90,10 @@ def test_people_are_held_out_one_by_one_among_images_with_as_many_captions(tmp_p
         and "4 references" in score.protocol
     )
     assert [
-        s.name for s in cider_scores([open_made()], store, GenerateSettings(max_words=4), workers=1)
+        s.name
+        for s in cider_scores(
+            [open_made()], store, GenerateSettings(max_words=4), how=Asking(workers=1)
+        )
     ] == ["captioner", "people"]
 
 
@@ -98,14 +101,18 @@ def test_private_captions_give_private_scores(tmp_path: Path) -> None:
     store = _five_captions(tmp_path / "s", 5, public=False)
     assert {
         s.visibility
-        for s in cider_scores([open_made()], store, GenerateSettings(max_words=3), workers=1)
+        for s in cider_scores(
+            [open_made()], store, GenerateSettings(max_words=3), how=Asking(workers=1)
+        )
     } == {"private"}
 
 
 def test_a_beam_is_named_and_a_limit_takes_the_same_images(tmp_path: Path) -> None:
     store, ready = write_scenes(tmp_path / "s", 20, 16), open_made(4)
     how = GenerateSettings("beam", beams=2, max_words=4)
-    first, again = (cider_scores([ready], store, how, limit=7, workers=1)[0] for _ in range(2))
+    first, again = (
+        cider_scores([ready], store, how, limit=7, how=Asking(workers=1))[0] for _ in range(2)
+    )
     assert (
         first == again
         and first.n == 7

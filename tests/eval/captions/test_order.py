@@ -16,8 +16,13 @@ from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
-from dpvision.eval.captions.order import MAX_WORDS, SHUFFLES, order_test, shuffled_captions
-from dpvision.eval.captions.word_classes import word_class
+from dpvision.eval.captions.order import (
+    MAX_WORDS,
+    SHUFFLES,
+    order_test,
+    shuffled_captions,
+    word_class,
+)
 from dpvision.synthetic.scene_layout import Draws
 
 from ..labelled import write_colours

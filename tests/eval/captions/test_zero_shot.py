@@ -20,8 +20,9 @@ from dpvision.data.transform import preprocess
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels
 from dpvision.eval.captions.label_sets import BUILT_IN, LabelSet, load_label_set, prompted
-from dpvision.eval.captions.label_trie import LabelTrie
+from dpvision.eval.captions.settings import Asking
 from dpvision.eval.captions.zero_shot import (
+    LabelTrie,
     Method,
     ZeroShotSettings,
     checked_methods,
@@ -128,8 +129,7 @@ def test_by_loss_the_class_of_the_likeliest_caption_wins(store: Store) -> None:
         store,
         labels,
         ZeroShotSettings(("loss",), prompt="an image of a"),
-        batch_size=7,
-        workers=1,
+        Asking(batch_size=7, workers=1),
     )
     right = 0
     for row in range(store.num_records):
@@ -153,7 +153,7 @@ def test_by_loss_the_class_of_the_likeliest_caption_wins(store: Store) -> None:
 def test_a_model_without_opinions_is_wrong_everywhere(store: Store) -> None:
     ready = open_made()
     ready.model.word_head.weight.zero_(), ready.model.word_head.bias.zero_()
-    for score in zero_shot_scores([ready], store, SHAPES, workers=1):
+    for score in zero_shot_scores([ready], store, SHAPES, how=Asking(workers=1)):
         assert score.value == 0, score.protocol
 
 
@@ -175,15 +175,16 @@ def test_scores_are_private_when_the_store_or_the_weights_are(tmp_path: Path, st
         (open_made(confidential=True), store, "private"),
         (open_made(), store, "public"),
     ]:
-        assert {s.visibility for s in zero_shot_scores([ready], images, SHAPES, workers=1)} == {
-            wanted
-        }
+        assert {
+            s.visibility for s in zero_shot_scores([ready], images, SHAPES, how=Asking(workers=1))
+        } == {wanted}
 
 
 def test_the_limit_takes_the_same_images_every_time(store: Store) -> None:
     settings = ZeroShotSettings(("trie",), limit=11)
     first, again = (
-        zero_shot_scores([open_made()], store, SHAPES, settings, workers=1)[0] for _ in range(2)
+        zero_shot_scores([open_made()], store, SHAPES, settings, how=Asking(workers=1))[0]
+        for _ in range(2)
     )
     assert first == again and first.n == 11
 
@@ -222,7 +223,7 @@ def test_a_string_of_several_classes_is_right_for_each_of_them(
         store,
         LabelSet("s", tuple(names)),
         ZeroShotSettings((method,), prompt=prompt),
-        workers=1,
+        how=Asking(workers=1),
     )
     captions = [[ready.tokenizer.words(f"{prompt} {string}")] for string in strings]
     fits = np.array(
@@ -259,7 +260,7 @@ def test_any_class_of_a_shared_string_counts_where_several_labels_are_correct(st
     same = LabelSet("two strings", (*((("a thing",),) * 4), *((("b thing",),) * 4)))
     any_of = AnyOfLabels("real.json", tuple(frozenset({3, 7}) for _ in range(60)))
     [score] = zero_shot_scores(
-        [ready], store, same, ZeroShotSettings(("trie",)), any_of=any_of, workers=1
+        [ready], store, same, ZeroShotSettings(("trie",)), any_of=any_of, how=Asking(workers=1)
     )
     assert score.value == score.chance == 1, "both strings stand for a correct class"
 
@@ -417,13 +418,18 @@ def test_weights_that_are_not_numbers_are_said(store: Store) -> None:
     ready.model.word_head.bias.fill_(torch.nan)
     for method in ("trie", "loss"):
         with pytest.raises(DataError, match="not finite"):
-            zero_shot_scores([ready], store, SHAPES, ZeroShotSettings((method,)), workers=1)  # type: ignore[arg-type]
+            zero_shot_scores(
+                [ready], store, SHAPES, ZeroShotSettings((method,)), how=Asking(workers=1)
+            )  # type: ignore[arg-type]
 
 
 def test_random_weights_are_near_chance(store: Store) -> None:
     ready = open_made()
     scores = zero_shot_scores(
-        [ready, replace(ready.untrained(), tokenizer=ready.tokenizer)], store, SHAPES, workers=1
+        [ready, replace(ready.untrained(), tokenizer=ready.tokenizer)],
+        store,
+        SHAPES,
+        how=Asking(workers=1),
     )
     assert [s.name for s in scores] == ["captioner"] * 2 + ["random weights"] * 2
     assert all(s.value < 0.5 for s in scores)

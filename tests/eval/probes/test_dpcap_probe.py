@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from dpvision.config import MAEConfig
 from dpvision.encoders.pooled import pooled_network
 from dpvision.errors import DataError
-from dpvision.eval.probes.dpcap_probe import (
+from dpvision.eval.probes.few_shot_probe import (
     STRENGTH,
     DPCapProbe,
     centred,

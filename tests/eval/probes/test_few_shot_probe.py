@@ -12,10 +12,11 @@ from dpvision.eval.probes import fine_tune as module
 from dpvision.eval.probes.few_shot_probe import few_shot_probe
 from dpvision.eval.probes.fine_tune import Tuned, augmented, fine_tune, make_optimizer
 from dpvision.eval.probes.linear_probe import fit_linear_probe
+from dpvision.eval.probes.protocol import Task
 from dpvision.eval.probes.records import draw_shots, units
 from dpvision.eval.probes.settings import FewShotProbeSettings, FineTuneSettings
 
-from ..labelled import MEAN, STD, conv_encoder, vit_encoder, write_colours
+from ..labelled import MEAN, STD, OfUnits, conv_encoder, vit_encoder, write_colours
 
 QUICK = FineTuneSettings(
     draws=1, epochs=12, warmup_epochs=1, batch_size=16, learning_rates=(3e-3,), auto_augment=False
@@ -125,12 +126,10 @@ def test_fine_tuning_learns_leaves_the_encoder_alone_and_repeats_itself(
     before = {name: value.clone() for name, value in encoder.backbone().state_dict().items()}
     torch.manual_seed(7)
     state = torch.random.get_rng_state()
-    first = fine_tune(encoder, _rows(train), _rows(test), units(train), 10, settings, workers=1)
+    first = fine_tune(encoder, Task(_rows(train), _rows(test), workers=1), 10, settings)
     assert torch.equal(state, torch.random.get_rng_state())
     torch.manual_seed(8)
-    again = fine_tune(
-        encoder, _rows(train), _rows(test), units(train), 10, settings, workers=2, batch_size=17
-    )
+    again = fine_tune(encoder, Task(_rows(train), _rows(test), batch_size=17), 10, settings)
     accuracy = (first.predicted[0] == first.label_M).mean()
     assert accuracy > 0.7 and (first.predicted[0] == again.predicted[0]).mean() > 0.98
     assert (first.label_M == test.labels).all()
@@ -147,9 +146,7 @@ def test_the_whole_network_is_trained(train: Store, monkeypatch: pytest.MonkeyPa
         lambda self, model, store, rows: (made.append(model), (np.zeros(1),) * 3)[1],
     )
     encoder = vit_encoder()
-    fine_tune(
-        encoder, _rows(train), _rows(train), units(train), 4, replace(QUICK, epochs=2), workers=1
-    )
+    fine_tune(encoder, Task(_rows(train), _rows(train), workers=1), 4, replace(QUICK, epochs=2))
     assert encoder.backbone is not None
     moved = [
         not torch.equal(a, b)
@@ -176,9 +173,7 @@ def test_the_rate_is_chosen_on_other_persons_images_and_all_are_trained_on_then(
         lambda self, m, store, rows: (scored.append(rows), real_predict(self, m, store, rows))[1],
     )
     settings = replace(QUICK, learning_rates=(1e3, 3e-3), epochs=8)
-    result = fine_tune(
-        vit_encoder(), _rows(train), _rows(test), units(train), 20, settings, workers=1
-    )
+    result = fine_tune(vit_encoder(), Task(_rows(train), _rows(test), workers=1), 20, settings)
     assert result.learning_rate == 3e-3
     assert len(trained) == 3 and len(trained[2]) == 60 and len(scored[2]) == 90
     unit_N = units(train)
@@ -191,9 +186,7 @@ def test_with_fewer_than_five_images_the_middle_rate_is_taken_and_said(
     train: Store, test: Store
 ) -> None:
     settings = replace(QUICK, learning_rates=(1.0, 1e-9, 1e-3), epochs=2)
-    result = fine_tune(
-        vit_encoder(), _rows(train), _rows(test), units(train), 4, settings, workers=1
-    )
+    result = fine_tune(vit_encoder(), Task(_rows(train), _rows(test), workers=1), 4, settings)
     assert result.learning_rate == 1e-3 and "lr 0.001 (middle of" in settings.words(
         vit_encoder(), 4
     )
@@ -209,7 +202,7 @@ def test_fewer_than_five_persons_are_refused_before_training(
         DataError, match=r"the 30 images of a draw are of 4 persons; expected at least five"
     ):
         fine_tune(
-            vit_encoder(), _rows(train), _rows(test), np.arange(120) % 4, 10, settings, workers=1
+            vit_encoder(), OfUnits(_rows(train), _rows(test), of_N=np.arange(120) % 4), 10, settings
         )
 
 
@@ -234,9 +227,9 @@ def test_what_cannot_be_tuned_is_refused(train: Store, test: Store) -> None:
     with pytest.raises(
         ConfigError, match=r"fine_tune: hog has no trainable weights.*few_shot_probe"
     ):
-        fine_tune(fixed, _rows(train), _rows(test), units(train), 5, QUICK)
+        fine_tune(fixed, Task(_rows(train), _rows(test)), 5, QUICK)
     with pytest.raises(DataError, match=r"shots=41, but 'c0' has 40, 'c1' has 40, 'c2' has 40"):
-        fine_tune(vit_encoder(), _rows(train), _rows(test), units(train), 41, QUICK)
+        fine_tune(vit_encoder(), Task(_rows(train), _rows(test)), 41, QUICK)
     for wrong, words in [
         ({"draws": 0}, "draws=0"),
         ({"epochs": 3}, "warmup_epochs=10"),

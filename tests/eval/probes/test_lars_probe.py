@@ -9,7 +9,6 @@ from dpvision.config import DataConfig
 from dpvision.data.store import Store
 from dpvision.encoders.collect import collect_features
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.probes.epochs import warmup_cosine
 from dpvision.eval.probes.lars_probe import (
     LarsHeads,
     LarsResult,
@@ -18,10 +17,11 @@ from dpvision.eval.probes.lars_probe import (
     token_features,
 )
 from dpvision.eval.probes.linear_probe import fit_linear_probe
-from dpvision.eval.probes.records import units
+from dpvision.eval.probes.protocol import Task
+from dpvision.eval.probes.records import warmup_cosine
 from dpvision.eval.probes.settings import LarsSettings
 
-from ..labelled import MEAN, STD, conv_encoder, vit_encoder, write_digits
+from ..labelled import MEAN, STD, OfUnits, conv_encoder, vit_encoder, write_digits
 
 DATA = DataConfig(mean=MEAN, std=STD)
 # A few hundred images: at the paper's trust coefficient and the rates that 16,384 scale down to,
@@ -57,18 +57,8 @@ def _probe(
     feature_of, _ = token_features(vit_encoder(), "blocks")
     rows = np.arange(train.num_records)
     test_rows = np.arange(test.num_records) if test_rows is None else test_rows
-    unit_N = units(train)
-    return lars_probe(
-        feature_of,
-        (train, rows),
-        (test, test_rows),
-        unit_N,
-        DATA,
-        8,
-        settings,
-        batch_size=batch_size,
-        workers=1,
-    )
+    task = Task((train, rows), (test, test_rows), batch_size=batch_size, workers=1)
+    return lars_probe(feature_of, task, DATA, 8, settings)
 
 
 def test_updates_are_those_of_you_et_al() -> None:
@@ -193,19 +183,12 @@ def test_held_out_persons_do_not_choose_by_themselves(
         "step",
         lambda self, x, y, f: (seen.append((id(self), x)), step(self, x, y, f))[1],
     )
-    unit_N = np.arange(500) // 4
     feature_of, _ = token_features(vit_encoder(), "blocks")
     settings = replace(SMALL, epochs=1, warmup_epochs=0, batch_size=1000)
-    lars_probe(
-        feature_of,
-        (train, np.arange(500)),
-        (test, np.arange(10)),
-        unit_N,
-        DATA,
-        8,
-        settings,
-        workers=1,
+    task = OfUnits(
+        (train, np.arange(500)), (test, np.arange(10)), workers=1, of_N=np.arange(500) // 4
     )
+    lars_probe(feature_of, task, DATA, 8, settings)
     (_, everything), (_, kept) = seen
     assert (
         len(everything) == 500 and len(kept) % 4 == 0 and 380 <= len(kept) <= 420
@@ -218,32 +201,19 @@ def test_augmented_passes_differ_and_are_the_same_every_time(train: Store, test:
     lines: list[list[str]] = [[], []]
     feature_of, _ = token_features(vit_encoder(), "blocks")
     rows, test_rows = np.arange(200), np.arange(50)
+    task = OfUnits((train, rows), (test, test_rows), workers=1, of_N=rows)
     results = [
         lars_probe(
             feature_of,
-            (train, rows),
-            (test, test_rows),
-            rows,
+            replace(task, batch_size=n, workers=w, say=lines[i].append),
             DATA,
             8,
             settings,
-            batch_size=n,
-            workers=w,
-            progress=lines[i].append,
         )
         for i, (n, w) in enumerate(((256, 1), (48, 2)))
     ]
     assert (results[0].predicted_M == results[1].predicted_M).all() and lines[0] == lines[1]
-    plain = lars_probe(
-        feature_of,
-        (train, rows),
-        (test, test_rows),
-        rows,
-        DATA,
-        8,
-        replace(settings, augment=False),
-        workers=1,
-    )
+    plain = lars_probe(feature_of, task, DATA, 8, replace(settings, augment=False))
     assert (plain.predicted_M != results[0].predicted_M).any()
 
 
@@ -269,6 +239,4 @@ def test_unfit_settings_and_stores_are_refused(train: Store, test: Store) -> Non
             LarsSettings(**wrong)
     feature_of, _ = token_features(vit_encoder(), "blocks")
     with pytest.raises(DataError, match=r"4 training records; expected enough to hold out a fifth"):
-        lars_probe(
-            feature_of, (train, np.arange(4)), (test, np.arange(5)), np.arange(4), DATA, 8, SMALL
-        )
+        lars_probe(feature_of, Task((train, np.arange(4)), (test, np.arange(5))), DATA, 8, SMALL)

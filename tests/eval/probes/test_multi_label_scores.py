@@ -7,7 +7,7 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from dpvision.errors import DataError
-from dpvision.eval.probes.multi_label_scores import average_precision, multi_label_scores
+from dpvision.eval.metric import average_precision, multi_label_scores
 
 
 def made(
@@ -45,7 +45,7 @@ def test_in_parts_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     score, target = made(50, 1)
     weight = np.random.default_rng(1).integers(0, 3, (7, 50)).astype(float)
     whole = average_precision(score[:, 0], target[:, 0], weight)
-    monkeypatch.setattr("dpvision.eval.probes.multi_label_scores._AT_ONCE", 100)
+    monkeypatch.setattr("dpvision.eval.metric._AT_ONCE", 100)
     assert (average_precision(score[:, 0], target[:, 0], weight) == whole).all()
 
 

@@ -20,14 +20,20 @@ from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.eval.probes.knn import KNN
 from dpvision.eval.probes.linear_probe import Linear
 from dpvision.eval.probes.own_head import OwnHead
-from dpvision.eval.probes.protocol import score_features, with_averages
+from dpvision.eval.probes.protocol import score_features
 from dpvision.eval.probes.protocols import PROTOCOLS, make_protocols
 from dpvision.eval.probes.records import LabelledFeatures, check_labels, evaluation_rows, units
 from dpvision.eval.probes.ridge import Ridge
-from dpvision.eval.probes.settings import FewShotProbeSettings, FineTuneSettings, LarsSettings
+from dpvision.eval.probes.settings import (
+    FewShotProbeSettings,
+    FineTuneSettings,
+    LarsSettings,
+    ProtocolSettings,
+)
 from dpvision.eval.probes.suite import evaluate
 from dpvision.eval.score import Score
 from dpvision.eval.score_file import read_scores, write_scores
+from dpvision.eval.scored_run import with_averages
 
 from ..conftest import MakeRun
 
@@ -253,10 +259,12 @@ def test_every_protocol_has_its_score_and_controls_join_where_they_can(
 ) -> None:
     protocols = make_protocols(
         [name for name in PROTOCOLS if name not in ("own_head", "knn", "linear")],
-        shots=(2, 5),
-        few_shot_probe=FewShotProbeSettings(draws=3),
-        fine_tune=FineTuneSettings(draws=2, epochs=1, warmup_epochs=0, learning_rates=(1e-3,)),
-        lars=LarsSettings(blrs=(0.1,), epochs=2, warmup_epochs=0, augment=False),
+        ProtocolSettings(
+            shots=(2, 5),
+            few_shot_probe=FewShotProbeSettings(draws=3),
+            fine_tune=FineTuneSettings(draws=2, epochs=1, warmup_epochs=0, learning_rates=(1e-3,)),
+            lars=LarsSettings(blrs=(0.1,), epochs=2, warmup_epochs=0, augment=False),
+        ),
     )
     scores = evaluate(make_run(), train_store, test_store, protocols=protocols, workers=1)
     counts = Counter((s.protocol.split(",")[0], s.name) for s in scores)

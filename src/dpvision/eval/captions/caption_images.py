@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 
 from dpvision.data.captions import clean_caption
+from dpvision.data.declared import check_declared
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.open import is_store, open_store
 from dpvision.data.ordered import ordered_map
-from dpvision.data.pixel_range import check_declared
 from dpvision.data.rgb import Window
 from dpvision.data.sources import file_sample, open_source
 from dpvision.data.store import Store

@@ -9,7 +9,7 @@ Legend: N items, B images of a batch, C candidates of an image, L tokens, S enco
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,9 +21,8 @@ from dpvision.data.store import Store
 from dpvision.errors import DataError
 from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
 from dpvision.eval.captions.image_source import ImageSource, StoreImages, image_batches
-from dpvision.eval.captions.open_captioner import OpenCaptioner
-from dpvision.eval.captions.protocol import Asking, CaptionProtocol
-from dpvision.eval.captions.settings import Fit
+from dpvision.eval.captions.open_captioner import CaptionProtocol, OpenCaptioner
+from dpvision.eval.captions.settings import Asking
 from dpvision.eval.metric import measure
 from dpvision.eval.score import Score, Visibility, wilson_interval
 
@@ -63,6 +62,10 @@ class ChoiceTest(CaptionProtocol):
     def needs(self) -> Store | None:
         return self.images.store if isinstance(self.images, StoreImages) else None
 
+    @property
+    def visibility(self) -> Visibility:
+        return self.images.visibility
+
     def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
         """Return the scores by protocol, the captioner before its baselines."""
         asked = [(asker.name, asker, self) for asker in askers]
@@ -70,14 +73,7 @@ class ChoiceTest(CaptionProtocol):
             asked.append((f"{askers[0].name}, other images", askers[0], self.dealt_out()))
         scores: list[Score] = []
         for name, asker, test in asked:
-            right_N = answer_choices(
-                asker,
-                test,
-                how.fit,
-                batch_size=how.batch_size,
-                workers=how.workers,
-                progress=how.progress,
-            )
+            right_N = answer_choices(asker, test, how)
             private = asker.confidential or self.images.visibility == "private"
             scores += choice_scores(
                 test, right_N, name, "private" if private else "public", f"lowest loss, {how.fit}"
@@ -111,34 +107,31 @@ class ChoiceTest(CaptionProtocol):
 
 
 def encoded_images(
-    ready: OpenCaptioner, source: ImageSource, fit: Fit, *, batch_size: int, workers: int
+    ready: OpenCaptioner, source: ImageSource, how: Asking
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yield memory_BSD of the images in order, on the captioner's device, and their positions
     place_B, int64.
     """
     for x_BCHW, place_B in image_batches(
-        source, ready.data, ready.image_size, fit, batch_size=batch_size, workers=workers
+        source,
+        ready.data,
+        ready.image_size,
+        how.fit,
+        batch_size=how.batch_size,
+        workers=how.workers,
     ):
         with torch.inference_mode():
             yield ready.model.encode(x_BCHW.to(ready.device)), place_B
 
 
-def answer_choices(
-    ready: OpenCaptioner,
-    test: ChoiceTest,
-    fit: Fit = "squash",
-    *,
-    batch_size: int = 32,
-    workers: int = 2,
-    progress: Callable[[str], None] | None = None,
-) -> np.ndarray:
+def answer_choices(ready: OpenCaptioner, test: ChoiceTest, how: Asking | None = None) -> np.ndarray:
     """Return for each item 1 if its true caption has the lowest loss, 0 if not, -1 if the image
     does not decode: int8 (N,).
 
     Raises:
         DataError: an item has fewer than two captions; a caption is empty; losses are not finite.
     """
-    items_of: dict[int, list[int]] = {}
+    how, items_of = how or Asking(), dict[int, list[int]]()
     for n, choice in enumerate(test.choices):
         if len(choice.captions) < 2 or not all(caption.strip() for caption in choice.captions):
             raise DataError(
@@ -148,9 +141,7 @@ def answer_choices(
         items_of.setdefault(choice.image, []).append(n)
     rows: dict[str, bytes] = {}
     right_N = np.full(len(test.choices), -1, dtype=np.int8)
-    for memory_BSD, place_B in encoded_images(
-        ready, test.images, fit, batch_size=batch_size, workers=workers
-    ):
+    for memory_BSD, place_B in encoded_images(ready, test.images, how):
         asked = [b for b, place in enumerate(place_B.tolist()) if place in items_of]
         if not asked:
             continue
@@ -183,8 +174,8 @@ def answer_choices(
                 right_N[n] = (
                     best_candidate(loss_C[None], torch.arange(len(loss_C))[None]).item() == 0
                 )
-        if progress is not None:
-            progress(f"{test.name}: {int(place_B[-1]) + 1:,} of {len(test.images):,} images")
+        if how.progress is not None:
+            how.progress(f"{test.name}: {int(place_B[-1]) + 1:,} of {len(test.images):,} images")
     return right_N
 
 

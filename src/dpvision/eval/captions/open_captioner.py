@@ -1,5 +1,9 @@
-"""A captioner for evaluation: network, tokenizer and preprocessing."""
+"""A captioner for evaluation (network, tokenizer and preprocessing), and the interface of its
+tests.
+"""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,11 +13,14 @@ import torch
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import CaptionerConfig, DataConfig
 from dpvision.data.captions import clean_caption
-from dpvision.data.pixel_range import window_of
+from dpvision.data.declared import window_of
 from dpvision.data.rgb import Window
+from dpvision.data.store import Store
 from dpvision.data.tokenizer import CaptionTokenizer
 from dpvision.encoders.trained import load_model
 from dpvision.errors import CheckpointError, ConfigError
+from dpvision.eval.captions.settings import Asking
+from dpvision.eval.score import Score, Visibility
 from dpvision.models import make_model
 from dpvision.models.captioner import Captioner
 from dpvision.runs.lineage import shaped_in_confidence
@@ -122,3 +129,30 @@ def open_captioner(
 
 def _frozen(model: Captioner, device: str | torch.device) -> Captioner:
     return model.to(device).eval().requires_grad_(False)
+
+
+class CaptionProtocol(ABC):
+    """A test of captioners: a frozen dataclass whose fields are data and settings."""
+
+    @property
+    @abstractmethod
+    def test_data(self) -> str:
+        """Name of the data in files of scores."""
+
+    @property
+    def needs(self) -> Store | None:
+        """The store whose images must not have been trained on, or None if the images are not from
+        a store.
+        """
+        return None
+
+    @property
+    def visibility(self) -> Visibility:
+        """Visibility of the images: those of the store, or private if there is none."""
+        return "private" if self.needs is None else self.needs.results_visibility
+
+    @abstractmethod
+    def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
+        """Return scores of the captioner, the first of ``askers``, and of its untrained baseline,
+        if there is a second.
+        """

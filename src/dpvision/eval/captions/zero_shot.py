@@ -1,15 +1,22 @@
-"""Zero-shot classification with a captioner by the paper's two methods: decoding in the label trie,
-or the caption with the lowest loss.
+"""Zero-shot classification with a captioner by the paper's two methods (Sander et al., ICML 2024,
+appendix A.3.1): greedy decoding in the trie of all label captions, or the caption with the lowest
+loss.
 
-Legend: N images, B images of a batch, C captions, L tokens.
+The tokenised captions of a label set form a trie whose leaves are ends of captions. From the root,
+the captioner picks at each node the most likely child token until EOS. This costs one caption per
+image, however many classes there are; it is greedy and does not backtrack.
+
+Legend: N images, B images of a batch, A unfinished images, C captions (or children of a node), L
+tokens, S encoder tokens, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID
 from dpvision.data.captions import clean_caption
@@ -20,12 +27,11 @@ from dpvision.eval.captions.candidate_losses import best_candidate, candidate_lo
 from dpvision.eval.captions.choice import encoded_images
 from dpvision.eval.captions.image_source import StoreImages
 from dpvision.eval.captions.label_sets import LabelSet, prompted
-from dpvision.eval.captions.label_trie import LabelTrie
-from dpvision.eval.captions.open_captioner import OpenCaptioner
-from dpvision.eval.captions.protocol import Asking, CaptionProtocol
-from dpvision.eval.captions.settings import PROMPT, Fit
+from dpvision.eval.captions.open_captioner import CaptionProtocol, OpenCaptioner
+from dpvision.eval.captions.settings import PROMPT, Asking
 from dpvision.eval.metric import Metric, Scoring, checked_metric
 from dpvision.eval.score import Score
+from dpvision.models.captioner import Captioner
 
 Method = Literal["trie", "loss"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -40,7 +46,6 @@ class ZeroShotSettings:
     prompt: str = PROMPT
     match_article: bool = False
     """Whether to use "an" before a vowel if the prompt ends in "a"."""
-    fit: Fit = "squash"
     limit: int | None = None
     """Maximum number of images, a fixed random subset; the paper used 10,000 of ImageNet's
     validation images.
@@ -73,15 +78,7 @@ class ZeroShot(CaptionProtocol):
     def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
         metric = checked_metric(self.store.meta.get("metric") or "accuracy")
         return zero_shot_scores(
-            askers,
-            self.store,
-            self.labels,
-            replace(self.settings, fit=how.fit),
-            metric=metric,
-            any_of=self.any_of,
-            batch_size=how.batch_size,
-            workers=how.workers,
-            progress=how.progress,
+            askers, self.store, self.labels, self.settings, how, metric=metric, any_of=self.any_of
         )
 
 
@@ -100,12 +97,10 @@ def zero_shot_scores(
     store: Store,
     labels: LabelSet,
     settings: ZeroShotSettings | None = None,
+    how: Asking | None = None,
     *,
     metric: Metric = "accuracy",
     any_of: AnyOfLabels | None = None,
-    batch_size: int = 32,
-    workers: int = 2,
-    progress: Callable[[str], None] | None = None,
 ) -> list[Score]:
     """Return the accuracy on a store's labelled images, by method, for each captioner.
 
@@ -121,7 +116,7 @@ def zero_shot_scores(
             long for the model, or has the same tokens as another string's of another class; scores
             are not finite.
     """
-    settings = settings or ZeroShotSettings()
+    settings, how = settings or ZeroShotSettings(), how or Asking()
     row_N = _labelled_rows(store, labels, settings.limit)
     source = StoreImages(store, row_N)
     scores = []
@@ -131,9 +126,7 @@ def zero_shot_scores(
         token_CL, answer_C = _rows(ready, list(answers.values()))
         read: list[np.ndarray] = []
         predicted: dict[Method, list[np.ndarray]] = {method: [] for method in settings.methods}
-        for memory_BSD, place_B in encoded_images(
-            ready, source, settings.fit, batch_size=batch_size, workers=workers
-        ):
+        for memory_BSD, place_B in encoded_images(ready, source, how):
             read.append(row_N[place_B])
             if "trie" in predicted:
                 predicted["trie"].append(trie.classify(ready.model, memory_BSD).numpy())
@@ -148,8 +141,8 @@ def zero_shot_scores(
                 predicted["loss"].append(
                     best_candidate(loss_BC, answer_C.expand(len(loss_BC), -1)).numpy()
                 )
-            if progress is not None:
-                progress(
+            if how.progress is not None:
+                how.progress(
                     f"zero-shot, {ready.name}: {int(place_B[-1]) + 1:,} of {len(row_N):,} images"
                 )
         if not read:
@@ -171,12 +164,12 @@ def zero_shot_scores(
             if len(classes) > 1
         ]
         for method in settings.methods:
-            how = _described(method, labels, settings)
+            described = f"{_described(method, labels, settings)}, {how.fit}"
             made, *constant = (
                 scoring.score(
                     ready.name,
                     "zero-shot",
-                    how,
+                    described,
                     [_classes(answer_N, list(answers), right_N)],
                     truth_N,
                     read_N,
@@ -189,6 +182,84 @@ def zero_shot_scores(
                 else made
             )
     return scores
+
+
+class LabelTrie:
+    """The trie of the captions of all classes."""
+
+    def __init__(self, captions: Sequence[Sequence[Sequence[int]]]) -> None:
+        """
+        Args:
+            captions: for each class (or set of classes), the tokens (without BOS and EOS) of its
+                captions; no two share one.
+        """
+        self._children: list[dict[int, int]] = [{}]
+        """Children of each node, from token to node index."""
+        self._class_of: dict[int, int] = {}
+        """Class of each node after EOS."""
+        for label, own in enumerate(captions):
+            for words in own:
+                leaf = self._add([*words, EOS_ID])
+                assert self._class_of.setdefault(leaf, label) == label
+
+    def _add(self, tokens: Sequence[int]) -> int:
+        node = 0
+        for token in tokens:
+            children = self._children[node]
+            if token not in children:
+                children[token] = len(self._children)
+                self._children.append({})
+            node = children[token]
+        return node
+
+    @torch.inference_mode()
+    def classify(self, model: Captioner, memory_BSD: Tensor) -> Tensor:
+        """Return the class of each image, int64 (B,) on the CPU; -1 (wrong) if two tokens are
+        equally likely.
+
+        Raises:
+            DataError: token scores are not finite.
+        """
+        num_B = len(memory_BSD)
+        class_B = torch.full((num_B,), -1, dtype=torch.int64)
+        cache = model.start_cache(memory_BSD)
+        going = [(b, 0, BOS_ID) for b in range(num_B)]  # image, node, next input token
+        while going:
+            logit_AV, cache = model.step(
+                torch.tensor([token for *_, token in going], device=memory_BSD.device), cache
+            )
+            further: dict[int, tuple[int, int, int]] = {}
+            for node in {node for _, node, _ in going}:
+                rows = [a for a, (_, at, _) in enumerate(going) if at == node]
+                for a, token in zip(rows, self._next(node, logit_AV[rows]), strict=True):
+                    b = going[a][0]
+                    if token == EOS_ID:
+                        class_B[b] = self._class_of[self._children[node][token]]
+                    elif token != PAD_ID:
+                        further[a] = (b, self._children[node][token], token)
+            kept = sorted(further)
+            if len(kept) < len(going):
+                cache = cache.select(
+                    torch.tensor(kept, dtype=torch.int64, device=memory_BSD.device)
+                )
+            going = [further[a] for a in kept]
+        return class_B
+
+    def _next(self, node: int, logit_BV: Tensor) -> list[int]:
+        """Return the most likely child token of a node for each row; PAD for a tie."""
+        tokens = sorted(self._children[node])
+        logit_BC = logit_BV[:, tokens].float().cpu()
+        if not torch.isfinite(logit_BC).all():
+            raise DataError(
+                "zero-shot: token scores are not finite; expected finite ones. The run "
+                "diverged: lower --optim.learning-rate."
+            )
+        best_B = logit_BC.max(dim=1)
+        tied_B = (logit_BC == best_B.values[:, None]).sum(dim=1) > 1
+        return [
+            PAD_ID if tied else tokens[c]
+            for c, tied in zip(best_B.indices.tolist(), tied_B.tolist(), strict=True)
+        ]
 
 
 def _answers(words: list[list[list[int]]]) -> dict[tuple[int, ...], list[list[int]]]:
@@ -234,7 +305,7 @@ def _described(method: Method, labels: LabelSet, settings: ZeroShotSettings) -> 
     )
     asked += f", {shared} of them shared by classes" if shared else ""
     article = ", a or an" if settings.match_article else ""
-    return f'{way}, {asked}, "{settings.prompt}"{article}, {settings.fit}'
+    return f'{way}, {asked}, "{settings.prompt}"{article}'
 
 
 def _labelled_rows(store: Store, labels: LabelSet, limit: int | None) -> np.ndarray:

@@ -19,7 +19,7 @@ from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_
 from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
 from dpvision.eval import any_of_labels, metric
-from dpvision.eval.probes import epochs, protocol, records
+from dpvision.eval.probes import protocol, records
 from dpvision.eval.probes.protocol import Protocol, Task
 from dpvision.eval.probes.protocols import PROTOCOLS
 from dpvision.eval.probes.records import LabelledFeatures, units
@@ -142,7 +142,6 @@ class EvaluationCache:
             transform,
             any_of_labels,
             metric,
-            epochs,
             protocol,
             records,
             *own,

@@ -30,10 +30,9 @@ from dpvision.data.store import Store
 from dpvision.data.transform import CROP_NUMBERS, crop_box, cut, normalise
 from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.probes.epochs import Epochs
 from dpvision.eval.probes.linear_probe import held_out
-from dpvision.eval.probes.protocol import Protocol, Say, Subject, Task
-from dpvision.eval.probes.records import check_shots, draw_shots
+from dpvision.eval.probes.protocol import Protocol, Subject, Task
+from dpvision.eval.probes.records import Epochs, check_shots, draw_shots
 from dpvision.eval.probes.settings import FineTuneSettings, middle_rate
 from dpvision.eval.score import Score
 
@@ -88,18 +87,7 @@ class FineTune(Protocol):
     def run(self, subject: Subject, task: Task) -> list[Score]:
         scores = []
         for k in self.shots:
-            tuned = fine_tune(
-                subject.encoder,
-                task.train,
-                task.test,
-                task.unit_N,
-                k,
-                self.settings,
-                batch_size=task.batch_size,
-                workers=task.workers,
-                device=task.device,
-                progress=task.say,
-            )
+            tuned = fine_tune(subject.encoder, task, k, self.settings)
             title, how = f"{k}-shot fine-tuning", self.settings.words(subject.encoder, k)
             scores.append(
                 task.scoring.score(
@@ -119,24 +107,11 @@ def check_trainable(encoder: Encoder) -> None:
 
 
 def fine_tune(
-    encoder: Encoder,
-    train: tuple[Store, np.ndarray],
-    test: tuple[Store, np.ndarray],
-    unit_N: np.ndarray,
-    k: int,
-    settings: FineTuneSettings | None = None,
-    *,
-    batch_size: int = 256,
-    workers: int = 2,
-    device: str | torch.device = "cpu",
-    progress: Say | None = None,
+    encoder: Encoder, task: Task, k: int, settings: FineTuneSettings | None = None
 ) -> FineTuneResult:
     """Fine-tune on several draws of K images per class, and predict the test images.
 
-    Args:
-        train, test: a store and labelled int64 rows of it.
-        unit_N: the units of the training rows; no unit is both trained on and held out.
-        batch_size: test images in one forward pass.
+    No unit is both trained on and held out for the choice of the rate.
 
     Raises:
         ConfigError: the encoder has no trainable weights, or K < 1.
@@ -145,13 +120,13 @@ def fine_tune(
     """
     settings = settings or FineTuneSettings()
     check_trainable(encoder)
-    (store, rows), say = train, progress or (lambda text: None)
+    (store, rows), unit_N = task.train, task.unit_N
     label_N = store.labels[rows]
     shots = [
         draw_shots(label_N, k, draw, names=store.label_names) for draw in range(settings.draws)
     ]
     rates, num_classes = settings.rates(encoder), int(label_N.max()) + 1
-    job = _Job(encoder, store, num_classes, settings, batch_size, workers, device, say)
+    job = _Job(encoder, task, num_classes, settings)
     chosen = middle_rate(rates)
     if len(rates) > 1 and k >= 5:
         held_by_draw = [
@@ -184,7 +159,7 @@ def fine_tune(
                 shares.append(float((predicted == truth).mean()))
             share_R.append(float(np.mean(shares)))
         chosen = rates[int(np.argmax(share_R))]
-        say(f"few-shot: lr {chosen:g} ({max(share_R):.1%} of the held-out images)")
+        task.say(f"few-shot: lr {chosen:g} ({max(share_R):.1%} of the held-out images)")
     found, label_M, row_M = [], np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     for draw, shot in enumerate(shots):
         model = job.train(
@@ -193,7 +168,7 @@ def fine_tune(
             draw,
             f"lr {chosen:g}, draw {draw + 1} of {settings.draws}, all images",
         )
-        predicted, label_M, row_M = job.predict(model, *test)
+        predicted, label_M, row_M = job.predict(model, *task.test)
         found.append(predicted)
     return FineTuneResult(found, label_M, row_M, chosen)
 
@@ -211,24 +186,20 @@ def make_optimizer(
 @dataclass(frozen=True)
 class _Job:
     encoder: Encoder
-    store: Store
+    task: Task
     num_classes: int
     settings: FineTuneSettings
-    batch_size: int
-    workers: int
-    device: str | torch.device
-    say: Say
 
     def train(self, rows: np.ndarray, learning_rate: float, seed: int, name: str) -> Tuned:
         """Fine-tune a network on the given rows. Randomness depends on ``seed``; global generators
         are not changed.
         """
-        settings, labels = self.settings, self.store.labels
+        settings, task, store = self.settings, self.task, self.task.train[0]
         with torch.random.fork_rng(
             devices=[]
         ):  # AutoAugment and a backbone's dropout draw from torch's global state
             torch.manual_seed(seed)
-            model = Tuned(self.encoder, self.num_classes).to(self.device)
+            model = Tuned(self.encoder, self.num_classes).to(task.device)
             optimizer = make_optimizer(model, self.encoder, settings)
             epochs, done = (
                 Epochs(
@@ -240,7 +211,7 @@ class _Job:
                 model.train()
                 for part in np.array_split(rows[epochs.order(epoch)], epochs.batches):
                     x_BCHW, row_B = augmented(
-                        self.store, part, StepKey(seed, epoch), self.encoder, settings, self.workers
+                        store, part, StepKey(seed, epoch), self.encoder, settings, task.workers
                     )
                     for group in optimizer.param_groups:
                         group["lr"] = learning_rate * epochs.level(done)
@@ -248,13 +219,13 @@ class _Job:
                     if len(row_B) < 2:  # batch normalisation needs two
                         continue
                     loss = F.cross_entropy(
-                        model(x_BCHW.to(self.device)),
-                        torch.from_numpy(labels[row_B]).to(self.device),
+                        model(x_BCHW.to(task.device)),
+                        torch.from_numpy(store.labels[row_B]).to(task.device),
                     )
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
-                self.say(f"few-shot: {name}, epoch {epoch + 1} of {settings.epochs}")
+                task.say(f"few-shot: {name}, epoch {epoch + 1} of {settings.epochs}")
         return model
 
     @torch.no_grad()
@@ -270,10 +241,10 @@ class _Job:
             rows,
             self.encoder.image_size,
             data,
-            batch_size=self.batch_size,
-            workers=self.workers,
+            batch_size=self.task.batch_size,
+            workers=self.task.workers,
         ):
-            predicted.append(model(x_BCHW.to(self.device)).argmax(dim=1).cpu().numpy())
+            predicted.append(model(x_BCHW.to(self.task.device)).argmax(dim=1).cpu().numpy())
             truth.append(label_B.numpy())
             read.append(row_B.numpy())
         if not predicted:

@@ -29,9 +29,9 @@ from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError, DataError
-from dpvision.eval.probes.epochs import Epochs
 from dpvision.eval.probes.linear_probe import held_out
 from dpvision.eval.probes.protocol import Protocol, Subject, Task
+from dpvision.eval.probes.records import Epochs
 from dpvision.eval.probes.settings import LarsSettings
 from dpvision.eval.score import Score
 
@@ -171,19 +171,7 @@ class LinearLars(Protocol):
     def run(self, subject: Subject, task: Task) -> list[Score]:
         encoder, lars = subject.encoder, self.settings
         feature_of, what = token_features(encoder, self.tokens, lars.num_blocks)
-        probed = lars_probe(
-            feature_of,
-            task.train,
-            task.test,
-            task.unit_N,
-            encoder.data,
-            encoder.image_size,
-            lars,
-            batch_size=task.batch_size,
-            workers=task.workers,
-            device=task.device,
-            progress=task.say,
-        )
+        probed = lars_probe(feature_of, task, encoder.data, encoder.image_size, lars)
         how = f"{lars.words(len(task.train[1]))}, {what}"
         return [
             task.scoring.score(
@@ -201,108 +189,117 @@ class LinearCls(LinearLars):
 
 def lars_probe(
     feature_of: FeatureOf,
-    train: tuple[Store, np.ndarray],
-    test: tuple[Store, np.ndarray],
-    unit_N: np.ndarray,
+    task: Task,
     data: DataConfig,
     image_size: int,
     settings: LarsSettings | None = None,
     *,
     seed: int = 0,
-    batch_size: int = 256,
-    workers: int = 2,
-    device: str | torch.device = "cpu",
-    progress: Callable[[str], None] | None = None,
 ) -> LarsResult:
     """Train a head for each blr on the training rows, choose one by held-out training units, and
     predict the test rows.
 
+    1. Hold out a fifth of the training units, if there is a choice of blr.
+    2. Pass over all training images in large batches. The first trainer's heads, one for each blr,
+       learn from the whole batch; the second trainer's, which start from the same weights, from the
+       batch without the held-out images.
+    3. Choose the blr whose head of the second trainer is right on most held-out images.
+    4. Predict the test images by the first trainer's head of this blr.
+
     Args:
-        feature_of: frozen function from x_BCHW on ``device`` to x_BD (``token_features``).
-        train, test: a store and labelled int64 rows of it.
-        unit_N: the units of the training rows; no unit is both trained on and held out for the
-            choice of blr.
+        feature_of: frozen function from x_BCHW on ``task.device`` to x_BD (``token_features``).
+        task: its batch size is that of the encoder's passes; it changes only time and memory.
         data: gives the normalisation.
         seed: of the heads' initial weights, the order of the images, crops and flips.
-        batch_size: images in one forward pass of the encoder; changes only time and memory.
 
     Raises:
         DataError: no image could be read, or too few to hold some out.
     """
     settings = settings or LarsSettings()
-    (store, rows), say = train, progress or (lambda text: None)
-    labels = store.labels
-    num_classes = int(labels[rows].max()) + 1
-    choose = len(settings.blrs) > 1
-    held_N = held_out(labels[rows], unit_N, seed) if choose else np.zeros(len(rows), dtype=bool)
-    if choose and (not held_N.any() or len(np.unique(labels[rows[~held_N]])) < 2):
-        raise DataError(
-            f"lars: {len(rows)} training records; expected enough to hold out a fifth. Label "
-            "more images, or give one blr."
-        )
-    is_held = np.zeros(store.num_records, dtype=bool)
-    is_held[rows[held_N]] = True
-    view = _Views(feature_of, data, image_size, settings, seed, batch_size, workers, device)
-    epochs = Epochs(len(rows), settings.batch_size, settings.epochs, settings.warmup_epochs, seed)
-    factor = len(rows) / epochs.batches / 256
-    trainers: list[LarsTrainer] = []
-    done = 0
-    for epoch in range(settings.epochs):
-        loss, seen = 0.0, 0
-        for x_BD, row_B in view.epoch(store, rows, epoch, epochs):
-            label_B = torch.from_numpy(labels[row_B]).to(device)
-            if not trainers:
-                for _ in range(2 if choose else 1):
-                    heads = LarsHeads(
-                        x_BD.shape[1], num_classes, settings, torch.Generator().manual_seed(seed)
-                    ).to(device)
-                    trainers.append(LarsTrainer(heads, settings))
-            level = factor * epochs.level(done)
-            kept_B = torch.from_numpy(~is_held[row_B]).to(device)
-            for trainer, some in zip(trainers, (None, kept_B), strict=False):
-                x, y = (x_BD, label_B) if some is None else (x_BD[some], label_B[some])
-                if len(x) > 1:  # batch statistics need two
-                    loss_R = trainer.step(x, y, level)
-                if some is None and len(x) > 1:
-                    loss, seen = loss + float(loss_R.min()) * len(x), seen + len(x)
-            done += 1
-        say(f"LARS probe: epoch {epoch + 1} of {settings.epochs}, loss {loss / max(1, seen):.3f}")
-    if not trainers:
-        raise DataError(
-            f"lars: {store.path} has no readable image among {len(rows)}; expected some. Import "
-            "the source again."
-        )
+    store, rows = task.train
+    held_N = np.zeros(len(rows), dtype=bool)
+    if len(settings.blrs) > 1:
+        held_N = _held_out(store.labels[rows], task.unit_N, seed)
+    view = _Views(feature_of, task, data, image_size, settings, seed)
+    trainers = _train(view, rows[held_N])
     best = 0
-    if choose:
+    if len(settings.blrs) > 1:
         right_R, n = torch.zeros(len(settings.blrs)), 0
         for x_BD, row_B in view.centred(store, rows[held_N]):
-            right_R += (
-                trainers[1].heads.predict(x_BD).cpu() == torch.from_numpy(labels[row_B])
-            ).sum(dim=1)
+            predicted_RB = trainers[1].heads.predict(x_BD).cpu()
+            right_R += (predicted_RB == torch.from_numpy(store.labels[row_B])).sum(dim=1)
             n += len(x_BD)
         best = int(right_R.argmax())
-        say(
+        task.say(
             f"LARS probe: blr {settings.blrs[best]:g} ({float(right_R[best]) / max(1, n):.1%} of "
             "the held-out images)"
         )
-    predicted, truth, read = [], [], []
-    test_store, test_rows = test
-    test_labels = test_store.labels
-    for x_BD, row_B in view.centred(test_store, test_rows):
-        predicted.append(trainers[0].heads.predict(x_BD)[best].cpu().numpy())
-        truth.append(test_labels[row_B])
-        read.append(row_B)
-    if not predicted:
+    test_store, test_rows = task.test
+    found = [
+        (trainers[0].heads.predict(x_BD)[best].cpu().numpy(), row_B)
+        for x_BD, row_B in view.centred(test_store, test_rows)
+    ]
+    if not found:
+        raise _unreadable(test_store, test_rows)
+    predicted_M, row_M = (np.concatenate(part) for part in zip(*found, strict=True))
+    num_features = trainers[0].heads.weight_R[0].shape[1]
+    blr = settings.blrs[best]
+    return LarsResult(predicted_M, test_store.labels[row_M], row_M, blr, num_features)
+
+
+def _held_out(label_N: np.ndarray, unit_N: np.ndarray, seed: int) -> np.ndarray:
+    held_N = held_out(label_N, unit_N, seed)
+    if not held_N.any() or len(np.unique(label_N[~held_N])) < 2:
         raise DataError(
-            f"lars: {test_store.path} has no readable image among {len(test_rows)}; expected "
-            "some. Import the source again."
+            f"lars: {len(label_N)} training records; expected enough to hold out a fifth. Label "
+            "more images, or give one blr."
         )
-    return LarsResult(
-        np.concatenate(predicted),
-        np.concatenate(truth),
-        np.concatenate(read),
-        settings.blrs[best],
-        trainers[0].heads.weight_R[0].shape[1],
+    return held_N
+
+
+def _train(view: "_Views", held_rows: np.ndarray) -> list[LarsTrainer]:
+    """Return a trainer that saw all training rows and, if some are held out, one that saw the
+    others only.
+    """
+    task, settings = view.task, view.settings
+    store, rows = task.train
+    num_classes = int(store.labels[rows].max()) + 1
+    is_held = np.zeros(store.num_records, dtype=bool)
+    is_held[held_rows] = True
+    epochs = Epochs(
+        len(rows), settings.batch_size, settings.epochs, settings.warmup_epochs, view.seed
+    )
+    # The rate is blr x batch / 256, times the schedule's level of the step.
+    factor, done = len(rows) / epochs.batches / 256, 0
+    trainers: list[LarsTrainer] = []
+    for epoch in range(settings.epochs):
+        loss, seen = 0.0, 0
+        for x_BD, row_B in view.epoch(store, rows, epoch, epochs):
+            label_B = torch.from_numpy(store.labels[row_B]).to(task.device)
+            if not trainers:  # the first batch tells the width
+                for _ in range(2 if len(held_rows) else 1):
+                    generator = torch.Generator().manual_seed(view.seed)
+                    heads = LarsHeads(x_BD.shape[1], num_classes, settings, generator)
+                    trainers.append(LarsTrainer(heads.to(task.device), settings))
+            rate = factor * epochs.level(done)
+            if len(x_BD) > 1:  # batch statistics need two
+                losses_R = trainers[0].step(x_BD, label_B, rate)
+                loss, seen = loss + float(losses_R.min()) * len(x_BD), seen + len(x_BD)
+            kept_B = torch.from_numpy(~is_held[row_B]).to(task.device)
+            if len(trainers) > 1 and int(kept_B.sum()) > 1:
+                trainers[1].step(x_BD[kept_B], label_B[kept_B], rate)
+            done += 1
+        mean = loss / max(1, seen)
+        task.say(f"LARS probe: epoch {epoch + 1} of {settings.epochs}, loss {mean:.3f}")
+    if not trainers:
+        raise _unreadable(store, rows)
+    return trainers
+
+
+def _unreadable(store: Store, rows: np.ndarray) -> DataError:
+    return DataError(
+        f"lars: {store.path} has no readable image among {len(rows)}; expected some. Import the "
+        "source again."
     )
 
 
@@ -312,21 +309,14 @@ class _Views:
     def __init__(
         self,
         feature_of: FeatureOf,
+        task: Task,
         data: DataConfig,
         image_size: int,
         settings: LarsSettings,
         seed: int,
-        batch_size: int,
-        workers: int,
-        device: str | torch.device,
     ) -> None:
-        self.feature_of, self.settings, self.seed, self.image_size = (
-            feature_of,
-            settings,
-            seed,
-            image_size,
-        )
-        self.batch_size, self.workers, self.device = batch_size, workers, device
+        self.feature_of, self.task, self.image_size = feature_of, task, image_size
+        self.settings, self.seed = settings, seed
         self.data = DataConfig(mean=data.mean, std=data.std, crop_scale=settings.crop_scale)
         self._kept: tuple[Tensor, np.ndarray] | None = None
 
@@ -359,14 +349,14 @@ class _Views:
         self, store: Store, rows: np.ndarray, epoch: int
     ) -> tuple[list[Tensor], np.ndarray]:
         key, found, valid = StepKey(self.seed, epoch), [], []
-        size, num, workers = self.image_size, self.batch_size, self.workers
+        size, num, workers = self.image_size, self.task.batch_size, self.task.workers
         for batch in physical_batches(
             store, rows, key, self.data, size, physical_batch_size=num, workers=workers
         ):
             valid.append(batch.valid_B)
             if batch.valid_B.any():
                 found.append(
-                    self.feature_of(batch.image_BVCHW[batch.valid_B][:, 0].to(self.device))
+                    self.feature_of(batch.image_BVCHW[batch.valid_B][:, 0].to(self.task.device))
                 )
         return found, rows[torch.cat(valid).numpy()]
 
@@ -378,8 +368,9 @@ class _Views:
         size = self.image_size
         edge = (round(size * self.settings.eval_resize) - size) // 2
         resized = round(size * self.settings.eval_resize)
+        num, workers = self.task.batch_size, self.task.workers
         for x_BCHW, row_B, _ in image_batches(
-            store, rows, resized, self.data, batch_size=self.batch_size, workers=self.workers
+            store, rows, resized, self.data, batch_size=num, workers=workers
         ):
             x_BCHW = x_BCHW[..., edge : edge + size, edge : edge + size]
-            yield self.feature_of(x_BCHW.to(self.device)), row_B.numpy()
+            yield self.feature_of(x_BCHW.to(self.task.device)), row_B.numpy()

@@ -23,11 +23,10 @@ from dpvision.encoders.headed import is_head, load_classifier
 from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels, same_numbers
-from dpvision.eval.metric import Metric, Scoring
-from dpvision.eval.probes.multi_label_scores import multi_label_scores
-from dpvision.eval.probes.protocol import Protocol, Subject, Task, is_run
+from dpvision.eval.metric import Metric, Scoring, multi_label_scores
+from dpvision.eval.probes.protocol import Protocol, Subject, Task
 from dpvision.eval.score import Score, Visibility
-from dpvision.eval.unseen import check_unseen, trained_classes
+from dpvision.eval.scored_run import check_unseen, is_run, trained_classes
 from dpvision.runs.lineage import shaped_in_confidence
 
 

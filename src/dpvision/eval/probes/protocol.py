@@ -7,7 +7,6 @@ Legend: N training records, M test records, D feature dimension.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
-from dpvision.errors import ConfigError, DataError
+from dpvision.errors import DataError
 from dpvision.eval.metric import Scoring
 from dpvision.eval.probes.records import LabelledFeatures, check_labels, units
 from dpvision.eval.score import Score
@@ -23,28 +22,6 @@ from dpvision.eval.score import Score
 Say = Callable[[str], None]
 Needs = Literal["features", "images", "own head"]
 """Input of a protocol: features computed once, the images themselves, or the run's own head."""
-
-
-def is_run(spec: str | Path) -> bool:
-    """Return whether ``spec`` is a run or checkpoint folder, rather than the name of another
-    encoder.
-    """
-    return Path(spec).is_dir()
-
-
-def with_averages(specs: Sequence[str], ema: bool) -> list[bool]:
-    """Return for each encoder whether its averaged weights are asked for: ``ema`` for runs, False
-    for encoders that have none.
-
-    Raises:
-        ConfigError: ``ema`` without a run among them.
-    """
-    if ema and not any(map(is_run, specs)):
-        raise ConfigError(
-            f"encoder: --ema with {', '.join(specs)}; expected a run, the only encoder with "
-            "averaged weights. Drop --ema."
-        )
-    return [ema and is_run(spec) for spec in specs]
 
 
 @dataclass(frozen=True)

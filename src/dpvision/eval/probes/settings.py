@@ -4,7 +4,7 @@ and errors are fast.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from dpvision.config.checks import check_ranges
@@ -194,6 +194,20 @@ class LarsSettings:
             else "no augmentation"
         )
         return f"{self.epochs} epochs, batch {min(self.batch_size, num_records)}, {chosen}, {crop}"
+
+
+@dataclass(frozen=True)
+class ProtocolSettings:
+    """Settings of all protocols that have some."""
+
+    shots: tuple[int, ...] = (10,)
+    """Images per class for the few-shot protocols; several are allowed."""
+    lars: LarsSettings = field(default_factory=LarsSettings)
+    """Settings of linear_lars and linear_cls; the defaults are the paper's."""
+    fine_tune: FineTuneSettings = field(default_factory=FineTuneSettings)
+    """Settings of fine_tune; the defaults are the paper's."""
+    few_shot_probe: FewShotProbeSettings = field(default_factory=FewShotProbeSettings)
+    """Settings of few_shot_probe; few_shot_dpcap uses its draws."""
 
 
 def middle_rate(rates: tuple[float, ...]) -> float:

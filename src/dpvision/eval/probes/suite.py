@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from dpvision.data.class_names import numbered_as
-from dpvision.data.pixel_range import check_declared
+from dpvision.data.declared import check_declared
 from dpvision.data.store import Store
 from dpvision.encoders.fixed import raw_pixels
 from dpvision.encoders.open import open_encoder, recognised
@@ -17,10 +17,11 @@ from dpvision.eval.metric import Metric, Scoring, checked_metric
 from dpvision.eval.probes.cache import EvaluationCache
 from dpvision.eval.probes.knn import KNN
 from dpvision.eval.probes.linear_probe import Linear
-from dpvision.eval.probes.protocol import Protocol, Subject, Task, is_run
+from dpvision.eval.probes.protocol import Protocol, Subject, Task
 from dpvision.eval.probes.records import check_labels, evaluation_rows, only
 from dpvision.eval.probes.settings import CONTROLS, Control, checked_controls
 from dpvision.eval.score import Score
+from dpvision.eval.scored_run import is_run
 
 
 def evaluate(

@@ -1,1 +1,0 @@
-"""Semantic segmentation: UPerNet on an encoder, scored by mean intersection over union."""

@@ -1,0 +1,1 @@
+"""The guarantee statement: what it says, and how it is checked."""
