@@ -33,10 +33,10 @@ from head_regret import Split
 from small_data import SETS, store_of
 from torch import Tensor
 
-from dpvision.adapt.rate import mean_noise, steps_rate
+from dpvision.adapt.defaults import mean_noise, steps_rate
 from dpvision.adapt.release import full_batch_plan
 from dpvision.config import PrivacyConfig
-from dpvision.config.head_presets import PRESETS
+from dpvision.config.heads import HEADS
 from dpvision.data.open import open_store
 from dpvision.encoders.feature_file import feature_array
 from dpvision.encoders.identity import check_alone
@@ -54,9 +54,9 @@ TEXTURES, FLOOR, ENERGY = 2000, 0.2, (4.0, 2.0, 1.0)
 channels.
 """
 STEPS, MOMENTUM, CONSTANT = (
-    PRESETS["many_steps"].steps,
-    PRESETS["many_steps"].optim.momentum,
-    PRESETS["many_steps"].constant,
+    HEADS["many_steps"].steps,
+    HEADS["many_steps"].optim.momentum,
+    HEADS["many_steps"].constant,
 )
 
 

@@ -44,18 +44,23 @@ from common import write_result
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
-from dpvision.adapt.descent import many_steps, one_step
-from dpvision.adapt.feature_covariance import feature_covariance
+from dpvision.adapt.defaults import (
+    enough_steps,
+    frequency_decay,
+    frequency_scale,
+    recommend_head,
+    with_rate,
+)
 from dpvision.adapt.feature_stream import FeatureStream, Head
-from dpvision.adapt.frequency import frequency_decay, frequency_scale
-from dpvision.adapt.least_squares import least_squares
-from dpvision.adapt.prototypes import prototypes
-from dpvision.adapt.rate import enough_steps, with_rate
-from dpvision.adapt.recommend import recommend_head
+from dpvision.adapt.heads.feature_covariance import feature_covariance
+from dpvision.adapt.heads.least_squares import least_squares
+from dpvision.adapt.heads.many_steps import many_steps
+from dpvision.adapt.heads.one_step import one_step
+from dpvision.adapt.heads.prototypes import prototypes
 from dpvision.adapt.release import Releases, full_batch_plan
-from dpvision.config.head_presets import PRESETS
-from dpvision.encoders.centre import texture_centre
+from dpvision.config.heads import HEADS
 from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.feature_file import texture_centre
 from dpvision.encoders.open import open_encoder
 from dpvision.privacy.stream import Key
 
@@ -95,7 +100,7 @@ FITS: dict[str, Callable[[FeatureStream, Releases, bool], Head]] = {
 
 
 def steps_head(stream: FeatureStream, releases: Releases, *, bounded: bool) -> Head:
-    optim = with_rate(PRESETS["many_steps"].optim, releases.plan, bounded=bounded)
+    optim = with_rate(HEADS["many_steps"].optim, releases.plan, bounded=bounded)
     if stream.multi_label:
         return many_steps(
             stream, releases, optim=optim, loss="sigmoid", bias=-math.log(stream.num_classes - 1)
@@ -197,7 +202,7 @@ def cell(
         several = train.label_N.ndim == 2
         if several and name == "feature_covariance":
             continue
-        preset = PRESETS[name]  # type: ignore[index]
+        preset = HEADS[name]  # type: ignore[index]
         plan, bounded = (
             full_batch_plan(count, epsilon, steps=preset.steps),
             not encoder.standard_rows,

@@ -42,15 +42,16 @@ from common import write_result
 from head_features import REAL, Features, Task
 from scipy import stats
 
-from dpvision.adapt.descent import BIAS, many_steps, one_step
-from dpvision.adapt.feature_covariance import feature_covariance
+from dpvision.adapt.defaults import noise_of_a_mean, recommend_head
 from dpvision.adapt.feature_stream import FeatureStream, Head
-from dpvision.adapt.least_squares import least_squares
-from dpvision.adapt.prototypes import prototypes
-from dpvision.adapt.recommend import covariance_noise, recommend_head
+from dpvision.adapt.heads.feature_covariance import feature_covariance
+from dpvision.adapt.heads.least_squares import least_squares
+from dpvision.adapt.heads.many_steps import many_steps
+from dpvision.adapt.heads.one_step import one_step
+from dpvision.adapt.heads.prototypes import prototypes
 from dpvision.adapt.release import Releases, SumOf, full_batch_plan
 from dpvision.config import OptimConfig, PrivacyConfig
-from dpvision.config.head_presets import PRESETS
+from dpvision.config.heads import HEADS, OneStep
 from dpvision.dp.clip import ClippedSum
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.stream import Key
@@ -91,7 +92,7 @@ def heads(rates: dict[str, float]) -> dict[str, tuple[Train, int]]:
         "least_squares": (least_squares, 1),
         "feature_covariance": (lambda s, r: feature_covariance(s, r).last, COVARIANCE_STEPS),
         "prototypes": (prototypes, 1),
-        "many_steps": (lambda s, r: many_steps(s, r).last, PRESETS["many_steps"].steps),
+        "many_steps": (lambda s, r: many_steps(s, r).last, HEADS["many_steps"].steps),
     }
     for name, rate in rates.items():
         found[f"many_steps, {name}"] = steps_of(replace(OPTIMS[name][0], learning_rate=rate)), STEPS
@@ -105,7 +106,7 @@ def steps_of(optim: OptimConfig, init_scale: float = 0.0) -> Train:
             stream,
             releases,
             loss="sigmoid",
-            bias=BIAS,
+            bias=OneStep.own_bias,
             optim=optim,
             init="lecun",
             init_scale=init_scale,
@@ -253,7 +254,7 @@ def measured(
 
 
 def noise_of(task: Task, epsilon: float) -> float:
-    return covariance_noise(len(task.train_N), epsilon, task.train_ND.shape[1])
+    return math.sqrt(2 * task.train_ND.shape[1]) * noise_of_a_mean(len(task.train_N), epsilon)
 
 
 def judged(

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from dpvision.config import DataConfig, HeadConfig, OptimConfig, PrivacyConfig, RunConfig, to_dict
-from dpvision.config.head_presets import PRESETS
-from dpvision.config.heads import OWN
+from dpvision.config.heads import HEADS, GradientSteps
 from dpvision.config.resolve import unread
 from dpvision.eval.captions.settings import Asking
 from dpvision.eval.captions.zero_shot import ZeroShotSettings
@@ -77,11 +76,11 @@ def ours(config: RunConfig) -> dict[str, Any]:
         leaves({part: to_dict(config)[part] for part in ("privacy", "model", "data", "optim")})
     )
     del made["privacy.delta_for"]  # says whose delta it is
-    if isinstance(config.model, HeadConfig) and config.model.head in OWN:
-        own: dict[str, Any] = dict(
-            zip(("model.loss", "model.bias", "model.constant"), OWN[config.model.head], strict=True)
-        )
-        own["privacy.steps"] = PRESETS[config.model.head].steps
+    if isinstance(config.model, HeadConfig) and config.model.head in HEADS:
+        kind = HEADS[config.model.head]
+        own: dict[str, Any] = {"model.constant": kind.constant, "privacy.steps": kind.steps}
+        if issubclass(kind, GradientSteps):
+            own |= {"model.loss": kind.own_loss, "model.bias": kind.own_bias}
         made |= {path: value for path, value in own.items() if made[path] in ("auto", "none")}
     if made["privacy.delta"] == 1 / config.privacy.dataset_size:
         made["privacy.delta"] = "1/N"

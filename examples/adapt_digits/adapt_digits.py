@@ -46,5 +46,5 @@ with new_head_session(config, HERE / "runs/digits") as session:
 score = score_own_head(HERE / "runs/digits", public)[0]
 print(
     f"accuracy {score.value:.1%} at epsilon {epsilon:.2f} by {session.prepared.model.head}: "
-    f"{session.prepared.model.reason}"
+    f"{session.prepared.model.choice.reason}"
 )

@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpvision.adapt import prepare as prepare_module
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import gradient_sum, sum_at_zero
+from dpvision.adapt.heads.prototypes import prototype_sum
 from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.moments import moment_sum
+from dpvision.adapt.person_rows import PersonImages
 from dpvision.adapt.prepare import Prepared
-from dpvision.adapt.prototypes import prototype_sum
 from dpvision.adapt.session import feature_stream
 from dpvision.config import RunConfig
-from dpvision.config.head_presets import HeadName
 from dpvision.data.store import Store
 
 from .runs_of_heads import head_config
@@ -27,7 +26,7 @@ C = 0.5
 
 
 def people_head_config(
-    store: Store, head: HeadName | None = "prototypes", **privacy: object
+    store: Store, head: str | None = "prototypes", **privacy: object
 ) -> RunConfig:
     """A head that draws the people of ``store``; at most three images each unless ``privacy`` has
     another number.
@@ -62,7 +61,13 @@ def without_person(store: Store, unit: int) -> Store:
 
 def stream_of(made: Prepared, store: Store) -> FeatureStream:
     """The rows that a head sees, of the store that ``made`` was prepared for or of a neighbour."""
-    row_N, label, people = prepare_module.rows_and_labels(made.config, store)
+    cfg, people = made.config.privacy, None
+    row_N = labelled = store.eligible_rows(cfg.max_records_per_unit, made.config.seed)
+    if cfg.sampling_unit == "person":
+        people = PersonImages.chosen(store, cfg.max_records_per_unit, made.config.seed)
+        row_N, labelled = people.row_M, people.label_row_P
+    several, classes = made.model.multi_label, made.model.num_classes or 0
+    label = store.targets(labelled, classes) if several else store.labels[labelled]
     return feature_stream(replace(made, store=store, row_N=row_N, label=label, people=people))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from dpvision.config import FrozenEncoderConfig, HeadConfig, RunConfig
-from dpvision.config.head_presets import HeadName, with_head
+from dpvision.config.resolve import with_head
 from dpvision.data.store import Store
 from dpvision.recipes import transfer_heads
 
@@ -27,7 +27,7 @@ def write_digits(path: Path, start: int, stop: int, *, public: bool = False) -> 
 
 
 def head_config(
-    store: Store, head: HeadName | None = None, *, spec: str = "pixels", epsilon: float | None = 4.0
+    store: Store, head: str | None = None, *, spec: str = "pixels", epsilon: float | None = 4.0
 ) -> RunConfig:
     """A head of ``store``'s records; None: 'auto'. Without epsilon: without a guarantee."""
     config = transfer_heads.auto()

@@ -11,11 +11,11 @@ from feature_sets import clusters, joined, no_noise, private, releases_of, strea
 from sklearn.linear_model import Ridge
 from sklearn.neighbors import NearestCentroid
 
-from dpvision.adapt.descent import one_step
-from dpvision.adapt.feature_covariance import feature_covariance, whitener
 from dpvision.adapt.feature_stream import FeatureStream, Head
-from dpvision.adapt.least_squares import least_squares
-from dpvision.adapt.prototypes import prototypes, shrunk, sizes
+from dpvision.adapt.heads.feature_covariance import feature_covariance, whitener
+from dpvision.adapt.heads.least_squares import least_squares
+from dpvision.adapt.heads.one_step import one_step
+from dpvision.adapt.heads.prototypes import prototypes, shrunk, sizes
 from dpvision.adapt.release import full_batch_plan
 from dpvision.config import OptimConfig
 from dpvision.errors import ConfigError

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from dpvision.adapt import feature_stream as stream_module
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import Loss, gradient_sum, sum_at_zero
+from dpvision.adapt.heads.prototypes import prototype_sum
 from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.moments import moment_of, moment_sum
-from dpvision.adapt.prototypes import prototype_sum
 from dpvision.adapt.release import full_batch_plan
 from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch

@@ -12,11 +12,14 @@ import torch
 from feature_sets import KEYS, clusters, joined, no_noise, private, releases_of, stream_of
 from torch.nn import functional as F
 
-from dpvision.adapt.descent import MANY_STEPS, ONE_STEP, Progress, Trained, many_steps, one_step
-from dpvision.adapt.feature_covariance import feature_covariance
 from dpvision.adapt.feature_stream import FeatureStream, Head
+from dpvision.adapt.heads.feature_covariance import feature_covariance
+from dpvision.adapt.heads.kind import Progress, Trained
+from dpvision.adapt.heads.many_steps import many_steps
+from dpvision.adapt.heads.one_step import one_step
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.config import OptimConfig, PrivacyConfig
+from dpvision.config.heads import ManySteps, OneStep
 from dpvision.errors import ConfigError
 from dpvision.optim.schedule import learning_rate
 from dpvision.privacy.plan import make_plan
@@ -41,7 +44,7 @@ def test_from_zero_lamb_is_adam_is_the_sign_of_the_released_gradient() -> None:
     stream = stream_of(300)
     heads = {
         name: one_step(
-            stream, private(300, 1.0), optim=replace(ONE_STEP, name=name, learning_rate=0.25)
+            stream, private(300, 1.0), optim=replace(OneStep.optim, name=name, learning_rate=0.25)
         ).weight_KD  # type: ignore[arg-type]
         for name in ("lamb", "adamw", "sgd")
     }
@@ -107,7 +110,7 @@ def test_no_prediction_depends_on_the_rate_of_one_step(name: str, loss: str) -> 
     stream = stream_of(300)
     predictions = []
     for rate in (1e-4, 1e-3, 0.7, 1e3):
-        optim = replace(ONE_STEP, name=name, learning_rate=rate)  # type: ignore[arg-type]
+        optim = replace(OneStep.optim, name=name, learning_rate=rate)  # type: ignore[arg-type]
         head = one_step(stream, private(300, 1.0), loss=loss, optim=optim)  # type: ignore[arg-type]
         # A bias of -10 swallows digits of tiny scores in float32: the law is about their order.
         predictions.append((X.double() @ head.weight_KD.double().T).argmax(dim=1))
@@ -192,7 +195,7 @@ def test_ema_lies_between_the_iterates_and_costs_no_release() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
 def test_private_steps_learn(name: str) -> None:
     stream = stream_of(2000)
-    optim = replace(MANY_STEPS, name=name, learning_rate=1.0 if name == "sgd" else 0.05)  # type: ignore[arg-type]
+    optim = replace(ManySteps.optim, name=name, learning_rate=1.0 if name == "sgd" else 0.05)  # type: ignore[arg-type]
     plans = [full_batch_plan(2000, 4.0, steps=20), no_noise(2000, steps=20, max_grad_norm=1.0)]
     private_one, noise_free = (
         many_steps(stream, releases_of(plan), loss="softmax", bias=0.0, optim=optim)
@@ -206,7 +209,7 @@ def test_a_lecun_start_loses_where_the_step_is_small_against_it() -> None:
     """The sign of the paper's table 4 and figure 2c: from zero one step is enough, from LeCun's
     start the start is what remains.
     """
-    stream, adam = stream_of(2000), replace(ONE_STEP, name="adamw")
+    stream, adam = stream_of(2000), replace(OneStep.optim, name="adamw")
     zero, lecun, tiny = (
         many_steps(stream, private(2000, 1.0), optim=adam, init="lecun", init_scale=scale).last
         for scale in (0.0, 1.0, 1e-6)
@@ -225,7 +228,7 @@ def test_lambs_step_is_as_long_as_its_start_however_small() -> None:
         many_steps(
             stream,
             private(2000, 1.0),
-            optim=replace(ONE_STEP, learning_rate=0.3),
+            optim=replace(OneStep.optim, learning_rate=0.3),
             init="lecun",
             init_scale=scale,
             bias=0.0,

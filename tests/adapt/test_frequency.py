@@ -8,14 +8,14 @@ import pytest
 import torch
 from feature_sets import no_noise, releases_of
 
-from dpvision.adapt.descent import many_steps
+from dpvision.adapt.defaults import STEEPEST, TEXTURE_SHARE, frequency_decay, frequency_scale
 from dpvision.adapt.feature_stream import FeatureStream
-from dpvision.adapt.frequency import STEEPEST, TEXTURE_SHARE, frequency_decay, frequency_scale
+from dpvision.adapt.heads.many_steps import many_steps
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.release import full_batch_plan
 from dpvision.adapt.session import feature_stream
-from dpvision.cli.head_text import head_text
-from dpvision.config import HeadConfig, RunConfig
+from dpvision.cli.adapt import head_text
+from dpvision.config import HeadConfig, RunConfig, with_settings
 from dpvision.data.store import Store
 from dpvision.encoders.fixed import fixed_encoder
 from dpvision.errors import ConfigError
@@ -106,20 +106,24 @@ def test_a_run_scales_by_its_own_plan_and_says_so(digits: Store) -> None:
     config = _at_32_px(config)
     made = prepare(config)
     decay = frequency_decay(made.plan)
-    assert made.model.frequency_decay == decay > 3 and f"divided by {decay:.3g}" in head_text(made)
+    assert (
+        made.model.features.frequency_decay == decay > 3
+        and f"divided by {decay:.3g}" in head_text(made)
+    )
     assert made.encoder.order_D is not None
     expected_D, scale_D = frequency_scale(made.encoder.order_D, decay), feature_stream(made).scale_D
     assert expected_D is not None and scale_D is not None and torch.equal(scale_D, expected_D)
-    typed = prepare(replace(config, model=replace(config.model, frequency_decay=1.0)))  # type: ignore[type-var]
+    typed = prepare(with_settings(config, {"model.frequency_decay": 1.0}))  # type: ignore[type-var]
     assert (
-        typed.model.frequency_decay == 1
+        typed.model.features.frequency_decay == 1
         and feature_stream(typed).scale_D is None
         and "frequencies" not in head_text(typed)
     )
     for head, spec in (("prototypes", "patches"), ("many_steps", "hog")):
-        assert prepare(_at_32_px(head_config(digits, head, spec=spec))).model.frequency_decay == 1  # type: ignore[arg-type]
+        other = prepare(_at_32_px(head_config(digits, head, spec=spec)))
+        assert other.model.features.frequency_decay == 1
 
 
 def test_a_decay_below_one_is_refused(digits: Store, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"frequency_decay=0.5; expected 1 or more"):
-        replace(head_config(digits).model, frequency_decay=0.5)  # type: ignore[type-var]
+        with_settings(head_config(digits), {"model.frequency_decay": 0.5})

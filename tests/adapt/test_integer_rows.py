@@ -21,9 +21,9 @@ from feature_sets import (
 from torch.nn import functional as F
 
 from dpvision.adapt import integer_rows as module
-from dpvision.adapt.descent import many_steps
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import probabilities
+from dpvision.adapt.heads.many_steps import many_steps
 from dpvision.adapt.integer_products import to_digits
 from dpvision.adapt.integer_rows import WIDE, IntegerStream
 from dpvision.adapt.release import full_batch_plan

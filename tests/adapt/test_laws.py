@@ -19,13 +19,14 @@ from feature_sets import clusters, flat, gradient_of, joined, private, releases_
 from made import key
 
 from dpvision.adapt import feature_stream as stream_module
-from dpvision.adapt.descent import many_steps, one_step
-from dpvision.adapt.feature_covariance import feature_covariance
 from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.gradient import sum_at_zero
-from dpvision.adapt.least_squares import least_squares
+from dpvision.adapt.heads.feature_covariance import feature_covariance
+from dpvision.adapt.heads.least_squares import least_squares
+from dpvision.adapt.heads.many_steps import many_steps
+from dpvision.adapt.heads.one_step import one_step
+from dpvision.adapt.heads.prototypes import prototype_sum, prototypes
 from dpvision.adapt.moments import moment_sum
-from dpvision.adapt.prototypes import prototype_sum, prototypes
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import privatize

@@ -16,7 +16,7 @@ from sklearn.metrics import average_precision_score
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.config import HeadConfig, RunConfig, from_dict, to_dict
-from dpvision.config.head_presets import HeadName, with_head
+from dpvision.config.resolve import with_head
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
@@ -61,7 +61,7 @@ def public_test(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return write_several(tmp_path_factory.mktemp("stores") / "test", 900, 1300, public=True)
 
 
-def several_config(store: Store, head: HeadName | None, epsilon: float | None = 4.0) -> RunConfig:
+def several_config(store: Store, head: str | None, epsilon: float | None = 4.0) -> RunConfig:
     config = head_config(store, epsilon=epsilon)
     assert isinstance(config.model, HeadConfig)
     config = replace(config, model=replace(config.model, num_classes=NUM_CLASSES, multi_label=True))
@@ -94,7 +94,7 @@ def test_every_head_is_scored_by_the_order_of_its_answers_and_by_its_decisions_w
     private: Store,
     public_test: Store,
     tmp_path: Path,
-    head: HeadName | None,
+    head: str | None,
     threshold: float | None,
 ) -> None:
     with new_head_session(several_config(private, head), tmp_path / "run") as session:

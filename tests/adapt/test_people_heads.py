@@ -18,7 +18,8 @@ from dpvision.adapt.release import Releases
 from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import load_checkpoint
 from dpvision.cli import main
-from dpvision.config.head_presets import PRESETS, HeadName
+from dpvision.config import with_settings
+from dpvision.config.heads import HEADS
 from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
@@ -253,10 +254,8 @@ def test_one_person_more_or_less_is_one_row_in_a_poisson_batch(store: Store) -> 
 # Numbers
 
 
-@pytest.mark.parametrize("head", PRESETS)
-def test_rows_divisor_delta_and_noise_are_those_of_as_many_records(
-    store: Store, head: HeadName
-) -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_rows_divisor_delta_and_noise_are_those_of_as_many_records(store: Store, head: str) -> None:
     made = prepare(people_head_config(store, head, max_records_per_unit=7))
     plan = made.plan
     assert (
@@ -303,14 +302,14 @@ def feature_rows(made, store: Store) -> int:
 
 def test_auto_chooses_by_the_number_of_people(store: Store) -> None:
     made = prepare(people_head_config(store, None))
-    assert made.model.head == "prototypes" and "3.33 people a class" in (made.model.reason or ""), (
-        "12 images a class would be enough"
-    )
+    assert made.model.head == "prototypes" and "3.33 people a class" in (
+        made.model.choice.reason or ""
+    ), "12 images a class would be enough"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", PRESETS)
-def test_every_head_learns_from_people(tmp_path: Path, head: HeadName) -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_learns_from_people(tmp_path: Path, head: str) -> None:
     """600 people with 1 to 3 noisy images of their class."""
     rng, samples = np.random.default_rng(0), []
     for p in range(600):
@@ -334,7 +333,7 @@ def test_every_head_learns_from_people(tmp_path: Path, head: HeadName) -> None:
         assert session.finished
     ledger = read_ledger(tmp_path / "run" / "ledger.jsonl")
     assert (
-        ledger.plan.sampling_unit == "person"
+        ledger.plan.unit.drawn == "person"
         and ledger.steps == ledger.plan.steps
         and ledger.plan.expected_batch_size == 600
     )
@@ -548,7 +547,7 @@ def replace_person(sample: Sample, person: str | None) -> Sample:
 def test_a_selection_does_not_draw_people(store: Store) -> None:
     config = people_head_config(store)
     with pytest.raises(ConfigError, match=r"expected none with privacy\.sampling_unit='person'"):
-        replace(config, model=replace(config.model, candidates=("prototypes", "many_steps")))
+        with_settings(config, {"model.candidates": ("prototypes", "many_steps")})
 
 
 def test_a_head_needs_more_than_the_wrong_number_of_people(store: Store) -> None:

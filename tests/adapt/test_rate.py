@@ -9,10 +9,7 @@ import pytest
 import torch
 from feature_sets import no_noise, releases_of
 
-from dpvision.adapt.descent import MANY_STEPS, many_steps
-from dpvision.adapt.feature_stream import FeatureStream
-from dpvision.adapt.prepare import prepare
-from dpvision.adapt.rate import (
+from dpvision.adapt.defaults import (
     FINAL_NOISE,
     HALVING,
     LONGEST,
@@ -23,11 +20,15 @@ from dpvision.adapt.rate import (
     steps_rate,
     with_rate,
 )
+from dpvision.adapt.feature_stream import FeatureStream
+from dpvision.adapt.heads.many_steps import many_steps
+from dpvision.adapt.prepare import prepare
 from dpvision.adapt.release import full_batch_plan
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.checkpoint import load_checkpoint
-from dpvision.cli.head_text import head_text
-from dpvision.config import PrivacyConfig
+from dpvision.cli.adapt import head_text
+from dpvision.config import HeadConfig, PrivacyConfig
+from dpvision.config.heads import ManySteps
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError
 from dpvision.privacy.plan import make_plan
@@ -47,10 +48,10 @@ def test_the_weights_end_with_the_noise_that_the_rule_says(
     nothing = FeatureStream(
         np.zeros((0, 300), dtype=np.float32), np.zeros(0, dtype=np.int64), 20, unit=True
     )
-    optim = with_rate(MANY_STEPS, plan, bounded=False)
+    optim = with_rate(ManySteps.optim, plan, bounded=False)
     found = float(many_steps(nothing, releases_of(plan), optim=optim).last.weight_KD.std())
     promised = final_noise(plan, optim)
-    share = 1 - MANY_STEPS.momentum ** np.arange(1, steps + 1)
+    share = 1 - ManySteps.optim.momentum ** np.arange(1, steps + 1)
     assert found == pytest.approx(promised * math.sqrt(np.mean(share**2)), rel=0.03)
     s = plan.noise_std / 20_000 / math.sqrt(steps)
     assert promised == pytest.approx(FINAL_NOISE / (1 + (HALVING * s) ** 2), rel=1e-9)
@@ -112,7 +113,7 @@ def loss_after(steps: int, rate: float, share: float) -> float:
     head = many_steps(
         stream,
         releases_of(no_noise(100, steps=steps)),
-        optim=replace(MANY_STEPS, learning_rate=rate),
+        optim=replace(ManySteps.optim, learning_rate=rate),
     ).last
     return float(
         torch.nn.functional.cross_entropy(
@@ -155,11 +156,11 @@ def test_more_steps_keep_the_way_where_the_rate_is_bounded(records: int, epsilon
 
 def test_only_what_the_rule_is_for_may_go_without_a_rate() -> None:
     plan = full_batch_plan(5000, 2.0, steps=60)
-    assert with_rate(replace(MANY_STEPS, learning_rate=3.0), plan).rate == 3.0
+    assert with_rate(replace(ManySteps.optim, learning_rate=3.0), plan).rate == 3.0
     with pytest.raises(ConfigError, match="learning_rate=None with name='lamb'"):
-        with_rate(replace(MANY_STEPS, name="lamb"), plan)
+        with_rate(replace(ManySteps.optim, name="lamb"), plan)
     with pytest.raises(ConfigError, match="learning_rate=None"):
-        _ = MANY_STEPS.rate
+        _ = ManySteps.optim.rate
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +188,10 @@ def test_a_runs_config_manifest_and_plan_text_have_the_rate_in_figures(
 
 def test_several_labels_begin_at_one_expected_label(digits: Store) -> None:
     model = head_config(digits, "many_steps").model
-    assert model.settled().loss == "softmax" and model.settled().bias == 0  # type: ignore[union-attr]
-    several = replace(model, multi_label=True).settled()  # type: ignore[union-attr]
+    assert isinstance(model, HeadConfig)
+    one = model.settled().settings
+    assert isinstance(one, ManySteps) and one.loss == "softmax" and one.bias == 0
+    several = replace(model, multi_label=True).settled().settings
+    assert isinstance(several, ManySteps)
     assert several.loss == "sigmoid" and several.bias is not None
     assert 10 * torch.tensor(several.bias).sigmoid() == pytest.approx(1.0)

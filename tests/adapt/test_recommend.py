@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dpvision.adapt.recommend import covariance_noise, mean_noise, recommend_head
+from dpvision.adapt.defaults import noise_of_a_mean, recommend_head
 from dpvision.errors import ConfigError
 
 ORDER = ["prototypes", "many_steps"]
@@ -20,13 +20,6 @@ def test_more_records_and_more_budget_never_lead_to_a_coarser_head() -> None:
     assert all(row == sorted(row) for row in table)
     assert all(list(column) == sorted(column) for column in zip(*table, strict=True))
     assert {0, 1} == {r for row in table for r in row}
-
-
-def test_a_covariance_of_more_dimensions_is_noisier() -> None:
-    assert covariance_noise(10_000, 1.0, 2048) == pytest.approx(
-        2 * covariance_noise(10_000, 1.0, 512)
-    )
-    assert covariance_noise(10_000, 1.0, 2) == pytest.approx(2 * mean_noise(10_000, 1.0))
 
 
 def test_few_records_of_a_class_get_prototypes_whatever_the_budget() -> None:
@@ -51,7 +44,7 @@ def test_noise_alone_never_leads_to_prototypes() -> None:
 
 def test_without_a_guarantee_there_is_no_noise_and_the_same_head() -> None:
     assert (
-        mean_noise(10_000, math.inf) == 0
+        noise_of_a_mean(10_000, math.inf) == 0
         and recommend_head(10_000, 10, math.inf, 512)[0] == "many_steps"
     )
 

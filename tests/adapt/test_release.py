@@ -17,10 +17,10 @@ from scipy import optimize, stats
 from dpvision.adapt import release as release_module
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import gradient_sum, sum_at_zero
+from dpvision.adapt.heads.least_squares import least_squares
+from dpvision.adapt.heads.prototypes import prototypes
 from dpvision.adapt.integer_rows import IntegerStream
-from dpvision.adapt.least_squares import least_squares
 from dpvision.adapt.moments import moment_of, moment_sum, noise_edge
-from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.config import PrivacyConfig
 from dpvision.data.synthetic_store import write_scenes

@@ -12,10 +12,11 @@ import torch
 from feature_sets import joined, multi_label, stream_of
 
 from dpvision.adapt import select as select_module
-from dpvision.adapt.descent import many_steps, one_step
 from dpvision.adapt.feature_stream import FeatureStream, Head
+from dpvision.adapt.heads.many_steps import many_steps
+from dpvision.adapt.heads.one_step import one_step
+from dpvision.adapt.heads.prototypes import prototypes
 from dpvision.adapt.integer_rows import IntegerStream
-from dpvision.adapt.prototypes import prototypes
 from dpvision.adapt.release import Releases
 from dpvision.adapt.select import Candidate, Selected, hits, select_head
 from dpvision.cli import main

@@ -18,21 +18,24 @@ from made import secrets
 from PIL import Image
 from sklearn.linear_model import Ridge
 
-from dpvision.adapt import descent, feature_covariance, release
+from dpvision.adapt import release
 from dpvision.adapt import session as session_module
-from dpvision.adapt.prepare import open_public, prepare
-from dpvision.adapt.rate import MOST_STEPS, with_rate
+from dpvision.adapt.defaults import MOST_STEPS, with_rate
+from dpvision.adapt.prepare import prepare
 from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import DataConfig, HeadConfig, OptimConfig, RunConfig
-from dpvision.config.head_presets import PRESETS, HeadName
+from dpvision.config import DataConfig, HeadConfig, OptimConfig, RunConfig, with_settings
+from dpvision.config.heads import HEADS
+from dpvision.config.plain import setting
+from dpvision.config.resolve import with_head
 from dpvision.data.loader import image_batches
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
-from dpvision.encoders.centre import texture_centre
+from dpvision.encoders.feature_file import texture_centre
 from dpvision.encoders.headed import load_classifier
+from dpvision.encoders.open import open_frozen
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.probes.own_head import score_own_head
 from dpvision.privacy.ledger import set_cap
@@ -62,9 +65,9 @@ def _run(config: RunConfig, root: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("head", [*PRESETS, None])
+@pytest.mark.parametrize("head", [*HEADS, None])
 def test_every_head_spends_its_releases_learns_and_is_opened_again(
-    private: Store, public_test: Store, tmp_path: Path, head: HeadName | None
+    private: Store, public_test: Store, tmp_path: Path, head: str | None
 ) -> None:
     root = _run(head_config(private, head), tmp_path / "run")
     manifest, ledger = load_checkpoint(root).manifest, read_ledger(root / "ledger.jsonl")
@@ -89,7 +92,7 @@ def test_patches_take_the_largest_of_their_resolutions_up_to_the_one_asked_for(
     config = head_config(private, "prototypes", spec="patches")
     assert isinstance(config.model, HeadConfig)
     asked = [replace(config.model.encoder, image_size=size) for size in (8, 32, 100, 300)]
-    assert [open_public(encoder, torch.device("cpu")).image_size for encoder in asked] == [
+    assert [open_frozen(encoder, "cpu")[1].image_size for encoder in asked] == [
         32,
         32,
         64,
@@ -387,11 +390,15 @@ def test_bad_settings_are_refused_before_anything_is_charged(
             ConfigError,
             "pooling='cls'",
         ),
-        (with_model(iterate="ema"), ConfigError, "ema_decay=None with iterate='ema'"),
+        (
+            with_settings(good, {"model.iterate": "ema"}),
+            ConfigError,
+            "ema_decay=None with iterate='ema'",
+        ),
         (with_size(1), DataError, "operator only: 1200 can take part.*--dataset-size 1200"),
         (with_size(1300), DataError, "declared dataset_size=1300"),
         (
-            replace(with_model(head="one_step"), privacy=replace(good.privacy, steps=60)),
+            replace(with_head(good, "one_step"), privacy=replace(good.privacy, steps=60)),
             ConfigError,
             "steps=60; expected 1",
         ),
@@ -425,13 +432,13 @@ def test_several_processes_are_refused(private: Store, monkeypatch: pytest.Monke
 
 def test_auto_goes_by_declared_numbers_alone_and_says_why(private: Store) -> None:
     made = prepare(head_config(private, epsilon=4.0))
-    assert made.model.head in PRESETS and made.model.reason
+    assert made.model.head in HEADS and made.model.choice.reason
     richer = prepare(head_config(private, epsilon=None))
-    preset = PRESETS[richer.model.head]  # type: ignore[index]
+    preset = HEADS[richer.model.head]
     assert (
         richer.config.optim == with_rate(preset.optim, richer.plan)
         and richer.plan.steps == MOST_STEPS
-        and richer.model.loss == "softmax"
+        and setting(richer.config, "model.loss") == "softmax"
     )
     noisy = head_config(private)
     noisy = replace(
@@ -441,22 +448,13 @@ def test_auto_goes_by_declared_numbers_alone_and_says_why(private: Store) -> Non
         prepare(noisy)
 
 
-def test_presets_are_the_heads_own_defaults() -> None:
-    assert (
-        PRESETS["one_step"].optim == descent.ONE_STEP
-        and PRESETS["many_steps"].optim == descent.MANY_STEPS
-    )
-    assert PRESETS["one_step"].bias == descent.BIAS
-    assert PRESETS["feature_covariance"].optim == feature_covariance.OPTIM
-
-
 @pytest.mark.slow
 def test_iterates_are_chosen_by_the_config(private: Store, tmp_path: Path) -> None:
     config = head_config(private, "many_steps")
     optim: OptimConfig = replace(config.optim, ema_decay=0.5)
     weights = {}
     for iterate in ("last", "average", "ema"):
-        made = replace(config, model=replace(config.model, iterate=iterate), optim=optim)  # type: ignore[call-arg]
+        made = replace(with_settings(config, {"model.iterate": iterate}), optim=optim)
         with new_head_session(made, tmp_path / iterate) as session:
             adapt(session, secrets=secrets())
         weights[iterate] = load_checkpoint(tmp_path / iterate)

@@ -29,6 +29,7 @@ from dpvision.config import (
     ViTConfig,
     to_dict,
 )
+from dpvision.config.heads import HEADS, AnyHead, ChoiceConfig, FeatureConfig
 from dpvision.config.resolve import resolve
 from dpvision.data.import_labels import ClassRule
 from dpvision.data.importer import import_samples
@@ -53,6 +54,10 @@ _CONFIGS = (
     ClassifierConfig,
     HeadConfig,
     FrozenEncoderConfig,
+    FeatureConfig,
+    ChoiceConfig,
+    AnyHead,
+    *HEADS.values(),
     ViTConfig,
     ResNetConfig,
     TimmConfig,
@@ -72,7 +77,8 @@ _CHECKS = {
     "unread",
     "_unread_by_head",
     "require_read",
-    "_value",
+    "settings_of",
+    "_plain",
     "_defaults",
     "applied",
     "resolve",
@@ -86,7 +92,7 @@ def leaves(config: Any, part: str = "") -> Iterator[tuple[str, Any]]:
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(value):
-            yield from leaves(value, f"{part}{f.name}.")
+            yield from leaves(value, part if "flat" in f.metadata else f"{part}{f.name}.")
         else:
             yield part + f.name, value
 
@@ -342,9 +348,11 @@ def read_by_a_run(
 
 
 def _owner(config: Any, name: str) -> type:
-    for part in name.split(".")[:-1]:
+    *above, last = name.split(".")
+    for part in above:
         config = getattr(config, part)
-    return type(config)
+    flat = [getattr(config, f.name) for f in dataclasses.fields(config) if "flat" in f.metadata]
+    return next(type(owner) for owner in (config, *flat) if hasattr(owner, last))
 
 
 def _recording(cls: type, read: set[tuple[type, str]]) -> Any:

@@ -34,8 +34,8 @@ from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, ask_selection, make_plan
 from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_EPSILON
-from dpvision.runs.epsilon_meter import EpsilonMeter
 from dpvision.runs.lineage import own_entry, runs_on
+from dpvision.runs.run import EpsilonMeter
 from dpvision.runs.spent import spent
 from dpvision.statement.statement import make_statement
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.gradient import gradient_sum, sum_at_zero
+from dpvision.adapt.heads.prototypes import prototype_sum
 from dpvision.adapt.integer_rows import IntegerStream
 from dpvision.adapt.moments import moment_sum
-from dpvision.adapt.prototypes import prototype_sum
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.adapt.select import Candidate, select_head
 from dpvision.cli import main

@@ -33,7 +33,7 @@ from dpvision.config import (
     RunConfig,
     TimmConfig,
 )
-from dpvision.config.head_presets import with_head
+from dpvision.config.resolve import with_head
 from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.encoders.open import open_encoder, recognised

@@ -165,7 +165,7 @@ PUBLIC = {
     "dp/reference_bits.py": "random images, and small numbers in zero parameters, on which a "
     "record's bits are checked",
     "train/objectives.py": "the public example batch",
-    "adapt/descent.py": "random features of a published seed",
+    "adapt/heads/many_steps.py": "random features of a published seed",
     "adapt/select.py": "random records of the rehearsal",
     "adapt/integer_products.py": "numbers on which the kernels of integer products are checked",
 }

@@ -21,7 +21,8 @@ from dpvision.adapt.session import feature_stream
 from dpvision.cli import adapt as adapt_command
 from dpvision.cli import main
 from dpvision.cli import tune as tune_command
-from dpvision.config import HeadConfig, PrivacyConfig, RunConfig
+from dpvision.config import HeadConfig, PrivacyConfig, RunConfig, with_settings
+from dpvision.config.plain import setting
 from dpvision.config.resolve import require_read, resolve, unread
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DPVisionError, PrivacyError
@@ -269,10 +270,17 @@ def test_auto_keeps_what_python_sets(stores: tuple[Store, Store]) -> None:
     """Before: the head's preset replaced it, though the command line kept it."""
     config = _in_python("transfer.auto", stores[0], learning_rate=0.5)
     config = replace(
-        config, privacy=replace(config.privacy, steps=7), model=replace(config.model, constant=0.3)
+        config,
+        privacy=replace(config.privacy, steps=7),
+        model=with_settings(config.model, {"constant": 0.3}),
     )  # type: ignore[arg-type]
     made = prepare(config)
-    assert (made.plan.steps, made.config.optim.rate, made.model.constant, made.model.head) == (
+    assert (
+        made.plan.steps,
+        made.config.optim.rate,
+        setting(made.config, "model.constant"),
+        made.model.head,
+    ) == (
         7,
         0.5,
         0.3,
@@ -499,7 +507,7 @@ def test_every_setting_of_a_head_changes_what_is_released_or_is_refused(
     config = _in_python(recipe, stores[0])
     if recipe in ("transfer.many_steps", "transfer.feature_covariance"):
         config = replace(config, optim=replace(config.optim, ema_decay=0.5))
-    before, own_loss, ignored = _effect(config), prepare(config).model.loss, []
+    before, own_loss, ignored = _effect(config), setting(prepare(config).config, "model.loss"), []
     for name, value in leaves(config):
         if (
             name in SPEED | ALLOWS | EQUAL.get(recipe, set())

@@ -24,7 +24,7 @@ from dpvision.privacy.composition import parts_of, total_epsilon
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report.page import make_report
-from dpvision.runs.epsilon_meter import EpsilonMeter
+from dpvision.runs.run import EpsilonMeter
 from dpvision.runs.spent import resume_words, spent
 from dpvision.statement.guarantee import guarantee_of
 from dpvision.statement.statement import make_statement, write_statement

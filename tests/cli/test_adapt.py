@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from dpvision.adapt import prepare
-from dpvision.adapt.rate import MOST_STEPS
+from dpvision.adapt.defaults import MOST_STEPS
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli import main
 from dpvision.data.import_labels import ClassRule
@@ -22,6 +21,7 @@ from dpvision.data.open import open_store
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
+from dpvision.encoders import open as open_module
 from dpvision.encoders.feature_file import feature_array
 from dpvision.encoders.headed import load_classifier
 from dpvision.privacy.ledger_format import read_ledger
@@ -75,9 +75,9 @@ def test_the_encoder_is_opened_once(
     """A network's weights are read once, though typed settings and the number of steps follow from
     what it is.
     """
-    opened, real = [], prepare.open_encoder
+    opened, real = [], open_module.open_encoder
     monkeypatch.setattr(
-        prepare,
+        open_module,
         "open_encoder",
         lambda spec, **settings: opened.append(spec) or real(spec, **settings),
     )

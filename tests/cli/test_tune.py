@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpvision.cli import main
-from dpvision.config.head_presets import candidate_name, with_candidate
+from dpvision.config.resolve import candidate_name, with_candidate
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import ConfigError
@@ -296,7 +296,7 @@ def test_candidates_share_all_that_is_paid_for() -> None:
         config,
         candidate_name({"optim.learning_rate": 3, "model.bias": None, "model.loss": "softmax"}),
     )
-    assert (made.optim.learning_rate, made.model.bias, made.model.loss) == (
+    assert (made.optim.learning_rate, made.model.settings.bias, made.model.settings.loss) == (
         3.0,
         None,
         "softmax",

@@ -23,7 +23,7 @@ from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
 from dpvision.dp.clip import clipped_sum
-from dpvision.encoders import collect as collect_module
+from dpvision.encoders import feature_file
 from dpvision.encoders.open import open_encoder
 from dpvision.eval.captions import caption_images, choice
 from dpvision.eval.captions.open_captioner import open_captioner
@@ -321,7 +321,7 @@ def test_evaluation_that_forgets_the_device_is_refused(
 ) -> None:
     run(small(RECIPES["vip.nano"](), *stores), tmp_path / "run", "cpu", train)
     monkeypatch.setattr(
-        cache, "collect_features", edited(collect_module, "collect_features", ".to(device)")
+        cache, "collect_features", edited(feature_file, "collect_features", ".to(device)")
     )
     with pytest.raises(StrictDeviceError, match="same device"):
         scores(tmp_path / "run", stores[0], DEVICE)

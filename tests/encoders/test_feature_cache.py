@@ -3,8 +3,8 @@ refuses costs time only.
 """
 
 import os
+import shutil
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +17,14 @@ from dpvision.encoders import feature_cache
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_cache import (
     FeatureCache,
-    GrowingArray,
-    claim,
     features_key,
-    growing_path,
     score_key,
 )
 from dpvision.encoders.identity import fingerprint, weights_digest
 
 from ..eval.labelled import conv_encoder, vit_encoder, write_digits
+
+FLOAT, ONES = np.dtype(np.float32), np.ones((50, 4), dtype=np.float32)
 
 
 def test_tensors_come_back_bit_by_bit_and_damage_is_a_miss(tmp_path: Path) -> None:
@@ -46,21 +45,30 @@ def test_tensors_come_back_bit_by_bit_and_damage_is_a_miss(tmp_path: Path) -> No
     assert cache.load_json("j") == [1.5] and cache.load_json("none") is None
 
 
-def test_the_cache_keeps_below_its_bound_and_lets_the_unused_go_first(tmp_path: Path) -> None:
-    cache = FeatureCache(tmp_path, max_bytes=10_000)
-    for i, key in enumerate(("old", "used", "new")):
-        cache.save(key, {"x": torch.zeros(800)})  # 3200 bytes each: three fit, four do not
-        os.utime(cache.folder / f"{key}.safetensors", (i, i))
-    assert cache.load("old") is not None  # used just now
-    cache.save("newest", {"x": torch.zeros(800)})
-    assert (
-        cache.load("used") is None
-        and cache.load("old") is not None
-        and cache.load("newest") is not None
-    )
-    cache.save("huge", {"x": torch.zeros(8000)})
-    assert cache.load("huge") is None and cache.load("newest") is not None
-    assert sum(file.stat().st_size for file in cache.folder.iterdir()) <= 10_000
+def test_nothing_that_was_kept_is_deleted(tmp_path: Path) -> None:
+    """Not by other features, nor by other processes' unfinished files."""
+    cache = FeatureCache(tmp_path)
+    for i in range(5):
+        cache.save(f"{i}", {"x": torch.zeros(800)})
+        cache.save_json(f"{i}", i)
+    left = cache.folder / ".k.json.partial-9"
+    left.touch()
+    os.utime(left, (1, 1))
+    before = {file.name: file.stat().st_mtime_ns for file in cache.folder.iterdir()}
+    assert cache.make_folder()
+    cache.save_array("large", (50, 4), FLOAT, lambda _: iter([ONES]))
+    after = {file.name: file.stat().st_mtime_ns for file in cache.folder.iterdir()}
+    assert len(before) == 11 and after.items() > before.items() and "large.npy" in after
+
+
+def test_what_the_disk_has_no_space_for_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, usage = FeatureCache(tmp_path), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3000))
+    cache.save("large", {"x": torch.zeros(800)})
+    cache.save("small", {"x": torch.zeros(600)})
+    assert cache.load("large") is None and cache.load("small") is not None
 
 
 def test_a_disk_that_refuses_costs_nothing_but_time(tmp_path: Path) -> None:
@@ -108,17 +116,27 @@ def test_a_features_name_changes_with_store_and_rows(tmp_path: Path) -> None:
     assert score_key("a", 1) != score_key("a", 2)
 
 
+def test_a_features_name_changes_with_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, names = write_digits(tmp_path / "s", 0, 5), set()
+    for version in (1, 2):
+        monkeypatch.setattr(feature_cache, "FEATURES_VERSION", version)
+        names.add(features_key("e", store, np.arange(5)))
+    assert len(names) == 2
+
+
 def test_an_array_comes_back_memory_mapped_and_one_of_another_shape_is_a_miss(
     tmp_path: Path,
 ) -> None:
-    cache, x = FeatureCache(tmp_path, max_bytes=100), np.arange(24, dtype=np.float16).reshape(6, 4)
+    cache, x = FeatureCache(tmp_path), np.arange(24, dtype=np.float16).reshape(6, 4)
     assert cache.make_folder() and cache.load_array("k", (6, 4), x.dtype) is None
     written = cache.save_array("k", (6, 4), x.dtype, lambda _: iter([x[:1], x[1:5], x[5:]]))
     assert (
         np.array_equal(written, x)
         and isinstance(written, np.memmap)
         and not written.flags.writeable
-    ), "larger than the cache, yet kept"
+    )
     assert (
         cache.load_array("k", (6, 5), x.dtype) is None
         and cache.load_array("k", (6, 4), np.dtype(np.float32)) is None
@@ -129,80 +147,6 @@ def test_an_array_comes_back_memory_mapped_and_one_of_another_shape_is_a_miss(
     assert [file.name for file in cache.folder.iterdir()] == ["k.npy"], (
         "nothing half written is left"
     )
-
-
-FLOAT, ONES = np.dtype(np.float32), np.ones((50, 4), dtype=np.float32)
-
-
-def _save_ones(cache: FeatureCache, key: str) -> np.ndarray:
-    """928 bytes on the disk."""
-    assert cache.make_folder()
-    return cache.save_array(key, (50, 4), FLOAT, lambda _: iter([ONES]))
-
-
-def test_a_finished_array_stays_while_another_process_writes_one(tmp_path: Path) -> None:
-    """Though the other's file is newer and there is room for one only."""
-    cache = FeatureCache(tmp_path, max_bytes=1000)
-    assert cache.make_folder()
-    with claim(cache.folder / "other.npy", (50, 4), FLOAT) as other:
-        growing_path(other.path).write_bytes(bytes(900))
-        os.utime(growing_path(other.path), (2**32, 2**32))
-        assert np.array_equal(_save_ones(cache, "mine"), ONES)
-        assert {f.name for f in cache.folder.iterdir()} == {".other.npy.partial", "mine.npy"}
-
-
-def test_another_process_deletes_no_array_before_its_writer_has_opened_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, real = FeatureCache(tmp_path, max_bytes=1000), GrowingArray.write
-
-    def write(self: GrowingArray, first: int, blocks: Iterable[np.ndarray]) -> None:
-        real(self, first, blocks)
-        if self.path.name == "mine.npy":  # renamed, and not opened yet
-            os.utime(self.path, (1, 1))
-            _save_ones(FeatureCache(tmp_path, max_bytes=1000), "other")
-
-    monkeypatch.setattr(GrowingArray, "write", write)
-    assert np.array_equal(_save_ones(cache, "mine"), ONES)
-
-
-def test_small_files_never_evict_a_large_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An array above the bound stays until another large file is written; small files go when they
-    alone exceed the bound.
-    """
-    monkeypatch.setattr(feature_cache, "_SMALL_BYTES", 500)
-    cache = FeatureCache(tmp_path, max_bytes=800)
-    _save_ones(cache, "large")
-    os.utime(cache.folder / "large.npy", (1, 1))
-    for i in range(5):
-        cache.save_json(f"{i}", "x" * 298)  # 300 bytes
-        os.utime(cache.folder / f"{i}.json", (2 + i, 2 + i))
-    assert {f.name for f in cache.folder.iterdir()} == {"large.npy", "3.json", "4.json"}
-    _save_ones(cache, "larger")
-    assert {f.name for f in cache.folder.iterdir()} == {"larger.npy"}
-
-
-def test_files_that_other_processes_delete_meanwhile_are_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, real = FeatureCache(tmp_path, max_bytes=1000), os.scandir
-    _save_ones(cache, "old")
-    left = cache.folder / ".k.json.partial-9"
-    for path in (left, cache.folder / "gone.npy"):
-        path.touch()
-        os.utime(path, (1, 1))
-
-    def scandir(folder: Path) -> Iterator[os.DirEntry[str]]:
-        for entry in list(real(folder)):
-            if entry.name in (left.name, "gone.npy"):
-                os.unlink(entry)
-            yield entry
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    assert np.array_equal(_save_ones(cache, "new"), ONES)
-    assert {f.name for f in cache.folder.iterdir()} == {"new.npy"}
 
 
 def test_a_features_name_changes_with_the_decoders(

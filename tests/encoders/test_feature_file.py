@@ -11,9 +11,13 @@ import torch
 
 from dpvision.data.store import Store
 from dpvision.encoders import feature_file
-from dpvision.encoders.collect import collect_features
 from dpvision.encoders.feature_cache import FeatureCache
-from dpvision.encoders.feature_file import Extraction, feature_array, feature_blocks
+from dpvision.encoders.feature_file import (
+    Extraction,
+    collect_features,
+    feature_array,
+    feature_blocks,
+)
 from dpvision.errors import DataError
 
 from ..eval.labelled import vit_encoder, write_digits

@@ -17,7 +17,7 @@ from dpvision.data.overlap import HOWS
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.encoders import feature_matches
-from dpvision.encoders.collect import collect_features
+from dpvision.encoders.feature_file import collect_features
 from dpvision.encoders.feature_matches import (
     Threshold,
     find_feature_matches,

@@ -183,27 +183,6 @@ def test_two_writers_do_not_meet_and_the_work_is_done_once(
     assert [f.name for f in cache.folder.iterdir()] == ["k.npy"]
 
 
-def test_leftovers_go_as_the_unused_do_but_not_from_under_a_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = _cache(tmp_path)
-    cache.max_bytes = 100
-    old = cache.folder / ".k.json.partial-999999"
-    old.write_text("of a process that was killed")
-    os.utime(old, (1, 1))
-    _begun(cache.folder / "dead.npy", 12)
-    with claim(cache.folder / "mine.npy", (20, 3), FLOAT):
-        for name in ("dead", "mine"):
-            os.utime(growing_path(cache.folder / f"{name}.npy"), (2, 2))
-        cache.save_json("new", [0] * 40)
-        assert {f.name for f in cache.folder.iterdir()} == {".mine.npy.partial", "new.json"}
-    fresh = cache.folder / ".k.json.partial-999999"
-    fresh.write_text("somebody may be at it")
-    cache.max_bytes = feature_cache.MAX_BYTES
-    cache.save_json("new", 1)
-    assert fresh.exists()
-
-
 def test_a_full_disk_is_one_error_and_what_is_done_stays(tmp_path: Path) -> None:
     cache = _cache(tmp_path)
 

@@ -14,6 +14,7 @@ from dpvision.adapt import session as session_module
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.encoders import feature_file
+from dpvision.encoders import open as open_module
 from dpvision.encoders.feature_file import feature_array
 from dpvision.privacy.ledger_format import read_ledger
 
@@ -39,20 +40,17 @@ def test_encoder_sees_batch(tmp_path: Path) -> None:
 
     encoder = replace(base, poolings=whitened)
     with_it = planted(
-        prepare_module,
+        open_module,
         "check_alone",
         lambda *args: ("mean", 32),
         "an encoder that sees its batch was accepted",
     )
-    opened = prepare_module.open_public
-    try:
-        prepare_module.open_public = lambda cfg, device: encoder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_module, "open_encoder", lambda *args, **more: encoder)
         check()
-        with pytest.MonkeyPatch.context() as patch, with_it:
-            patch.setattr(prepare_module, "check_places", lambda *args: None)  # sees it too
+        patch.setattr(prepare_module, "check_places", lambda *args: None)  # sees it too
+        with with_it:
             check()
-    finally:
-        prepare_module.open_public = opened
 
 
 def test_unreadable_row_shifts(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_what_if_says_what_the_plan_says_and_fits_in_json() -> None:
         "sample_rate",
         "expected_batch_size",
     ):
-        assert report[name] == getattr(plan, name)
+        assert report[name] == getattr(plan.form(), name)
     assert report["sample_gradients"] == 6000 * 98304
     assert report["noise_batch_ratio"] == 2.5 / 98304
     assert report["n_times_delta"] == pytest.approx(0.5)

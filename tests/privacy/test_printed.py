@@ -12,7 +12,7 @@ import pytest
 import dpvision
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.printed import down, one_in, up, up_delta, up_to
-from dpvision.runs.epsilon_meter import EpsilonMeter
+from dpvision.runs.run import EpsilonMeter
 from dpvision.statement.guarantee import headline
 
 from .test_plan import SMALL

@@ -13,7 +13,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError
 from dpvision.plan.cost import step_cost
 from dpvision.privacy.plan import draft_plan
-from dpvision.privacy.simulation import simulated
+from dpvision.privacy.planner import simulated
 from dpvision.recipes import get_recipe
 
 FULL = PrivacyConfig(

@@ -17,9 +17,9 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.privacy.account import set_cap
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.runs import versions
+from dpvision.runs import run as run_module
+from dpvision.runs.lineage import runs_with_these_weights
 from dpvision.runs.run import Run, Secrets, Stopped, new_run
-from dpvision.runs.unprotected import runs_with_these_weights
 from dpvision.statement.statement import read_evidence
 from dpvision.weights import contents
 
@@ -120,8 +120,8 @@ def test_code_whose_version_cannot_be_read_charges_nothing(
     def version(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions, "version", version)
-    versions.code_versions.cache_clear()
+    monkeypatch.setattr(run_module, "version", version)
+    run_module.code_versions.cache_clear()
     other = tmp_path / "runs" / "second"
     for begun in (
         new_run(other, config, plan, store, [], num_bytes=1, secluded=False),

@@ -26,7 +26,7 @@ from dpvision.models import make_model
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import make_plan
 from dpvision.runs.folder import FORMAT
-from dpvision.runs.versions import code_versions
+from dpvision.runs.run import code_versions
 
 STEPS = 60
 POISSON = PrivacyConfig(

@@ -22,11 +22,12 @@ from dpvision.files import write_json
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.report.page import make_report
-from dpvision.statement import phrases
+from dpvision.statement import history_phrases
 from dpvision.statement.schema import problems, statement_schema
 from dpvision.statement.statement import make_statement, write_statement
+from dpvision.statement.verify import verify_statement
 
-from .runs import POISSON, PUBLIC_SCORES, STEPS, make_run, make_store, score_entry
+from .runs import POISSON, PRIVACY, PUBLIC_SCORES, STEPS, make_run, make_store, score_entry
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "statement.schema.json"
 SENTINEL = "31.4159265"
@@ -383,7 +384,7 @@ def test_a_captioners_statement_tells_of_its_words(
     manifest["config"]["model"]["kind"] = "captioner"
     save_checkpoint(folder, manifest, checkpoint.model, files={"tokenizer.json": b"{}"})
     made = make_statement(run)
-    assert phrases.TOKENIZER in made["history"]["preprocessing"]
+    assert history_phrases.TOKENIZER in made["history"]["preprocessing"]
     assert made["hashes"]["weights"]["tokenizer.json"] == hashlib.sha256(b"{}").hexdigest()
     assert (
         problems(
@@ -393,3 +394,17 @@ def test_a_captioners_statement_tells_of_its_words(
         )
         == []
     )
+
+
+@pytest.mark.parametrize("clipping", ["hard", "automatic"])
+@pytest.mark.parametrize("drawn", ["record", "person"])
+def test_verify_knows_how_a_run_without_a_guarantee_clips(
+    tmp_path: Path, drawn: str, clipping: str
+) -> None:
+    people = {"num_units": 50_000, "sampling_unit": "person"} if drawn == "person" else {}
+    privacy = replace(PRIVACY, guarantee="simulated", clipping=clipping, steps=4, **people)
+    make_store(tmp_path / "store", "public")
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=4)
+    checks = verify_statement(write_statement(run))
+    assert [check for check in checks if check.status in ("failed", "unverified")] == []
+    assert "sentences" in {check.name for check in checks if check.status == "ok"}

@@ -69,6 +69,10 @@ def to_digits(x_BE: Tensor, digits: int) -> tuple[tuple[Tensor, ...], Tensor, Te
 class WholeWeight:
     """A weight (K, E) as integers of 31 bits and a sign, each row scaled by its largest entry:
     products with digits are exact.
+
+    With x_b = scale_b sum over e of 256^e digit_eb and w_k = scale_k whole_k, the score w_k x_b is
+    scale_b scale_k sum over e of 256^e (digit_eb whole_k): exact integer products, one for each
+    digit of the row, then three roundings that no other row takes part in.
     """
 
     def __init__(self, weight_KE: Tensor) -> None:
@@ -135,6 +139,7 @@ def fast_integer_products() -> bool:
 
 
 def _exact() -> bool:
+    """Compare the int8 kernel with float64 where sums are largest and where sizes are odd."""
     rng = torch.Generator().manual_seed(0)
     extreme = torch.tensor([-128, -127, 127], dtype=torch.int8)
     for rows, width, columns in ((33, 1031, 29), (8, 4096, 3), (1, 64, 1)):
@@ -180,6 +185,14 @@ def _faster() -> bool:
     return seconds(_by_digits) < seconds(_by_tiles)
 
 
+# By digits: whole = sum over d of 256^d w_d with int8 digits w_d, so that
+#
+#     digit @ whole = sum over d of 256^d (digit @ w_d)
+#
+# The digits w_d stand side by side as the columns of one int8 matrix. One kernel call gives all
+# four products, as exact int32 (|sum| <= 2^15 x 2^14), and ``_weighed`` adds them up in float64.
+
+
 def _by_digits(digit_BE: Tensor, whole_EK: Tensor) -> Tensor:
     return _weighed(torch._int_mm(digit_BE, torch.cat(split(whole_EK.T, DIGITS)).T), dim=1)
 
@@ -197,6 +210,11 @@ def _weighed(part: Tensor, dim: int) -> Tensor:
     for d, other in enumerate(others, 1):
         total.add_(other, alpha=256.0**d)
     return total
+
+
+# By tiles: both factors become float64, in which every product and sum is exact. As float64 the
+# int8 factor takes eight times its memory, so only one tile of it is converted at a time, small
+# enough to stay in the processor's cache, multiplied, and added to its rows or columns.
 
 
 def _by_tiles(digit_BE: Tensor, whole_EK: Tensor) -> Tensor:

@@ -11,30 +11,25 @@ Legend: N records, D feature dimension, K classes.
 import math
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from dpvision.adapt.frequency import frequency_decay
+from dpvision.adapt import defaults
+from dpvision.adapt.fit import kind_of
 from dpvision.adapt.person_rows import PersonImages
-from dpvision.adapt.rate import enough_steps, with_rate
-from dpvision.adapt.recommend import WIDEST, recommend_head
-from dpvision.adapt.release import full_batch_noise
-from dpvision.checkpoint import load_checkpoint
-from dpvision.config import FrozenEncoderConfig, HeadConfig, ModelConfig, PrivacyConfig, RunConfig
-from dpvision.config.head_presets import PRESETS, with_candidate, with_steps
-from dpvision.config.resolve import require_read
+from dpvision.config import FrozenEncoderConfig, HeadConfig, PrivacyConfig, RunConfig
+from dpvision.config.resolve import require_read, with_candidate, with_head, with_steps
 from dpvision.data.declared import count_units, has_units, rounded_up
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_file import rows_of_pass
-from dpvision.encoders.identity import check_alone, check_places
-from dpvision.encoders.open import open_encoder
+from dpvision.encoders.identity import check_places
+from dpvision.encoders.open import open_frozen
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
-from dpvision.models.timm_cache import find_timm_weights
+from dpvision.privacy import gaussian
 from dpvision.privacy.plan import DPPlan, ask_selection, default_delta, draft_plan, make_plan
 from dpvision.runs.lineage import inherit
 from dpvision.runs.store_checks import check_labels, check_people, check_store, rows_to_draw
@@ -42,8 +37,6 @@ from dpvision.train import distributed
 
 _UNDECLARED = 1
 """Placeholder in recipes for a dataset size that the operator has to declare."""
-_NEEDED = {"feature_covariance": 2}
-"""Smallest number of releases of each head; 1 for heads not listed."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +63,6 @@ class Prepared:
         assert isinstance(self.config.model, HeadConfig)
         return self.config.model
 
-    @property
-    def releases_needed(self) -> int:
-        """Smallest number of releases from which this head can be trained."""
-        return _NEEDED.get(self.model.head, 1)
-
 
 def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     """Open the store and encoder of ``config``, fill in its defaults, make the plan, and check
@@ -90,76 +78,74 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
         PrivacyError: the plan or the encoder's lineage is refused.
         CheckpointError: the encoder cannot be read.
     """
-    model = _check_asked(config)
+    # The settings.
+    model, cfg = _check_asked(config), config.privacy
+    device = distributed.join(config.hardware.device).device
     if plan is None:
         require_read(config)
-    assert (
-        config.data.store is not None
-        and model.num_classes is not None
-        and model.encoder.spec is not None
-    )
+    assert config.data.store is not None and model.num_classes is not None
+    # The store. Where people are drawn, all their images count until one is chosen.
     store = open_store(config.data.store)
-    unit = config.privacy.unit
-    row_N = rows_to_draw(store, unit, config.seed)
-    _check_declared(config.privacy, store, row_N)
-    device = distributed.join(config.hardware.device).device
-    encoder, pooling, width = open_alone(model.encoder, device)
-    if plan is None:
-        config, plan = planned(config, encoder, pooling, width)
-    else:
-        config = settle(config, encoder, pooling, width)
-    if not model.candidates:
-        optim = with_rate(config.optim, plan, bounded=not encoder.standard_rows)
-        config = replace(config, model=_with_decay(config.model, encoder, plan), optim=optim)
+    row_N = rows_to_draw(store, cfg.unit, config.seed)
+    if cfg.dataset_size == _UNDECLARED:
+        raise _undeclared(store, row_N)
+    # The encoder, then the head, its plan, and what follows from the plan.
+    encoder, frozen = open_frozen(model.encoder, device)
+    config, plan = planned(config, encoder, frozen, plan)
+    config = _with_rules(config, encoder, plan)
+    # What may refuse this encoder and this plan on this store.
     if plan.guarantee == "dp" and encoder.family != "fixed":
-        check_places(
-            encoder,
-            pooling,
-            rows_of_pass(encoder, config.hardware.physical_batch_size, device),
-            device,
-        )
+        rows = rows_of_pass(encoder, config.hardware.physical_batch_size, device)
+        check_places(encoder, frozen.pooling or "", rows, device)
+    lineage = inherit(
+        encoder.lineage,
+        store,
+        plan,
+        declaration=config.public_weights,
+        allow_weak=cfg.allow_weak_guarantee,
+        tensors=encoder.tensors(),
+    )
     check_store(plan, store, row_N)
-    if unit.draws_people:
+    if cfg.unit.draws_people:
         check_people(store)
     check_labels(store, row_N, model.num_classes, multi_label=model.multi_label)
-    lineage = encoder_lineage(config, encoder, store, plan)
-    return Prepared(config, plan, store, *rows_and_labels(config, store), encoder, lineage, device)
-
-
-def open_alone(cfg: FrozenEncoderConfig, device: torch.device) -> tuple[Encoder, str, int]:
-    """Open the encoder that a config names, and return it with its pooling and feature dimension.
-
-    Raises: as ``open_public`` and ``check_alone``.
-    """
-    encoder = open_public(cfg, device)
-    return encoder, *check_alone(encoder, cfg.pooling, device)
+    # Whose features are computed, and their labels.
+    people, labelled = None, row_N
+    if cfg.unit.draws_people:
+        people = PersonImages.chosen(store, cfg.max_records_per_unit, config.seed)
+        row_N, labelled = people.row_M, people.label_row_P
+    num, several = model.num_classes, model.multi_label
+    label = store.targets(labelled, num) if several else store.labels[labelled]
+    return Prepared(config, plan, store, row_N, label, people, encoder, lineage, device)
 
 
 def planned(
-    config: RunConfig, encoder: Encoder, pooling: str, width: int
+    config: RunConfig, encoder: Encoder, frozen: FrozenEncoderConfig, plan: DPPlan | None = None
 ) -> tuple[RunConfig, DPPlan]:
-    """Return the config with its head and its number of steps, and the plan of its run.
+    """Return the config with the encoder's settings, its head and its number of steps, and the plan
+    of its run, unless that is given.
 
     A head without a number of steps gets its own; ``many_steps`` as many full batches as the rate's
-    rule wants for this encoder (``rate.enough_steps``), except with a given noise multiplier, where
-    each further step would cost epsilon.
+    rule wants for this encoder (``defaults.enough_steps``), except with a given noise multiplier,
+    where each further step would cost epsilon.
+
+    Args:
+        frozen: the encoder's own settings, with its feature dimension.
 
     Raises: as ``settle`` and ``make_plan``.
     """
-    chosen = settle(config, encoder, pooling, width)
-    plan, model, cfg = head_plan(chosen), chosen.model, config.privacy
-    assert isinstance(model, HeadConfig)
-    ruled = (
-        cfg.steps is None
-        and config.optim.learning_rate is None
-        and cfg.sampling == "full_batch"
-        and cfg.noise_multiplier is None
-    )
-    if ruled and not encoder.standard_rows and model.head == "many_steps" and not model.candidates:
-        chosen = replace(
-            chosen, privacy=replace(cfg, steps=enough_steps(plan, config.optim.momentum))
-        )
-        plan = head_plan(chosen)
+    chosen, cfg = settle(config, encoder, frozen), config.privacy
+    if plan is not None:
+        return chosen, plan
+    plan = head_plan(chosen)
+    assert isinstance(chosen.model, HeadConfig)
+    ruled = cfg.steps is None and cfg.sampling == "full_batch" and cfg.noise_multiplier is None
+    ruled &= config.optim.learning_rate is None and not chosen.model.choice.candidates
+    if ruled and not encoder.standard_rows:
+        steps = kind_of(chosen).enough_steps(plan, config.optim)
+        if steps > plan.steps:
+            chosen = replace(chosen, privacy=replace(cfg, steps=steps))
+            plan = head_plan(chosen)
     return chosen, plan
 
 
@@ -168,38 +154,12 @@ def with_planned_steps(config: RunConfig) -> RunConfig:
 
     Raises: as ``prepare``, for all but the store.
     """
-    model = _check_asked(config)
-    chosen, _ = planned(
-        config, *open_alone(model.encoder, distributed.join(config.hardware.device).device)
-    )
+    model, device = _check_asked(config), distributed.join(config.hardware.device).device
+    chosen, _ = planned(config, *open_frozen(model.encoder, device))
     return replace(config, privacy=replace(config.privacy, steps=chosen.privacy.steps))
 
 
-def rows_and_labels(
-    config: RunConfig, store: Store
-) -> tuple[np.ndarray, np.ndarray, PersonImages | None]:
-    """Return the fields ``row_N``, ``label`` and ``people`` of ``Prepared``."""
-    cfg, model = config.privacy, config.model
-    assert isinstance(model, HeadConfig) and model.num_classes is not None
-    people = (
-        PersonImages.chosen(store, cfg.max_records_per_unit, config.seed)
-        if cfg.unit.draws_people
-        else None
-    )
-    row_N = (
-        store.eligible_rows(cfg.max_records_per_unit, config.seed)
-        if people is None
-        else people.row_M
-    )
-    labelled = row_N if people is None else people.label_row_P
-    return (
-        row_N,
-        store.targets(labelled, model.num_classes) if model.multi_label else store.labels[labelled],
-        people,
-    )
-
-
-def settle(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> RunConfig:
+def settle(config: RunConfig, encoder: Encoder, frozen: FrozenEncoderConfig) -> RunConfig:
     """Return the config with the encoder's own settings, a head for 'auto', and the head's own
     settings where it has none.
 
@@ -207,72 +167,72 @@ def settle(config: RunConfig, encoder: Encoder, pooling: str, width: int) -> Run
         ConfigError: 'auto' without a target epsilon, or a head that does not fit the feature
             dimension, the steps or the other settings.
     """
-    model = config.model
-    assert isinstance(model, HeadConfig) and model.num_classes is not None
-    frozen = replace(model.encoder, pooling=pooling, image_size=encoder.image_size, width=width)
+    model, data = config.model, replace(config.data, mean=encoder.mean, std=encoder.std)
+    assert isinstance(model, HeadConfig)
     # Standardised rows have their centre already.
-    model = replace(model, encoder=frozen, centre="none" if encoder.standard_rows else model.centre)
-    asked, config = (
-        config,
-        replace(config, model=model, data=replace(config.data, mean=encoder.mean, std=encoder.std)),
-    )
-    if model.candidates:
+    centre = "none" if encoder.standard_rows else model.features.centre
+    model = replace(model, encoder=frozen, features=replace(model.features, centre=centre))
+    asked, config = config, replace(config, model=model, data=data)
+    if model.choice.candidates:
         config = with_steps(config)
-        for name in model.candidates:
-            _check_head(with_candidate(config, name), width)
+        for name in model.choice.candidates:
+            candidate = with_candidate(config, name)
+            kind_of(candidate).check(candidate)
         return config
     if model.head == "auto":
-        privacy = config.privacy
-        if (
-            privacy.guarantee == "dp"
-            and privacy.target_epsilon is None
-            and privacy.target_unit_epsilon is None
-        ):
-            raise ConfigError(
-                f"adapt: head='auto' with noise_multiplier={privacy.noise_multiplier}; expected "
-                "a target epsilon to choose by. Give --epsilon, or choose a head with --head."
-            )
-        epsilon = math.inf if privacy.target_epsilon is None else privacy.target_epsilon
-        if privacy.target_unit_epsilon is not None:
-            epsilon = draft_plan(with_steps(config).privacy).epsilon or math.inf
-        head, reason = recommend_head(
-            privacy.unit.sampled_from,
-            model.num_classes or 0,
-            epsilon,
-            width,
-            _delta(privacy),
-            people=privacy.unit.draws_people,
-        )
-        model = replace(model, head=head, reason=reason)
-        require_read(
-            replace(asked, model=replace(model, encoder=replace(frozen, width=0), reason=None))
-        )
-        config = replace(
-            config, optim=config.optim if head == "many_steps" else PRESETS[head].optim
-        )
+        head, reason = _recommended(config, frozen.width)
+        chosen = with_head(config, head)
+        assert isinstance(chosen.model, HeadConfig)
+        require_read(replace(asked, model=chosen.model), before=asked)
+        model = replace(chosen.model, choice=replace(model.choice, reason=reason))
+        optim = config.optim if head == "many_steps" else chosen.optim
+        config = replace(config, model=model, optim=optim)
     config = with_steps(replace(config, model=model.settled()))
-    _check_head(config, width)
+    kind_of(config).check(config)
     return config
 
 
-def _with_decay(model: ModelConfig, encoder: Encoder, plan: DPPlan) -> HeadConfig:
-    """Return the head's config with a frequency decay. If it has none, set the rule's, or 1 if the
-    rule does not apply.
-    """
+def _recommended(config: RunConfig, width: int) -> tuple[str, str]:
+    """Return a head for 'auto', and why."""
+    cfg, model = config.privacy, config.model
     assert isinstance(model, HeadConfig)
-    if model.frequency_decay is not None:
-        if encoder.order_D is None and model.frequency_decay != 1:
-            raise ConfigError(
-                f"adapt: frequency_decay={model.frequency_decay} with {encoder.name}, whose "
-                "features have no frequencies; expected none. Leave out --model.frequency-decay."
-            )
-        return model
-    return replace(
-        model,
-        frequency_decay=frequency_decay(plan)
-        if encoder.order_D is not None and model.head == "many_steps"
-        else 1.0,
+    epsilon = math.inf if cfg.target_epsilon is None else cfg.target_epsilon
+    if cfg.target_unit_epsilon is not None:
+        epsilon = draft_plan(with_steps(config).privacy).epsilon or math.inf
+    elif cfg.guarantee == "dp" and cfg.target_epsilon is None:
+        raise ConfigError(
+            f"adapt: head='auto' with noise_multiplier={cfg.noise_multiplier}; expected "
+            "a target epsilon to choose by. Give --epsilon, or choose a head with --head."
+        )
+    return defaults.recommend_head(
+        cfg.unit.sampled_from,
+        model.num_classes or 0,
+        epsilon,
+        width,
+        _delta(cfg),
+        people=cfg.unit.draws_people,
     )
+
+
+def _with_rules(config: RunConfig, encoder: Encoder, plan: DPPlan) -> RunConfig:
+    """Return the config with the learning rate and the frequency decay that follow from the plan,
+    where it has none. Candidates get theirs in the selection.
+    """
+    model = config.model
+    assert isinstance(model, HeadConfig)
+    if model.choice.candidates:
+        return config
+    optim = defaults.with_rate(config.optim, plan, bounded=not encoder.standard_rows)
+    decay, frequencies = model.features.frequency_decay, encoder.order_D is not None
+    if decay is None:
+        decay = kind_of(config).frequency_decay(plan) if frequencies else 1.0
+    elif decay != 1 and not frequencies:
+        raise ConfigError(
+            f"adapt: frequency_decay={decay} with {encoder.name}, whose "
+            "features have no frequencies; expected none. Leave out --model.frequency-decay."
+        )
+    features = replace(model.features, frequency_decay=decay)
+    return replace(config, model=replace(model, features=features), optim=optim)
 
 
 def head_plan(config: RunConfig) -> DPPlan:
@@ -285,16 +245,16 @@ def head_plan(config: RunConfig) -> DPPlan:
     """
     cfg, model = with_steps(config).privacy, config.model
     assert isinstance(model, HeadConfig)
-    if model.candidates:
-        return make_plan(
-            cfg, ask_selection(cfg, mean_runs=model.selection_runs, shape=model.selection_shape)
-        )
+    if (choice := model.choice).candidates:
+        asked = ask_selection(cfg, mean_runs=choice.selection_runs, shape=choice.selection_shape)
+        return make_plan(cfg, asked)
     target, records = cfg.target_epsilon, 1
     if cfg.unit.is_person and cfg.target_unit_epsilon is not None:
         target, records = cfg.target_unit_epsilon, cfg.unit.clipped
     if cfg.guarantee != "dp" or cfg.sampling != "full_batch" or target is None:
         return make_plan(cfg)
-    noise = records * full_batch_noise(target, _delta(cfg), cfg.num_steps)
+    assert cfg.steps is not None, "with_steps"
+    noise = records * gaussian.full_batch_noise(target, _delta(cfg), cfg.steps)
     return make_plan(
         replace(cfg, target_epsilon=None, target_unit_epsilon=None, noise_multiplier=noise)
     )
@@ -302,62 +262,6 @@ def head_plan(config: RunConfig) -> DPPlan:
 
 def _delta(cfg: PrivacyConfig) -> float:
     return default_delta(cfg.unit.population) if cfg.delta is None else cfg.delta
-
-
-def open_public(cfg: FrozenEncoderConfig, device: torch.device) -> Encoder:
-    """Open the encoder that a config names. A run's encoder is named by its recipe, because a
-    statement must not contain paths.
-
-    Raises:
-        ConfigError: a timm architecture without weights, or an image size that the encoder does not
-            accept. Patches accept any maximum resolution, rounded down to one of theirs.
-        CheckpointError: the encoder cannot be read.
-    """
-    assert cfg.spec is not None
-    encoder = open_encoder(cfg.spec, device=device, image_size=cfg.image_size or None)
-    kind, _, name = cfg.spec.partition(":")
-    if encoder.weights == "random" and kind != "random":
-        places = find_timm_weights(name)[1] if kind == "timm" else ["nowhere, without a file"]
-        raise ConfigError(
-            f"encoder: {cfg.spec} has no weights on this machine (looked for "
-            f"{'; '.join(places)}); expected pretrained weights. Nothing is downloaded: use "
-            f"{cfg.spec}@FILE, or let timm download them first."
-        )
-    if cfg.image_size not in (0, encoder.image_size) and not encoder.own_sizes:
-        raise ConfigError(
-            f"encoder: image_size={cfg.image_size}; expected {encoder.image_size}, the only size "
-            f"of {encoder.name}. Leave it out."
-        )
-    if _is_run(cfg.spec, encoder):
-        manifest = load_checkpoint(cfg.spec).manifest
-        return replace(
-            encoder, name=f"{manifest['config']['recipe']}, run {manifest['run_id'][:8]}"
-        )
-    return encoder
-
-
-def encoder_lineage(
-    config: RunConfig, encoder: Encoder, store: Store, plan: DPPlan
-) -> list[dict[str, Any]]:
-    """Return the lineage of the encoder's weights, or what ``config`` declares if they carry none.
-
-    Raises: as ``runs.lineage.inherit``.
-    """
-    return inherit(
-        encoder.lineage,
-        store,
-        plan,
-        declaration=config.public_weights,
-        allow_weak=config.privacy.allow_weak_guarantee,
-        tensors=encoder.tensors(),
-    )
-
-
-def _is_run(spec: str, encoder: Encoder) -> bool:
-    """Return whether ``open_encoder`` loaded a run. Fixed encoders, which need no file, take
-    precedence over a folder of the same name.
-    """
-    return encoder.family != "fixed" and Path(spec).exists()
 
 
 def _check_asked(config: RunConfig) -> HeadConfig:
@@ -390,42 +294,14 @@ def _check_asked(config: RunConfig) -> HeadConfig:
     return model
 
 
-def _check_declared(cfg: PrivacyConfig, store: Store, row_N: np.ndarray) -> None:
-    if cfg.dataset_size == _UNDECLARED:
-        units = ""
-        if has_units(store):
-            units = (
-                f" --privacy.num-units {rounded_up(count_units(store, row_N))} (docs/data.md, "
-                "persons)"
-            )
-        raise DataError(
-            "adapt: dataset_size is not declared; expected the number of records, which becomes "
-            f"public: it sets the noise and is printed. {OPERATOR_ONLY}{len(row_N)} can take "
-            f"part. Give --dataset-size {rounded_up(len(row_N))}{units}."
-        )
-
-
-def _check_head(config: RunConfig, width: int) -> None:
-    model, privacy = config.model, config.privacy
-    assert isinstance(model, HeadConfig)
-    if model.head == "one_step" and privacy.num_steps != 1:
-        raise ConfigError(
-            f"adapt: steps={privacy.steps}; expected 1 with head='one_step'. Use "
-            "transfer.many_steps for more."
-        )
-    if privacy.num_steps < (needed := _NEEDED.get(model.head, 1)):
-        raise ConfigError(
-            f"adapt: steps={privacy.steps}; expected {needed} or more with head={model.head!r}. "
-            "Give more --privacy.steps."
-        )
-    if model.iterate == "ema" and config.optim.ema_decay is None:
-        raise ConfigError(
-            "adapt: optim.ema_decay=None with iterate='ema'; expected a decay in (0, 1). Give "
-            "--optim.ema-decay 0.9."
-        )
-    if model.head in ("least_squares", "feature_covariance") and width > 2 * WIDEST:
-        raise ConfigError(
-            f"adapt: feature dimension={width} with head={model.head!r}; expected at most "
-            f"{2 * WIDEST}, so that a covariance fits into memory. Use one_step, many_steps or "
-            "prototypes, or a smaller encoder, such as hog."
-        )
+def _undeclared(store: Store, row_N: np.ndarray) -> DataError:
+    """Return the error of a run whose number of records is not declared, with what to declare."""
+    units = ""
+    if has_units(store):
+        count = rounded_up(count_units(store, row_N))
+        units = f" --privacy.num-units {count} (docs/data.md, persons)"
+    return DataError(
+        "adapt: dataset_size is not declared; expected the number of records, which becomes "
+        f"public: it sets the noise and is printed. {OPERATOR_ONLY}{len(row_N)} can take "
+        f"part. Give --dataset-size {rounded_up(len(row_N))}{units}."
+    )

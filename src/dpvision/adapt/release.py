@@ -32,7 +32,6 @@ from dpvision.privacy.stream import Key
 from dpvision.train.distributed import Group, all_reduce_sum
 
 _ALONE = Group(0, 1, torch.device("cpu"))
-_ROUNDED_UP = 1 + 1e-9
 _MARGIN = margin(torch.float32)
 """Fraction of C reserved for rounding. Row lengths are within 6 eps of float32
 (``feature_stream``), 14 eps for a row that was shortened and squared; the residuals, the factor and
@@ -207,13 +206,6 @@ class Releases:
         return all_reduce_sum(sum_of(stream.blocks(drawn)), self.group)
 
 
-def full_batch_noise(target_epsilon: float, delta: float, steps: int) -> float:
-    """Return the noise multiplier of ``steps`` full-batch releases, sqrt(steps) times the analytic
-    Gaussian's, within 2e-9 of the smallest.
-    """
-    return math.sqrt(steps) * gaussian.noise_for(target_epsilon, delta) * _ROUNDED_UP
-
-
 def full_batch_plan(
     dataset_size: int,
     target_epsilon: float,
@@ -246,5 +238,5 @@ def full_batch_plan(
         sampling="full_batch",
     )
     delta = default_delta(dataset_size) if delta is None else delta
-    noise = full_batch_noise(target_epsilon, delta, steps)
+    noise = gaussian.full_batch_noise(target_epsilon, delta, steps)
     return make_plan(replace(asked, target_epsilon=None, noise_multiplier=noise, delta=delta))

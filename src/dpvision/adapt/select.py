@@ -15,15 +15,20 @@ Legend: B records of a block, K classes, D feature dimension.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
+from dpvision.adapt.defaults import with_rate
 from dpvision.adapt.feature_stream import FeatureStream, Head
+from dpvision.adapt.fit import fit_head
 from dpvision.adapt.gradient import logits
 from dpvision.adapt.integer_products import WholeWeight
 from dpvision.adapt.integer_rows import IntegerBlock, IntegerStream
 from dpvision.adapt.release import Contributions, Releases
+from dpvision.config import HeadConfig, RunConfig
+from dpvision.config.resolve import with_candidate
 from dpvision.dp.clipped import ClippedSum
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.mechanism import IndependentGaussian
@@ -57,6 +62,51 @@ class Selected:
     """Noisy number of correctly classified records, as a fraction of the declared number: can be
     below 0 or above 1.
     """
+
+
+def choose_head(
+    config: RunConfig,
+    stream: FeatureStream,
+    plan: DPPlan,
+    charge: Callable[[], int],
+    *,
+    bounded: bool = True,
+) -> tuple[RunConfig, Selected]:
+    """Choose the best of ``config.model.choice.candidates`` by a private score.
+
+    Args:
+        plan: must have a selection.
+        charge: ``ledger.append``; called once, before anything is computed from the records.
+        bounded: as in ``defaults.steps_rate``, for candidates without a rate.
+
+    Returns:
+        The config of the chosen candidate, and everything that the selection releases.
+
+    Raises:
+        ConfigError: a candidate cannot be trained with these releases. Nothing has been charged.
+        PrivacyError: the secret number of runs was 0 (Poisson only). Nothing is released, and the
+            epsilon is spent.
+    """
+    assert isinstance(config.model, HeadConfig)
+    asked: dict[str, RunConfig] = {}
+    for name in config.model.choice.candidates:
+        candidate = with_candidate(config, name)
+        assert isinstance(candidate.model, HeadConfig)
+        optim = with_rate(candidate.optim, run_plans(plan)[0], bounded=bounded)
+        asked[name] = replace(candidate, model=candidate.model.settled(), optim=optim)
+    candidates = [Candidate(name, partial(_fit_last, one)) for name, one in asked.items()]
+    selected = select_head(stream, candidates, plan, charge)
+    if selected is None:
+        raise PrivacyError(
+            "adapt: selection_runs=0 was drawn, as a Poisson number sometimes is; expected at "
+            "least 1. Nothing is released, but the epsilon is spent. Start a new run under "
+            "another --name; with --model.selection-shape 1 the number is never 0."
+        )
+    return asked[selected.candidate], selected
+
+
+def _fit_last(config: RunConfig, stream: FeatureStream, releases: Releases) -> Head:
+    return fit_head(config, stream, releases).head
 
 
 def select_head(

@@ -22,25 +22,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpvision.adapt.descent import Progress
+from dpvision.adapt.defaults import frequency_scale
 from dpvision.adapt.feature_stream import FeatureStream, Head
-from dpvision.adapt.fit import Fitted, choose_head, fit_head
-from dpvision.adapt.frequency import frequency_scale
+from dpvision.adapt.fit import KINDS, fit_head
+from dpvision.adapt.heads.kind import Fitted, Progress
 from dpvision.adapt.person_rows import PersonFeatures
 from dpvision.adapt.prepare import Prepared, prepare
 from dpvision.adapt.release import Releases
+from dpvision.adapt.select import choose_head
 from dpvision.checkpoint import Checkpoint
 from dpvision.config import RunConfig
 from dpvision.devices import loader_threads
-from dpvision.encoders.centre import texture_centre
-from dpvision.encoders.feature_file import feature_array, rows_of_pass
+from dpvision.encoders.feature_file import feature_array, rows_of_pass, texture_centre
 from dpvision.encoders.identity import check_same, describe
 from dpvision.errors import DataError, PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.plan import DPPlan
-from dpvision.runs.epsilon_meter import EpsilonMeter
-from dpvision.runs.run import Run, Secrets, Stopped, new_run, read_object
-from dpvision.runs.stop import StopRequest
+from dpvision.runs.run import EpsilonMeter, Run, Secrets, Stopped, StopRequest, new_run, read_object
 
 ENCODER_FILE = "encoder.json"
 """Description of the encoder at the start of the run; public."""
@@ -134,10 +132,12 @@ def resumed_head_session(
         finished = stopped.checkpoint is not None and (
             progress is None or charged == made.plan.steps
         )
-        if not finished and progress is None and made.plan.steps - charged < made.releases_needed:
+        kind = KINDS.get(made.model.head)  # None for candidates, each of which has its own
+        needed = 1 if kind is None else kind.fewest_releases
+        if not finished and progress is None and made.plan.steps - charged < needed:
             raise PrivacyError(
                 f"adapt: {charged} of {made.plan.steps} releases of {root} were charged and lost "
-                f"before the head was saved; expected {made.releases_needed} left for "
+                f"before the head was saved; expected {needed} left for "
                 f"{made.model.head}. Their epsilon stays spent. Start a new run under another "
                 "--name; its epsilon adds to it (`dpvision ledger STORE` prints the total)."
             )
@@ -188,9 +188,9 @@ def adapt(
     about = {"records": len(image_ND), "without_features": bad, "features_s": features_s}
     # A signal does not stop a selection early: the point where it stopped would reveal the number
     # of runs, which is secret.
-    doing = "finishing the selection" if made.model.candidates else "finishing this step"
+    doing = "finishing the selection" if made.model.choice.candidates else "finishing this step"
     with StopRequest(f"{doing}, then saving the head", session.unsaved) as request:
-        if made.model.candidates:
+        if made.model.choice.candidates:
             charge, bounded = _charger(session.run), not made.encoder.standard_rows
             config, selected = choose_head(
                 session.config, stream, session.plan, charge, bounded=bounded
@@ -226,33 +226,33 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     drawn, of the people) that take part.
     """
     cfg, hardware = made.model, made.config.hardware
-    assert cfg.encoder.pooling is not None and cfg.num_classes is not None
+    features, encoder, pooling = cfg.features, made.encoder, cfg.encoder.pooling
+    assert pooling is not None and cfg.num_classes is not None
     # Features of public images by confidential weights are private and must not be kept in a public
     # store's folder.
-    keep = not made.encoder.confidential or made.store.visibility == "private"
+    keep = made.store.visibility == "private" or not encoder.confidential
     feature_ND = feature_array(
-        made.encoder,
-        cfg.encoder.pooling,
+        encoder,
+        pooling,
         cfg.encoder.width,
         made.store,
         made.row_N,
         dataset_size=made.plan.dataset_size,
         keep=keep,
-        batch_size=rows_of_pass(made.encoder, hardware.physical_batch_size, made.device),
+        batch_size=rows_of_pass(encoder, hardware.physical_batch_size, made.device),
         workers=loader_threads(hardware.workers, made.device),
         device=made.device,
         progress=progress,
     )
-    centre_D = (
-        texture_centre(made.encoder, cfg.encoder.pooling, made.device)
-        if cfg.centre == "textures"
-        else None
-    )
-    order_D = made.encoder.order_D
-    scale_D = None if order_D is None else frequency_scale(order_D, cfg.frequency_decay or 1.0)
-    rows = feature_ND if made.people is None else PersonFeatures(feature_ND, made.people)
+    textures, order_D = features.centre == "textures", encoder.order_D
+    decay = features.frequency_decay or 1.0
     return FeatureStream(
-        rows, made.label, cfg.num_classes, centre_D=centre_D, unit=cfg.unit, scale_D=scale_D
+        feature_ND if made.people is None else PersonFeatures(feature_ND, made.people),
+        made.label,
+        cfg.num_classes,
+        centre_D=texture_centre(encoder, pooling, made.device) if textures else None,
+        unit=features.unit,
+        scale_D=None if order_D is None else frequency_scale(order_D, decay),
     )
 
 
@@ -323,7 +323,8 @@ def _read_progress(checkpoint: Checkpoint | None) -> tuple[int, Progress | None]
 
 def _num_bytes(made: Prepared) -> int:
     """Return the size of two checkpoints."""
-    width = made.model.encoder.width + 1 if made.model.head == "feature_covariance" else 0
+    kind = KINDS.get(made.model.head)
+    width = made.model.encoder.width + 1 if kind is not None and kind.saves_map else 0
     return 8 * (made.model.num_parameters + width**2)
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from dpvision.cli.head_text import head_text
 from dpvision.cli.output import RecipeName, emit, may_show, private_scores
 from dpvision.cli.paths import check_store
 from dpvision.cli.run_args import (
@@ -22,10 +21,10 @@ from dpvision.cli.run_args import (
     resumed_hardware,
     saved_config,
 )
-from dpvision.cli.train import TrainArgs, train
+from dpvision.cli.train import TrainArgs, plan_text, train
 from dpvision.cli.typed import joined, parse_first, parse_run
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
-from dpvision.config.head_presets import PRESETS
+from dpvision.config.heads import HEADS
 from dpvision.config.resolve import BUDGETS, resolve
 from dpvision.errors import OPERATOR_ONLY, ConfigError
 from dpvision.privacy.printed import up, up_delta
@@ -63,9 +62,7 @@ docs/heads.md has the rules. To train the network itself, name a recipe that doe
 --non-private trains the same head without noise, for comparison; its results are confidential if
 the images are private."""
 
-_Head = Literal[
-    "auto", "one_step", "many_steps", "least_squares", "feature_covariance", "prototypes"
-]
+_Head = Literal[("auto", *HEADS)]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
@@ -180,8 +177,8 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> No
                 **({} if made.people is None else {"num_people": len(made.label)}),
             },
             "head": made.model.head,
-            "candidates": made.model.candidates,
-            "reason": made.model.reason,
+            "candidates": made.model.choice.candidates,
+            "reason": made.model.choice.reason,
             "feature_width": made.model.encoder.width,
             "total": spent(made.plan, made.plan.steps, runs_on(made.lineage, made.store.store_id))[
                 0
@@ -198,6 +195,77 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> No
     require_budget("adapt", made.plan, asked)
     with new_head_session(made, root) as session:
         _finish(args, session, root)
+
+
+def head_text(made: "Prepared") -> str:
+    """Return the plan and the head as text, to print before anything is spent."""
+    import numpy as np
+
+    from dpvision.adapt.fit import kind_of
+
+    cfg, choice = made.model, made.model.choice
+    why = f"\n  {cfg.head}: {choice.reason}" if choice.reason else ""
+    text = plan_text(made.config, made.plan, made.store, made.lineage)
+    text += (
+        "\n"
+        f"  encoder              {made.encoder.name}, {cfg.encoder.pooling}: "
+        f"{cfg.encoder.width:,} dimensions per image, frozen"
+    )
+    text += f"\n  features             {_features_cost(made)}"
+    head = f"{cfg.head} for {cfg.num_classes:,} classes{' (chosen)' if choice.reason else ''}{why}"
+    if choice.candidates:
+        head = (
+            f"the best of {', '.join(choice.candidates)} by a private score, for "
+            f"{cfg.num_classes:,} classes"
+        )
+    text += f"\n  head                 {head}"
+    if not choice.candidates:
+        text += "".join(
+            f"\n  {line}" for line in kind_of(made.config).plan_lines(made.config, made.plan)
+        )
+    if made.store.results_visibility == "public":
+        # Unlabelled records have -1, or NOT_KNOWN for every class.
+        one, several = made.label[made.label >= 0], made.label == 1
+        counts = (
+            several.sum(axis=0)
+            if made.label.ndim == 2
+            else np.bincount(one, minlength=cfg.num_classes or 0)
+        )
+        if (empty := np.flatnonzero(counts == 0)).size:
+            shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")
+            text += (
+                "\n"
+                f"  note                 {empty.size} declared classes have no image in this "
+                f"public store: {shown}"
+            )
+    return text
+
+
+def _features_cost(made: "Prepared") -> str:
+    """Return the disk space and time for the features of the declared number of records (of people,
+    as many as may take part), as text.
+    """
+    from dpvision.encoders.feature_file import feature_dtype, seconds_per_image
+
+    plan, width = made.plan, made.model.encoder.width
+    dtype = feature_dtype(made.encoder, plan.dataset_size, width)
+    count = (
+        plan.dataset_size
+        if made.people is None
+        else min(plan.dataset_size, plan.unit.max_records * plan.unit.sampled_from)
+    )
+    size = dtype.itemsize * count * width
+    amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    minutes = seconds_per_image(made.encoder, made.device) * count / 60
+    time = (
+        f"about {minutes:.0f} minutes"
+        if minutes >= 1.5
+        else f"about {max(60 * minutes, 1):.0f} seconds"
+    )
+    return (
+        f"{amount} as {dtype} in the store's folder; {time} on this machine without decoding, "
+        "unless they are cached"
+    )
 
 
 def require_budget(command: str, plan: "DPPlan", asked: Mapping[str, Any]) -> None:
@@ -286,7 +354,7 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
         "complete": complete,
         "steps": steps,
         "head": chosen["candidate"] if chosen else made.model.head,
-        "reason": made.model.reason,
+        "reason": made.model.choice.reason,
         "chosen": chosen,
         **cost,
         "guarantee": plan.guarantee,
@@ -421,9 +489,9 @@ def settings_asked(args: Shorts, typed: Mapping[str, Any], recipe: RunConfig) ->
 def _candidates(typed: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in typed.split(","))
     for name in names:
-        if name not in PRESETS:
+        if name not in HEADS:
             raise ConfigError(
-                f"adapt: --select {typed}: {name!r}; expected names among {', '.join(PRESETS)}. "
+                f"adapt: --select {typed}: {name!r}; expected names among {', '.join(HEADS)}. "
                 "Separate them with commas."
             )
     return names

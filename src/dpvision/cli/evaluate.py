@@ -1,6 +1,6 @@
 """``dpvision evaluate``: score encoders and classifiers on labelled images."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -152,41 +152,34 @@ def evaluate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Open every encoder and check --out before the first is scored, to fail fast.
     known = [train_store, *([] if test_store is None else [test_store])]
-    averages = with_averages(encoders, ema)
+    averages = dict(zip(encoders, with_averages(encoders, ema), strict=True))
     confidential = [
         recognised(open_encoder(spec, ema=own), *known).confidential
-        for spec, own in zip(encoders, averages, strict=True)
+        for spec, own in averages.items()
     ]
     private = any(confidential) or "private" in [store.results_visibility for store in known]
     if out is not None:
         check_out(out, private)
     stores = {"train_data": train.name, "test_data": (test or train).name}
-    found: dict[str, list[Score]] = {}
-    written: list[Path] = []
-    with Console(stderr=True).status("reading") as status:
-        for spec, own in zip(encoders, averages, strict=True):
 
-            def say(text: str, spec: str = spec) -> None:
-                status.update(f"{spec}: {text}")
+    def score(spec: str, say: Callable[[str], None]) -> list[Score]:
+        return run_suite(
+            spec,
+            train_store,
+            test_store,
+            protocols=asked,
+            against=controls,
+            metric=measure,
+            any_of=any_of,
+            ema=averages[spec],
+            batch_size=batch_size,
+            workers=workers,
+            device=device,
+            cache=not no_cache,
+            progress=say,
+        )
 
-            found[spec] = run_suite(
-                spec,
-                train_store,
-                test_store,
-                protocols=asked,
-                against=controls,
-                metric=measure,
-                any_of=any_of,
-                ema=own,
-                batch_size=batch_size,
-                workers=workers,
-                device=device,
-                cache=not no_cache,
-                progress=say,
-            )
-            if run_base(Path(spec)) is not None:
-                written += write_scores(spec, found[spec], **stores)
-    _tell(found, stores, out, written, printing)
+    _score_all(encoders, score, stores, out, printing)
 
 
 def _own_heads(
@@ -228,42 +221,46 @@ def _own_heads(
             shaped_in_confidence(load_checkpoint(spec).manifest["lineage"]) for spec in specs
         )
         check_out(out, tainted or store.results_visibility == "private")
-    found: dict[str, list[Score]] = {}
-    written: list[Path] = []
     stores = {"train_data": NOTHING_FITTED, "test_data": test.name}
     device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def score(spec: str, say: Callable[[str], None]) -> list[Score]:
+        return score_own_head(
+            spec,
+            store,
+            any_of=any_of,
+            ema=ema,
+            batch_size=batch_size,
+            workers=workers,
+            device=device,
+            progress=lambda done: say(f"{done:,} test images"),
+        )
+
+    _score_all(specs, score, stores, out, printing)
+
+
+def _score_all(
+    specs: Sequence[str],
+    score: Callable[[str, Callable[[str], None]], list[Score]],
+    stores: dict[str, str],
+    out: Path | None,
+    printing: Printing,
+) -> None:
+    """Score the encoders in sequence, write the scores of runs and ``out``, and print all."""
+    found: dict[str, list[Score]] = {}
+    written: list[Path] = []
     with Console(stderr=True).status("reading") as status:
         for spec in specs:
 
-            def say(done: int, spec: str = spec) -> None:
-                status.update(f"{spec}: {done:,} test images")
+            def say(text: str, spec: str = spec) -> None:
+                status.update(f"{spec}: {text}")
 
-            found[spec] = score_own_head(
-                spec,
-                store,
-                any_of=any_of,
-                ema=ema,
-                batch_size=batch_size,
-                workers=workers,
-                device=device,
-                progress=say,
-            )
+            found[spec] = score(spec, say)
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
-    _tell(found, stores, out, written, printing)
-
-
-def _tell(
-    found: dict[str, list[Score]],
-    stores: dict[str, str],
-    out: Path | None,
-    written: list[Path],
-    printing: Printing,
-) -> None:
-    """Print the scores, and write them to ``out``."""
     scores = _told_apart(found)
     if out is not None:
-        written.append(merge_entries(out, [score.to_dict() | stores for score in scores]))
+        written.append(merge_entries(out, [one.to_dict() | stores for one in scores]))
     emit_scores(scores, scores_table(scores), written, printing)
 
 

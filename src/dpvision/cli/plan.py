@@ -1,25 +1,102 @@
 """``dpvision plan``: what can this data set afford?"""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import emit, pairs, parse, table
+from dpvision.cli.output import emit, pairs, parse, shown, table
 from dpvision.config import PrivacyConfig
-from dpvision.config.head_presets import with_steps
-from dpvision.config.resolve import resolve_privacy
+from dpvision.config.resolve import resolve_privacy, with_steps
 from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError
+from dpvision.files import write_file
 from dpvision.privacy.printed import count, up, up_delta
 from dpvision.recipes import get_recipe
 
+if TYPE_CHECKING:
+    from dpvision.plan.advice import Advice, Question
+    from dpvision.plan.cost import Cost
+
 
 @dataclass(frozen=True)
-class PlanArgs:
+class _Settings:
+    """Settings of ``PrivacyConfig``; those that are given replace the recipe's."""
+
+    dataset_size: int | None = None
+    """N, the declared public number of records."""
+    expected_batch_size: float | None = None
+    """Mean size of a logical batch; the sample rate is this over N."""
+    steps: int | None = None
+    """Number of logical steps."""
+    noise_multiplier: float | None = None
+    """Noise standard deviation over the clip norm."""
+    target_epsilon: float | None = None
+    """Find the smallest noise that keeps epsilon (PLD) at or below this."""
+    target_unit_epsilon: float | None = None
+    """The same for a person with all their images; needs --num-units."""
+    delta: float | None = None
+    """Left out: 1 / (2 N), or 1 / (2 M) where people are declared; at most 0.001."""
+    sampling: Literal["poisson", "truncated_poisson", "full_batch"] | None = None
+    """How a logical batch is drawn (left out: poisson)."""
+    max_batch_size: int | None = None
+    """Cap of a truncated Poisson batch."""
+    max_records_per_unit: int | None = None
+    """Records of one person that take part, at most; above 1 it needs --num-units. Where people are
+    drawn, those that take part in a step.
+    """
+    num_units: int | None = None
+    """M, the declared public number of people: epsilon is then given for the person, and delta
+    judged by M.
+    """
+    sampling_unit: Literal["record", "person"] | None = None
+    """Draw records, with a group bound for a person, or people, whose mean gradient is clipped
+    (left out: record).
+    """
+    num_parameters: int | None = None
+    """Trained parameters, for the signal figures."""
+
+    def asked(self) -> dict[str, Any]:
+        """Return those that were given, for ``resolve_privacy``."""
+        return {
+            name: value
+            for name, value in _given(self, _Settings).items()
+            if name != "num_parameters"
+        }
+
+
+@dataclass(frozen=True)
+class _Question:
+    """The fields of ``plan.advice.Question``, all optional: a recipe's cost takes some of them."""
+
+    images: int | None = None
+    """Ask for a recommendation: the declared number of images; needs --epsilon."""
+    people: int | None = None
+    """Of how many people the images are; epsilon is then for a person."""
+    labels: int | None = None
+    """Number of classes, if the images have labels."""
+    captions: bool = False
+    """The images have captions."""
+    epsilon: float | None = None
+    """The epsilon that may be spent."""
+    public_encoder: str | None = None
+    """An encoder of public images that is at hand, as `dpvision adapt --encoder` takes it."""
+    gpus: int | None = None
+    """Number of GPUs (left out: none; with --device: 1). With a recipe: predict step time, hours
+    and memory.
+    """
+    device: str | None = None
+    """Their name: A100, H100, H200, V100, L4, ...; or cpu: one core with a recipe, no GPU without.
+    """
+    hours: float | None = None
+    """Hours that may be used; the answer says if they do not suffice."""
+
+
+@dataclass(frozen=True)
+class PlanArgs(_Question, _Settings):
     """What a data set can afford, before any compute is spent.
 
     Give the noise and read epsilon, or give --target-epsilon and read the noise. With the name of a
@@ -37,75 +114,34 @@ class PlanArgs:
       dpvision plan vip.base_2m --num-units 500000 --max-records-per-unit 5
       dpvision plan --images 5000000 --captions --epsilon 8 --gpus 8 --device H100
       dpvision plan --claims
-
-    Args:
-        recipe: Name of a recipe to start from.
-        dataset_size: N, the declared public number of records.
-        expected_batch_size: Mean size of a logical batch; the sample rate is this over N.
-        steps: Number of logical steps.
-        noise_multiplier: Noise standard deviation over the clip norm.
-        target_epsilon: Find the smallest noise that keeps epsilon (PLD) at or below this.
-        target_unit_epsilon: The same for a person with all their images; needs --num-units.
-        delta: Left out: 1 / (2 N), or 1 / (2 M) where people are declared; at most 0.001.
-        sampling: How a logical batch is drawn (left out: poisson).
-        max_batch_size: Cap of a truncated Poisson batch.
-        max_records_per_unit: Records of one person that take part, at most; above 1 it needs
-            --num-units. Where people are drawn, those that take part in a step.
-        num_units: M, the declared public number of people: epsilon is then given for the person,
-            and delta judged by M.
-        sampling_unit: Draw records, with a group bound for a person, or people, whose mean gradient
-            is clipped (left out: record).
-        num_parameters: Trained parameters, for the signal figures.
-        images: Ask for a recommendation: the declared number of images; needs --epsilon.
-        people: Of how many people the images are; epsilon is then for a person.
-        labels: Number of classes, if the images have labels.
-        captions: The images have captions.
-        epsilon: The epsilon that may be spent.
-        public_encoder: An encoder of public images that is at hand, as `dpvision adapt --encoder`
-            takes it.
-        gpus: Number of GPUs (left out: none; with --device: 1). With a recipe: predict step time,
-            hours and memory.
-        device: Their name: A100, H100, H200, V100, L4, ...; or cpu: one core with a recipe, no GPU
-            without.
-        hours: Hours that may be used; the answer says if they do not suffice.
-        simulate: Plan a simulation of these settings with a K-th of the batch and of the noise
-            (TAN); it guarantees nothing.
-        page: Write a page with sliders and figures to this .html file, in about twenty seconds
-            (docs/plan.md).
-        csv: Write the tables behind these figures to this folder, a .csv file each.
-        claims: Recompute every privacy claim of the papers instead, which takes half a minute
-            (docs/claims.md).
-        json: Print JSON.
     """
 
     recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = None
-    dataset_size: int | None = None
-    expected_batch_size: float | None = None
-    steps: int | None = None
-    noise_multiplier: float | None = None
-    target_epsilon: float | None = None
-    target_unit_epsilon: float | None = None
-    delta: float | None = None
-    sampling: Literal["poisson", "truncated_poisson", "full_batch"] | None = None
-    max_batch_size: int | None = None
-    max_records_per_unit: int | None = None
-    num_units: int | None = None
-    sampling_unit: Literal["record", "person"] | None = None
-    num_parameters: int | None = None
-    images: int | None = None
-    people: int | None = None
-    labels: int | None = None
-    captions: bool = False
-    epsilon: float | None = None
-    public_encoder: str | None = None
-    gpus: int | None = None
-    device: str | None = None
-    hours: float | None = None
+    """Name of a recipe to start from."""
     simulate: Annotated[float | None, tyro.conf.arg(metavar="K")] = None
+    """Plan a simulation of these settings with a K-th of the batch and of the noise (TAN); it
+    guarantees nothing.
+    """
     page: Path | None = None
+    """Write a page with sliders and figures to this .html file, in about twenty seconds
+    (docs/plan.md).
+    """
     csv: Path | None = None
+    """Write the tables behind these figures to this folder, a .csv file each."""
     claims: bool = False
+    """Recompute every privacy claim of the papers instead, which takes half a minute
+    (docs/claims.md).
+    """
     json: bool = False
+    """Print JSON."""
+
+
+def _given(args: Any, part: type) -> dict[str, Any]:
+    """Return the options of a part of the arguments that were given."""
+    values = {f.name: getattr(args, f.name) for f in fields(part)}
+    return {
+        name: value for name, value in values.items() if value is not None and value is not False
+    }
 
 
 def run(argv: Sequence[str]) -> None:
@@ -115,11 +151,7 @@ def run(argv: Sequence[str]) -> None:
 
 def plan(args: PlanArgs) -> None:
     """Print what the settings or the question amount to."""
-    given = {
-        name: value
-        for name, value in vars(args).items()
-        if value is not None and value is not False
-    }
+    given, asked = _given(args, PlanArgs), _given(args, _Question)
     if args.claims:
         if others := [name for name in given if name not in ("claims", "json")]:
             raise ConfigError(
@@ -128,16 +160,13 @@ def plan(args: PlanArgs) -> None:
             )
         _claims(args.json)
         return
-    asked = {name: value for name, value in given.items() if name in _QUESTION}
     priced = (
         args.recipe is not None
         and (args.gpus is not None or args.device is not None)
         and asked.keys() <= {"gpus", "device", "hours"}
     )
     if asked and not priced:
-        _advise(
-            asked, {name: value for name, value in given.items() if name in _SETTINGS}, args.json
-        )
+        _advise(asked, [name for name in given if name not in asked and name != "json"], args.json)
         return
     if args.page is not None and (
         args.page.suffix != ".html"
@@ -162,7 +191,7 @@ def plan(args: PlanArgs) -> None:
         num_parameters = (
             count_parameters(get_recipe(args.recipe).model) or None
         )  # a head's depend on its encoder
-    settings = {name: value for name, value in given.items() if name in _NAMES}
+    settings = args.asked()
     config = _config(args.recipe, settings)
     if args.simulate is not None:
         if args.page is not None or args.csv is not None:
@@ -170,14 +199,11 @@ def plan(args: PlanArgs) -> None:
                 "plan: --simulate with --page or --csv; expected one of them: a simulation has "
                 "no epsilon to plot. Drop one."
             )
-        from dpvision.cli.plan_simulation import simulation
-
-        config, result, text = simulation(args.recipe, config, args.simulate, settings)
+        config, result, text = _simulation(args.recipe, config, args.simulate, settings)
     else:
         result = what_if(config, num_parameters=num_parameters)
         text = _text(result)
     if priced:
-        from dpvision.cli.plan_cost import cost_text
         from dpvision.plan.cost import step_cost
 
         cost = step_cost(
@@ -185,29 +211,14 @@ def plan(args: PlanArgs) -> None:
             1 if args.gpus is None else args.gpus,
             args.device,
         )
-        result, text = result | {"cost": asdict(cost)}, f"{text}\n{cost_text(cost, args.hours)}"
+        result, text = result | {"cost": asdict(cost)}, f"{text}\n{_cost_text(cost, args.hours)}"
     if args.page is not None or args.csv is not None:
-        from dpvision.cli.plan_tables import write_tables
-
-        tables, said = write_tables(args.page, args.csv, args.recipe, config, result)
+        tables, said = _write_tables(args, config, result)
         result, text = result | {"tables": tables}, f"{text}\n{said}"
     emit(result, args.json, text)
 
 
-_QUESTION = (
-    "images",
-    "people",
-    "labels",
-    "captions",
-    "epsilon",
-    "public_encoder",
-    "gpus",
-    "device",
-    "hours",
-)
-
-
-def _advise(asked: dict[str, Any], settings: dict[str, Any], json: bool) -> None:
+def _advise(asked: dict[str, Any], settings: list[str], json: bool) -> None:
     if settings:
         raise ConfigError(
             f"plan: --{next(iter(asked))} with {', '.join(settings)}; expected a question or "
@@ -219,14 +230,15 @@ def _advise(asked: dict[str, Any], settings: dict[str, Any], json: bool) -> None
             f"plan: without {' and '.join(missing)}; expected both in a question. E.g. --images "
             "20000 --labels 10 --epsilon 3."
         )
-    from dpvision.cli.plan_advice import answer
-    from dpvision.plan.advice import Question
+    from dpvision.plan.advice import Question, advise
     from dpvision.plan.device_table import find_device
 
     if "device" in asked and find_device(asked["device"]).name != "cpu":
         asked = {"gpus": 1} | asked
-    result, text = answer(Question(**asked))
-    emit(result, json, text)
+    question = Question(**asked)
+    found = advise(question, get_recipe)
+    result = {"question": asdict(question) | {"delta": question.delta}, "advice": asdict(found)}
+    emit(result, json, _advice_text(question, found))
 
 
 def _claims(json: bool) -> None:
@@ -264,20 +276,6 @@ def _claims(json: bool) -> None:
 
 
 _BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
-_NAMES = (
-    "dataset_size",
-    "expected_batch_size",
-    "steps",
-    "delta",
-    "sampling",
-    "max_batch_size",
-    "max_records_per_unit",
-    "num_units",
-    "sampling_unit",
-    *_BUDGETS,
-)
-
-_SETTINGS = (*_NAMES, "recipe", "num_parameters", "simulate", "page", "csv")
 
 
 def _config(recipe: str | None, changes: dict[str, Any]) -> PrivacyConfig:
@@ -340,11 +338,176 @@ def _text(r: dict[str, Any]) -> str:
         lines.append("signal (a heuristic: docs/privacy.md)")
         lines.append(pairs({name.replace("_", " "): value for name, value in r["signal"].items()}))
     if r["draws"]:
-        from dpvision.cli.plan_advice import draws_table
-
-        lines.append(draws_table(r["draws"]))
+        lines.append(_draws_table(r["draws"]))
     if r["advice"]:
         lines.append(r["advice"])
     if r["refused"]:
         lines.append(f"Training with this plan would be refused: {r['refused']}")
     return "\n".join(lines)
+
+
+def _advice_text(q: "Question", a: "Advice") -> str:
+    drawn = a.draws is not None
+    whose = "a person" if q.unit.is_person else "an image"
+    whose += f" ({q.images_of_a_person} images at most)" if q.unit.is_person and not drawn else ""
+    hours = None if a.hours is None else f"{a.hours:.2g} ({a.hours_how})"
+    lines = [
+        f"Recommended: {a.way}.",
+        f"  {a.why}",
+        pairs(
+            {
+                "guarantee": f"epsilon {up(q.epsilon)} at delta {up_delta(q.delta)} for {whose}",
+                "score": a.score,
+                "hours": hours,
+            }
+        ),
+        "Commands (STORE: from `dpvision data import`)",
+        *(f"  {command}" for command in a.commands),
+        *([_draws_table(a.draws)] if a.draws else []),
+        "Evidence",
+        *(f"  {line}" for line in a.evidence),
+        "What would change it",
+        pairs(a.more),
+        *(f"Note: {warning}." for warning in a.warnings),
+        "Rules and their limits: docs/plan.md.",
+    ]
+    return "\n".join(lines)
+
+
+def _draws_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows of ``planner.compare_draws`` as text."""
+    columns = ("drawn", "images a step", "noise multiplier", "noise / batch")
+    return table(
+        "at this epsilon for a person, and as many steps",
+        columns,
+        [tuple(row.values()) for row in rows],
+    )
+
+
+def _cost_text(cost: "Cost", allowed_hours: float | None) -> str:
+    """Return the prediction as text, with a note where memory or hours do not suffice.
+
+    Args:
+        allowed_hours: hours that may be used, if they were declared.
+    """
+    from dpvision.plan.device_table import DEVICES
+
+    memory = DEVICES[cost.device].memory_bytes
+    parts = (
+        ("compute", cost.compute_s),
+        ("loading", cost.load_s),
+        ("all-reduce", cost.all_reduce_s),
+        ("noise", cost.noise_s),
+    )
+    shown = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts if seconds > 0)
+    cores = max(1, cost.records_per_s * DEVICES["cpu"].record_s)
+    lines = [
+        f"cost on {cost.gpus} x {cost.device} ({cost.how})",
+        pairs(
+            {
+                "hours": cost.hours,
+                "a step": f"{cost.step_s:.3g} s: {shown}",
+                "memory of a rank": f"{cost.memory_gb:.3g} GB, "
+                f"{cost.physical_batch_size} images at once",
+                "images to load": f"{cost.records_per_s:,.0f} a second and device, "
+                f"{cores:,.0f} cores at the measured speed for 32 px",
+            }
+        ),
+    ]
+    if memory is not None and cost.memory_gb * 1e9 > memory:
+        lines.append(
+            f"Note: {memory / 1e9:.0f} GB do not hold that. Lower "
+            "--hardware.physical-batch-size, which changes no result."
+        )
+    if allowed_hours is not None and cost.hours > allowed_hours:
+        lines.append(
+            f"Note: {cost.hours:.3g} hours are needed and {allowed_hours:g} are there. Use more "
+            "devices or fewer steps."
+        )
+    return "\n".join(lines)
+
+
+def _simulation(
+    recipe: str | None, full: PrivacyConfig, factor: float, typed: dict[str, Any]
+) -> tuple[PrivacyConfig, dict[str, Any], str]:
+    """Return the simulation's settings, what follows from them ready for JSON, and the text.
+
+    Args:
+        typed: privacy settings of the command line, for the command to paste.
+
+    Raises:
+        ConfigError: as ``simulated``.
+    """
+    from dpvision.privacy.plan import draft_plan
+    from dpvision.privacy.planner import NO_GUARANTEE, images_per_step, simulated, what_if
+
+    small, plan = simulated(full, factor), draft_plan(full)
+    found = what_if(small)
+    found["simulates"] = {
+        "factor": factor,
+        "expected_batch_size": plan.expected_batch_size,
+        "noise_multiplier": plan.noise.multiplier,
+        "steps": plan.steps,
+        "epsilon": plan.stated_epsilon,
+        "delta": plan.delta,
+    }
+    assert plan.stated_epsilon is not None, "a private plan has an epsilon"
+    text = [
+        f"{NO_GUARANTEE} of a run at epsilon {up(plan.stated_epsilon)}, delta "
+        f"{up_delta(plan.delta)}",
+        pairs(
+            {
+                "expected batch size": f"{shown(small.expected_batch_size)} in place of "
+                f"{shown(plan.expected_batch_size)}",
+                "noise multiplier": f"{shown(small.noise_multiplier)} in place of "
+                f"{shown(plan.noise.multiplier)}",
+                "noise / batch, in both": plan.noise.multiplier / plan.expected_batch_size,
+                "steps, in both": plan.steps,
+                "sample-gradients": f"{shown(found['sample_gradients'])} in place of "
+                f"{shown(plan.steps * images_per_step(plan))}",
+            }
+        ),
+        "It predicts the full run's losses; learning rate and schedule stay as they are. On a "
+        "private store its weights, losses and",
+        "scores are confidential, and choosing settings by them is a selection that no "
+        "guarantee covers.",
+    ]
+    if recipe is not None:
+        settings = "".join(
+            f" --privacy.{name.replace('_', '-')} {value}" for name, value in typed.items()
+        )
+        text.append(f"  dpvision train {recipe} --simulate {factor:g} --data STORE{settings}")
+    return small, found, "\n".join(text)
+
+
+def _write_tables(
+    args: PlanArgs, config: PrivacyConfig, facts: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Write the page and the tables, and return the tables ready for JSON, and what was written.
+
+    Args:
+        facts: from ``planner.what_if``.
+
+    Raises:
+        ConfigError: the plan has no guarantee, or no tables.
+        CheckpointError: a file cannot be written.
+    """
+    from dpvision.plan.tables import all_tables
+    from dpvision.privacy.plan import draft_plan
+
+    plan, written = draft_plan(config), []
+    with Console(stderr=True).status("computing tables"):
+        tables = all_tables(plan)
+    if args.csv is not None:
+        args.csv.mkdir(parents=True, exist_ok=True)
+        for table in tables.values():
+            write_file(args.csv / f"{table.name}.csv", table.to_csv())
+        written.append(f"{len(tables)} tables in {args.csv}")
+    if args.page is not None:
+        from dpvision.report.plan_page import make_plan_page
+
+        written.append(str(make_plan_page(args.page, args.recipe, plan, facts, tables)))
+    shown = {
+        table.name: {"columns": table.columns, "rows": table.rows} for table in tables.values()
+    }
+    return shown, f"Written: {', '.join(written)}"

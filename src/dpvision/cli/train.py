@@ -121,7 +121,7 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
     root = args.root(args.recipe)
     config = default if args.resume else resolve(default, asked)
     if args.simulate is not None:
-        from dpvision.privacy.simulation import simulated
+        from dpvision.privacy.planner import simulated
 
         config = replace(config, privacy=simulated(config.privacy, args.simulate))
     if not args.resume:

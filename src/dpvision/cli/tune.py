@@ -159,7 +159,7 @@ def _price_table(study: Study) -> str:
         (f"{'> ' if way == study.asked.how else '  '}{way}", *rest) for way, *rest in price.rows
     ]
     delta = "" if price.budget is None else f", at delta {up_delta(price.budget.delta)}"
-    whose = ", epsilon of a person" if plan.num_units is not None else ""
+    whose = ", epsilon of a person" if plan.unit.num_people is not None else ""
     text = table(
         f"{study.asked.trials} trials{delta}{whose}",
         ("way", "epsilon", "confidential", "statement's tuning"),

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from dpvision.cli.output import CONFIG
 from dpvision.config import RunConfig
+from dpvision.config.plain import every_setting
 from dpvision.errors import ConfigError
 
 T = TypeVar("T")
@@ -114,9 +115,11 @@ def _words(options: Any, config: RunConfig, *more: tuple[str, type, Any]) -> Any
 
 def _untyped(config: Any) -> Any:
     """Return a dataclass with the fields of ``config`` whose values are all marked as defaults,
-    except flags: these can only be changed.
+    except flags: these can only be changed. Of a flat field it has the settings of all classes.
     """
     cls, hints = type(config), get_type_hints(type(config))
+    flat = [f.metadata["flat"] for f in dataclasses.fields(config) if "flat" in f.metadata]
+    hints |= {by: Literal[tuple(classes())] for classes, by in flat if by}
     made: dict[str, Any] = {
         "__annotations__": {},
         "__doc__": cls.__doc__,
@@ -129,6 +132,10 @@ def _untyped(config: Any) -> Any:
         default: Any = _Default(value)
         if f.name in _NOT_TYPED:
             hint = Annotated[_Default, tyro.conf.Suppress]
+        elif "flat" in f.metadata:
+            every = _untyped(every_setting(f, value))
+            hint = Annotated[every, tyro.conf.arg(name="")]
+            default = field(default_factory=every)
         elif dataclasses.is_dataclass(value):
             hint = _untyped(value)
             default = field(default_factory=hint)
@@ -159,7 +166,9 @@ def _typed(found: Any, config: Any, part: str = "") -> dict[str, Any]:
     typed: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value, default = getattr(found, f.name), getattr(config, f.name)
-        if dataclasses.is_dataclass(default):
+        if "flat" in f.metadata:
+            typed |= _typed(value, every_setting(f, default), part)
+        elif dataclasses.is_dataclass(default):
             typed |= _typed(value, default, f"{part}{f.name}.")
         elif not isinstance(value, _Default) and not (
             isinstance(default, bool) and value == default

@@ -20,15 +20,14 @@ from dpvision.config.models import (
     TimmConfig,
     ViTConfig,
 )
+from dpvision.config.optim import LAMB_EPS, OptimConfig
 from dpvision.config.plain import from_dict, to_dict, with_settings
 from dpvision.config.privacy import PrivacyConfig
 from dpvision.config.run import (
     IMAGENET_MEAN,
     IMAGENET_STD,
-    LAMB_EPS,
     DataConfig,
     HardwareConfig,
-    OptimConfig,
     RunConfig,
 )
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from dpvision.errors import ConfigError
@@ -12,9 +12,63 @@ from dpvision.errors import ConfigError
 T = TypeVar("T")
 
 
+def flat(classes: Callable[[], Mapping[str, type]], by: str = "") -> dict[str, Any]:
+    """Return the metadata of a field that holds settings of its owner as one value. In dicts, files
+    and dotted names they stand among the owner's other settings.
+
+    Args:
+        classes: returns the classes that the value may have, by the value of the setting ``by``.
+            Settings of the others are known, and left out when a config is made.
+    """
+    return {"flat": (classes, by)}
+
+
+def every_setting(field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """Return the value of a flat field with the settings of all classes that it may have, at their
+    defaults where it has none, for a command line that offers them all.
+    """
+    classes = {type(value), *field.metadata["flat"][0]().values()}
+    bases = [one for one in classes if not any(issubclass(cls, one) for cls in classes - {one})]
+    if bases == [type(value)]:
+        return value
+    bases.sort(key=lambda cls: cls.__name__)
+    made: Any = dataclasses.dataclass(frozen=True)(type(type(value).__name__, tuple(bases), {}))
+    return made(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+
+
+def settings_of(config: Any, *, others: bool = True) -> dict[str, Any]:
+    """Return a config's settings by name: its own, those of its flat fields, and with ``others``
+    the defaults of those that its flat fields would have if they were of another class.
+    """
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if "flat" in f.metadata:
+            for cls in f.metadata["flat"][0]().values() if others else ():
+                found |= {one.name: one.default for one in dataclasses.fields(cls)}
+            found |= settings_of(value, others=others)
+        else:
+            found[f.name] = value
+    return found
+
+
+def setting(config: Any, name: str) -> Any:
+    """Return the value of a setting by its dotted name, as in ``settings_of``; None if unknown."""
+    for part in name.split("."):
+        config = settings_of(config).get(part) if dataclasses.is_dataclass(config) else None
+    return config
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Convert a config dataclass to a plain dict, ready for JSON; the inverse of ``from_dict``."""
-    return json.loads(json.dumps(dataclasses.asdict(config), allow_nan=False))
+    return json.loads(json.dumps(_plain(config, others=False), allow_nan=False))
+
+
+def _plain(value: Any, *, others: bool) -> Any:
+    if not dataclasses.is_dataclass(value):
+        return value
+    own = settings_of(value, others=others)
+    return {name: _plain(one, others=others) for name, one in own.items()}
 
 
 def from_dict(cls: type[T], values: Any, where: str = "config") -> T:
@@ -28,7 +82,8 @@ def from_dict(cls: type[T], values: Any, where: str = "config") -> T:
             f"{where}: {values!r}; expected an object of settings. Restore the file that the run "
             "wrote."
         )
-    hints = get_type_hints(cls)
+    made, values = _flat_parts(cls, values, where)
+    hints = {name: hint for name, hint in get_type_hints(cls).items() if name not in made}
     # An unknown setting that is None was not used by the version that wrote it.
     values = {name: value for name, value in values.items() if name in hints or value is not None}
     unknown = sorted(set(values) - set(hints))
@@ -37,7 +92,7 @@ def from_dict(cls: type[T], values: Any, where: str = "config") -> T:
             f"{where}: {unknown[0]}; expected one of {sorted(hints)}. Remove it, or use the "
             "version that wrote it."
         )
-    made = {name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()}
+    made |= {name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()}
     try:
         return cls(**made)
     except TypeError as error:
@@ -47,6 +102,24 @@ def from_dict(cls: type[T], values: Any, where: str = "config") -> T:
         ) from None
 
 
+def _flat_parts(
+    cls: type, values: dict[str, Any], where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of the flat fields of ``cls``, and the settings that belong to none."""
+    made: dict[str, Any] = {}
+    for f in dataclasses.fields(typing.cast(Any, cls)):
+        if "flat" in f.metadata:
+            classes, by = f.metadata["flat"][0](), f.metadata["flat"][1]
+            kind = values.get(by, next(iter(classes)))
+            names = [{one.name for one in dataclasses.fields(one)} for one in classes.values()]
+            if isinstance(kind, str) and kind in classes:
+                own = {one.name for one in dataclasses.fields(classes[kind])}
+                mine = {name: value for name, value in values.items() if name in own}
+                made[f.name] = from_dict(classes[kind], mine, where)
+            values = {n: v for n, v in values.items() if not any(n in one for one in names)}
+    return made, values
+
+
 def with_settings(config: T, settings: Mapping[str, Any]) -> T:
     """Return a config with settings replaced, by their dotted names.
 
@@ -54,11 +127,11 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
         ConfigError: a name is unknown or is no single setting, a type is wrong, or a value is out
             of range.
     """
-    values = to_dict(config)
+    values = json.loads(json.dumps(_plain(config, others=True), allow_nan=False))
     for name, value in settings.items():
-        *parts, last = name.split(".")
+        *above, last = name.split(".")
         inner: Any = values
-        for part in parts:
+        for part in above:
             inner = inner.get(part) if isinstance(inner, dict) else None
         several = dict if isinstance(value, list | tuple) else dict | list
         if not isinstance(inner, dict) or last not in inner or isinstance(inner[last], several):
@@ -68,8 +141,8 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
                 else None
             )
             known = (
-                f"one of {', '.join(among)} in {'.'.join(parts)}"
-                if among and parts
+                f"one of {', '.join(among)} in {'.'.join(above)}"
+                if among and above
                 else "PART.NAME, as in --help"
             )
             raise ConfigError(

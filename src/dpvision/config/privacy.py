@@ -28,8 +28,8 @@ class PrivacyConfig:
     and the divisor of the gradient.
     """
     steps: int | None
-    """Number of logical steps T (releases). If None, a private head's own number (``head_presets``,
-    ``adapt.rate``); networks need one.
+    """Number of logical steps T (releases). If None, a private head's own number (``heads``,
+    ``adapt.defaults``); networks need one.
     """
     max_grad_norm: float | None = 1.0
     """Clipping norm C of a record's (or person's) whole gradient, 1e-12 to 1e12; None only without

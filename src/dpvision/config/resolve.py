@@ -9,16 +9,17 @@ encoder and the plan: ``adapt.prepare`` sets them, wherever the config comes fro
 run would not read are refused.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dpvision.config.head_presets import PRESETS
-from dpvision.config.heads import HeadConfig
+from dpvision.config.heads import HEADS, HeadConfig
 from dpvision.config.models import CaptionerConfig, ClassifierConfig, ResNetConfig
-from dpvision.config.plain import from_dict, to_dict, with_settings
+from dpvision.config.optim import OptimConfig
+from dpvision.config.plain import from_dict, setting, settings_of, to_dict, with_settings
 from dpvision.config.privacy import PrivacyConfig
-from dpvision.config.run import DataConfig, OptimConfig, RunConfig
+from dpvision.config.run import DataConfig, RunConfig
 from dpvision.errors import ConfigError
 
 _BUDGETS = ("noise_multiplier", "target_epsilon", "target_unit_epsilon")
@@ -38,12 +39,12 @@ def resolve(recipe: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
             one would not be read.
     """
     config = applied(recipe, asked)
-    require_read(config, {name for name in asked if _value(recipe, name) != asked[name]})
+    require_read(config, {name: x for name, x in asked.items() if setting(recipe, name) != x})
     # What the recipe set for another optimizer, say, goes back to its default.
     unset = {name: _defaults(config, name) for name in unread(config)}
     return with_settings(
         config,
-        {name: values[0] for name, values in unset.items() if _value(config, name) not in values},
+        {name: values[0] for name, values in unset.items() if setting(config, name) not in values},
     )
 
 
@@ -125,20 +126,29 @@ def resolve_privacy(recipe: PrivacyConfig, asked: Mapping[str, Any]) -> PrivacyC
 
 
 def require_read(
-    config: RunConfig, asked: set[str] | None = None, *, textures: bool = False
+    config: RunConfig,
+    asked: Mapping[str, Any] | None = None,
+    *,
+    before: RunConfig | None = None,
+    textures: bool = False,
 ) -> None:
     """Refuse settings that a run would not read.
 
     Args:
-        asked: their names; if None, those that have another value than by default.
+        asked: those to refuse; if None, those that have another value than by default.
+        before: has these values, if ``config`` was made of it by choosing a head.
         textures: whether the store makes textures.
 
     Raises:
         ConfigError: names the first one, and why it is not read.
     """
     for name, why in unread(config, textures=textures).items():
-        value = _value(config, name)
-        if name in asked if asked is not None else value not in _defaults(config, name):
+        if asked is None:
+            value = setting(before or config, name)
+            refused = value not in _defaults(config, name)
+        else:
+            value, refused = asked.get(name), name in asked
+        if refused:
             raise ConfigError(
                 f"settings: {name}={value!r} is not read: {why}; expected only settings with an "
                 "effect. Leave it out."
@@ -206,12 +216,23 @@ def unread(config: RunConfig, *, textures: bool = False) -> dict[str, str]:
     return found
 
 
+_WITHOUT = {
+    "loss": "takes no gradient steps",
+    "bias": "takes no gradient steps",
+    "init": "starts from zeros",
+    "init_scale": "starts from zeros",
+    "feature_norm": "clips gradients",
+    "iterate": "has one iterate",
+}
+"""What is true of a head without a setting that others have."""
+
+
 def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
     found = {
         f"data.{name}": "a frozen encoder prepares images in its own way"
         for name in DataConfig.__dataclass_fields__
+        if name != "store"
     }
-    del found["data.store"]
     found |= dict.fromkeys(
         ("hardware.precision", "hardware.compile", "init_from"), "no network is trained"
     )
@@ -219,25 +240,21 @@ def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
         "model.reason": "it is a result",
         "model.encoder.width": "it follows from the encoder",
     }
-    head = "the head" if model.head == "auto" else model.head
     found |= dict.fromkeys(
         ("optim.decayed", "optim.average", "optim.pretrained_multiplier"), "a head has one matrix"
     )
-    by_name = bool(model.candidates) and "=" not in model.candidates[0]
-    if by_name or model.head in ("least_squares", "prototypes"):
-        why = "each candidate has its own" if by_name else f"{head} takes no gradient steps"
+    own, by_name = set(to_dict(model)), model.choice.by_name
+    if by_name or "loss" not in own:
+        why = "each candidate has its own" if by_name else f"{model.head} takes no gradient steps"
         found |= {f"optim.{name}": why for name in OptimConfig.__dataclass_fields__}
-    if model.head in ("least_squares", "prototypes"):
-        found |= dict.fromkeys(("model.loss", "model.bias"), f"{head} takes no gradient steps")
-    if model.head == "one_step":
+    elif "iterate" not in own:
         found["optim.ema_decay"] = "one step has no average"
-    if model.head not in ("auto", "many_steps"):
-        found |= dict.fromkeys(("model.init", "model.init_scale"), f"{head} starts from zeros")
-    if model.init == "zero" and not model.candidates:
-        found["model.init_scale"] = "init='zero'"
-    if model.head in ("one_step", "many_steps"):
-        found["model.feature_norm"] = f"{head} clips gradients"
-    if not model.candidates:
+    for name in settings_of(model):
+        if name not in own:
+            found[f"model.{name}"] = f"{model.head} {_WITHOUT.get(name, 'has no such setting')}"
+    if setting(model, "init") == "zero" and not model.choice.candidates:
+        found.setdefault("model.init_scale", "init='zero'")
+    if not model.choice.candidates:
         found |= dict.fromkeys(
             ("model.selection_runs", "model.selection_shape"), "nothing is selected"
         )
@@ -255,14 +272,72 @@ def _defaults(config: RunConfig, name: str) -> list[Any]:
     if isinstance(config.model, HeadConfig):
         still = DataConfig(crop_scale=(1.0, 1.0), horizontal_flip=False)
         plain += [
-            RunConfig(config.recipe, config.privacy, model, still, preset.optim)
-            for preset in PRESETS.values()
+            RunConfig(config.recipe, config.privacy, model, still, head.optim)
+            for head in HEADS.values()
         ]
-    return [_value(one, name) for one in plain]
+    return [setting(one, name) for one in plain]
 
 
-def _value(config: Any, name: str) -> Any:
-    """The value of a setting by its dotted name, or None."""
-    for part in name.split("."):
-        config = getattr(config, part, None)
-    return config
+def with_head(config: RunConfig, head: str) -> RunConfig:
+    """Return a head run's config with another head, its optimizer, and its own number of steps."""
+    assert isinstance(config.model, HeadConfig)
+    return replace(
+        config,
+        model=with_settings(config.model, {"head": head}),
+        optim=HEADS[head].optim,
+        privacy=replace(config.privacy, steps=None),
+    )
+
+
+def with_steps(config: RunConfig) -> RunConfig:
+    """Return the config with its head's own number of steps if it has none; candidates get the
+    largest of theirs.
+    """
+    model = config.model
+    if config.privacy.steps is not None or not isinstance(model, HeadConfig):
+        return config
+    kinds = [HEADS[name] for name in model.choice.candidates if model.choice.by_name]
+    steps = max(kind.steps for kind in kinds or [type(model.settings)])
+    return replace(config, privacy=replace(config.privacy, steps=steps))
+
+
+_OF_A_CANDIDATE = {
+    f"model.{name}" for name in ("loss", "bias", "constant", "feature_norm", "init", "init_scale")
+}
+
+
+def candidate_name(settings: Mapping[str, Any]) -> str:
+    """Return settings of one head as an entry of ``ChoiceConfig.candidates``.
+
+    Raises:
+        ConfigError: a setting is not one in which candidates may differ.
+    """
+    for name in settings:
+        if not name.startswith("optim.") and name not in _OF_A_CANDIDATE:
+            raise ConfigError(
+                f"select: {name}; expected optim.* or one of "
+                f"{', '.join(sorted(_OF_A_CANDIDATE))}, because candidates share features, "
+                "releases, clipping and noise. Fix it for all of them."
+            )
+    return " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+
+
+def with_candidate(config: RunConfig, name: str) -> RunConfig:
+    """Make the config of one candidate: its head, optimizer, loss and bias, or its settings, with
+    the common number of releases.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range, or not one in which candidates may differ.
+    """
+    if "=" not in name:
+        return replace(with_head(config, name), privacy=config.privacy)
+    pairs = (part.partition("=") for part in name.split(" "))
+    try:
+        settings = {part: json.loads(value) for part, _, value in pairs}
+    except ValueError:
+        raise ConfigError(
+            f"select: {name!r}; expected part.name=value, values in JSON, separated by spaces. "
+            "E.g. optim.learning_rate=3"
+        ) from None
+    candidate_name(settings)
+    return with_settings(config, settings)

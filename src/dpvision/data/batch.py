@@ -11,8 +11,9 @@ from torch import Tensor
 
 
 class HostRows(NamedTuple):
-    """Ids and validity of a batch's rows on the CPU, so that a pass need not ask the device for
-    them.
+    """Ids and validity of a batch's rows on the CPU.
+
+    A pass reads them here and need not ask the device.
     """
 
     record_id_B: Tensor
@@ -20,8 +21,9 @@ class HostRows(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One physical batch. Every tensor has the record as its first dimension; a row with
-    ``valid_B`` False is padding, weight 0.
+    """One physical batch; every tensor has the record as its first dimension.
+
+    A row with ``valid_B`` False is padding, weight 0.
 
     ``dp`` takes any named tuple of tensors whose first two are ``record_id_B`` and ``valid_B``.
     """

@@ -1,5 +1,6 @@
-"""What lies beside the data and is not data: hidden and thumbnail folders, splits, masks, tables
-below the source.
+"""Find what lies in a source and is not data.
+
+Hidden and thumbnail folders, splits, masks, tables below the source.
 
 Names decide. Files that are never data are left out and counted; a layout that has two readings is
 refused with the command for each.
@@ -76,8 +77,9 @@ _MASK_NAME = re.compile(
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a part of a path relative to the source, with slashes, is hidden or a folder that a
-    system makes.
+    """Whether a part of a path in the source is hidden, or a folder that a system makes.
+
+    The path has slashes and is relative to the source.
     """
     if "/" in path:
         return any(is_hidden(part) for part in path.split("/"))
@@ -85,8 +87,9 @@ def is_hidden(path: str) -> bool:
 
 
 def is_mask_of(stem: str, stems: Container[str]) -> bool:
-    """Whether a file is a mask by its name, as 1_mask beside 1; ``stems`` of the images of its
-    folder.
+    """Whether a file's name is that of a mask, as 1_mask beside 1.
+
+    ``stems`` are those of the images of its folder.
     """
     found = _MASK_NAME.fullmatch(stem)
     return found is not None and found[1] in stems
@@ -144,9 +147,7 @@ def check_table(table: Path, source: Path) -> None:
 
 
 def check_packed(source: Path, paths: Sequence[Path], for_import: bool = True) -> None:
-    """Raise DataError if parquet files or tars are of several splits, by their names or their
-    folders below the source.
-    """
+    """Raise DataError if parquet files or tars are of several splits, by their names or folders."""
     of: dict[str, list[Path]] = {}
     for path in paths:
         inside = path.relative_to(source) if path.is_relative_to(source) else PurePath(path.name)
@@ -166,8 +167,9 @@ def check_packed(source: Path, paths: Sequence[Path], for_import: bool = True) -
 
 
 def check_tar(path: Path, images: Sequence[str], plain: bool, seen: set[str]) -> None:
-    """Raise DataError for a tar of folders whose names would be lost: splits, or class folders of
-    images without labels or texts.
+    """Raise DataError for a tar of folders whose names would be lost.
+
+    These are splits, and class folders of images without labels or texts.
 
     Args:
         images: keys of the images.

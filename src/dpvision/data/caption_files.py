@@ -1,5 +1,4 @@
-"""One file of captions for many images (``data import --captions FILE``): COCO's json, Flickr8k's
-token file, a CSV table.
+"""Read one file of captions for many images (``data import --captions FILE``).
 
     captions_train2017.json    {"images": [{"id", "file_name"}], "annotations": [{"image_id",
                                "caption"}]}
@@ -84,9 +83,7 @@ class CaptionFile:
             )
 
     def missed(self) -> Missed:
-        """Names without an image, and images without a name, valid once all samples were
-        attached.
-        """
+        """Names without an image, and images without a name, once all samples were attached."""
         return Missed(
             self._path.name,
             [name for name in self._captions if name not in self._taken],

@@ -64,8 +64,9 @@ class Captions(NamedTuple):
 
 
 def find_captions(fields: Mapping[str, Any]) -> Captions:
-    """Collect a sample's captions from its ``CAPTION_FIELDS``: strings, bytes of text files, or
-    lists of these.
+    """Collect a sample's captions from its ``CAPTION_FIELDS``.
+
+    A field holds a string, the bytes of a text file, or a list of these.
 
     Never raises: a value that is not text, is empty once cleaned, or has an unknown encoding is
     dropped and counted.
@@ -97,8 +98,9 @@ def find_captions(fields: Mapping[str, Any]) -> Captions:
 
 
 def suspicion(caption: str) -> str | None:
-    """Return why a clean caption may say nothing about its image, or None. Only the operator knows:
-    such captions are kept and counted.
+    """Return why a clean caption may say nothing about its image, or None.
+
+    Such captions are kept, and counted for the operator.
     """
     if caption.lower() in _MISSING:
         return "text of a missing value"
@@ -108,9 +110,11 @@ def suspicion(caption: str) -> str | None:
 
 
 def clean_caption(text: str) -> str:
-    """Return the caption as it is stored: broken encodings, HTML entities, curly quotes and
-    ligatures repaired (ftfy), control and format characters removed, white space collapsed, cut to
-    ``MAX_CAPTION_CHARS`` characters, between words if possible.
+    """Return the caption as it is stored.
+
+    Broken encodings, HTML entities, curly quotes and ligatures are repaired (ftfy), control and
+    format characters removed, and white space collapsed. At most ``MAX_CAPTION_CHARS`` characters
+    are kept, cut between words if possible.
 
     Case is kept; the tokenizer folds it. The result may be empty.
     """
@@ -135,8 +139,9 @@ def decode_text(data: bytes) -> str | None:
 
 
 def text_encoding(head: bytes) -> str:
-    """Python's name of the encoding that the byte order mark gives; UTF-8, checked by decoding, if
-    there is none.
+    """Return Python's name of the encoding that the byte order mark gives.
+
+    Without a mark it is UTF-8, which decoding checks.
     """
     return next((name for mark, name in _MARKS if head.startswith(mark)), "utf-8")
 

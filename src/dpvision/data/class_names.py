@@ -13,8 +13,9 @@ _SHOWN = 3
 
 
 def numbered_as(store: Store, names: Sequence[str] | None, where: str, whose: str) -> Store:
-    """Return ``store`` with the class numbers of ``names``, matched by name: a class that ``store``
-    lacks is no difference.
+    """Return ``store`` with the class numbers of ``names``, matched by name.
+
+    A class that ``store`` lacks is no difference.
 
     Where there are no names, class n has the name "n": a store of numbers matches another one, or
     names that are these numbers.

@@ -42,8 +42,9 @@ class Dataset:
 
 
 def dataset_source(name: str, split: str, root: str | Path) -> Source:
-    """Open one split: samples with integer labels, and the class names, in the same order for every
-    split.
+    """Open one split: samples with integer labels, and the class names.
+
+    The names have the same order in every split.
 
     Args:
         name: a key of ``DATASETS``.
@@ -249,8 +250,9 @@ def _inaturalist2021(dataset: Dataset, root: Path, split: str) -> Source:
 
 
 def _cifar(dataset: Dataset, root: Path, split: str) -> Source:
-    """The binary version, or the parquet files of the Hugging Face hub; the Python version is a
-    pickle and is not opened.
+    """Open the binary version, or the parquet files of the Hugging Face hub.
+
+    The Python version is a pickle and is not opened.
     """
     many = dataset.num_classes == 100
     label = "fine_label" if many else "label"
@@ -320,8 +322,9 @@ def _cifar_names(dataset: Dataset, *folders: Path) -> list[str]:
 
 
 def _cifar_records(files: list[Path], labels: int) -> Iterator[Sample]:
-    """Each record: one or two bytes of labels (the fine one last), then red, green and blue planes;
-    stored here as PNG.
+    """Yield the records of the binary version, as PNG.
+
+    A record is one or two bytes of labels (the fine one last), then red, green and blue planes.
     """
     size = labels + 3 * _CIFAR_PX**2
     for file in files:

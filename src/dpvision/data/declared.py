@@ -43,8 +43,9 @@ def has_units(store: Store) -> bool:
 
 
 def numbers_to_declare(store: Store) -> list[dict[str, int]]:
-    """Return rounded numbers to declare for a store, for one to eight records per unit; without
-    units, only the records.
+    """Return rounded numbers to declare for a store, for one to eight records per unit.
+
+    Without units there is only the number of records.
     """
     if not has_units(store):
         return [{"dataset_size": rounded_up(store.meta.get("cleared_from", store.num_records))}]
@@ -60,9 +61,7 @@ def numbers_to_declare(store: Store) -> list[dict[str, int]]:
 
 
 def shared_images(store: Store) -> int:
-    """Number of files of the source with the bytes of an image that was kept for another unit, or
-    for none.
-    """
+    """Number of files whose image was kept for another unit, or for none."""
     if "shared_images" in store.meta:
         return int(store.meta["shared_images"])
     try:  # a store of an older version
@@ -78,9 +77,7 @@ def count_units(store: Store, rows: np.ndarray) -> int:
 
 
 def window_of(manifest: Mapping[str, Any]) -> Window | None:
-    """Return the declared range of the images that a checkpoint was trained on; None if none was
-    declared.
-    """
+    """Return the declared range of the images that a checkpoint was trained on, or None."""
     found = manifest.get("window")
     return None if found is None else (float(found[0]), float(found[1]))
 
@@ -88,8 +85,7 @@ def window_of(manifest: Mapping[str, Any]) -> Window | None:
 def check_declared(
     window: Window | None, undeclared: bool, store: Store, where: str, whose: str
 ) -> None:
-    """Refuse a store whose 16-bit images were read without a declared range, if others were read by
-    one, or the reverse.
+    """Refuse stores of 16-bit images of which only one has a declared range.
 
     Two declared ranges may differ, as devices do.
 

@@ -1,5 +1,4 @@
-"""Decode image files to uint8 RGB pixels: the one reader of import, training, evaluation and
-prediction.
+"""Decode image files to uint8 RGB pixels, for import, training, evaluation and prediction.
 
 The store keeps the original bytes. These rules apply each time a record is read, and depend on its
 bytes only:
@@ -84,8 +83,7 @@ def decode(data: bytes, *, upright: bool = True, window: Window | None = None) -
 def read_image(
     image: "str | Path | bytes | Image.Image | np.ndarray", window: Window | None = None
 ) -> np.ndarray:
-    """Return the upright pixels of an image, uint8 (H, W, 3), those of ``decode`` for the same
-    file.
+    """Return the upright pixels of an image, uint8 (H, W, 3), as ``decode`` does for a file.
 
     Args:
         image: path, bytes of a file, Pillow image, or uint8 RGB pixels (H, W, 3), taken as they
@@ -129,8 +127,9 @@ def stored_size(data: bytes) -> tuple[int, int]:
 
 
 def stored_ids(data: bytes) -> np.ndarray:
-    """Return the samples of an image of one channel as they are stored, or its palette indices:
-    integers (H, W), for masks of ids.
+    """Return the samples of a one-channel image, or its palette indices, as they are stored.
+
+    Integers (H, W), for masks of ids.
 
     Raises:
         BadImage: see ``decode``, or several channels.
@@ -149,8 +148,7 @@ def stored_ids(data: bytes) -> np.ndarray:
 
 
 def largest_undeclared(data: bytes) -> int | None:
-    """Return the largest sample of an image of 16 bits whose file does not state their range; None
-    for every other image.
+    """Return the largest sample of a 16-bit image whose file does not state a range, else None.
 
     Raises:
         BadImage: see ``decode``.
@@ -173,8 +171,9 @@ def largest_undeclared(data: bytes) -> int | None:
 
 
 def in_8_bits(data: bytes, window: Window) -> bytes:
-    """Return an image of more than 8 bits as an upright 8-bit PNG of ``window``; every other image
-    unchanged.
+    """Return an image of more than 8 bits as an upright 8-bit PNG of ``window``.
+
+    Other images are returned unchanged.
 
     Raises:
         BadImage: see ``decode``, or 16-bit colour of a kind that Pillow reads in 8 bits only.
@@ -193,8 +192,9 @@ def in_8_bits(data: bytes, window: Window) -> bytes:
 
 
 def may_be_image(head: bytes) -> bool:
-    """False where ``decode`` calls a file that begins with these ``HEAD_BYTES`` bytes "not an
-    image".
+    """Whether a file that begins with these ``HEAD_BYTES`` bytes may be an image.
+
+    If False, ``decode`` calls it "not an image".
     """
     readers = (Image.OPEN[name][1] for name in FORMATS if name in Image.OPEN)
     return (
@@ -205,9 +205,7 @@ def may_be_image(head: bytes) -> bool:
 
 
 def extension(data: bytes) -> str:
-    """File name extension that fits the first bytes of an image which ``decode`` accepts, e.g.
-    ``"jpg"``.
-    """
+    """Return the file name extension of an image that ``decode`` accepts, e.g. ``"jpg"``."""
     for magic, name in (
         (b"\xff\xd8", "jpg"),
         (b"\x89PNG", "png"),
@@ -394,9 +392,7 @@ def _file_bytes(path: Path) -> bytes:
 
 
 def _unread_bytes(image: Image.Image) -> bytes | None:
-    """Return the file of a Pillow image that is not loaded yet, and leave it so; None if there is
-    none.
-    """
+    """Return the bytes of a Pillow image's file without loading the image, or None."""
     if (
         not isinstance(image, ImageFile.ImageFile)
         or image.format not in (*FORMATS, "MPO")

@@ -1,6 +1,4 @@
-"""Folders of images: which names are images, links that lead back, folders that cannot be read, and
-tables joined with files.
-"""
+"""Find the images of folders, refuse what cannot be read, and join tables with files."""
 
 import os
 from collections.abc import Callable, Collection
@@ -42,9 +40,7 @@ class Missed(NamedTuple):
 
 
 def join_rows(root: Path, rows: dict[str, Row]) -> tuple[dict[str, Row], Missed]:
-    """Return the rows under the names of their files (``join_names``), and the names on both sides
-    that have no match.
-    """
+    """Return the rows under the names of their files (``join_names``), and unmatched names."""
     if not rows:
         return rows, Missed()
     files = []
@@ -64,7 +60,9 @@ def join_rows(root: Path, rows: dict[str, Row]) -> tuple[dict[str, Row], Missed]
 
 
 def refuse_cycles(folder: Path, below: list[str]) -> None:
-    """Links to folders are followed, like links to files: otherwise their images would be silently
+    """Raise DataError for a link to a folder that contains it.
+
+    Other links to folders are followed, like links to files: their images would be silently
     missing.
     """
     for name in below:

@@ -1,5 +1,6 @@
-"""Labels at the import: one or several per record, names or numbers, one kind per store. The one
-rule for class numbers is here.
+"""Labels at the import: one or several per record, names or numbers, one kind per store.
+
+The one rule for class numbers is here.
 
 A class number must not depend on private records: if the names found were numbered alphabetically,
 one image of a new class would shift the numbers, and with them the contributions of other records.
@@ -115,8 +116,9 @@ def read_rule(path: str | Path, unknown: UnknownClasses = "refuse") -> ClassRule
 
 
 def canonical(name: str) -> str:
-    """Return a class name in the one form in which names are compared and stored: without
-    surrounding spaces, in Unicode's NFC.
+    """Return a class name in the form in which names are compared and stored.
+
+    Without surrounding spaces, in Unicode's NFC.
     """
     return name.strip() if name.isascii() else unicodedata.normalize("NFC", name.strip())
 
@@ -193,8 +195,7 @@ class _Declared:
 
 
 class ImportedLabels:
-    """Labels from one field, as provisional numbers for the index; ``finish`` turns these into
-    classes.
+    """Labels from one field, as provisional numbers that ``finish`` turns into classes.
 
     A list gives a record several labels; an empty list means none of the classes. A field that is
     missing, null, empty or -1 means no label.
@@ -255,8 +256,9 @@ class ImportedLabels:
         )  # -1 marks a missing label in public data sets
 
     def unlisted(self, sample: "Sample") -> list[str]:
-        """Names in a sample's label that have no number: the store is private, and its classes were
-        not declared.
+        """Names in a sample's label that have no number.
+
+        There are some if the store is private and its classes were not declared.
         """
         if (
             not self._private
@@ -436,8 +438,7 @@ class ImportedLabels:
     def finish(
         self, rows: np.ndarray, folder: Path
     ) -> tuple[list[str] | None, tuple[str, int] | None]:
-        """Replace the provisional numbers in the column ``label`` of ``rows`` by classes, or by
-        positions of label sets.
+        """Replace the provisional numbers in ``rows["label"]`` by classes, or by places of sets.
 
         Args:
             folder: the store's folder, for the file of label sets.
@@ -473,8 +474,9 @@ class ImportedLabels:
 def with_classes(
     samples: Iterable["Sample"], labels: ImportedLabels, counts: Callable[["Sample"], bool]
 ) -> Iterator["Sample"]:
-    """Yield the samples; refuse a private store without declared classes at the first class name,
-    before that image is decoded.
+    """Yield the samples; refuse undeclared class names of a private store.
+
+    The first one is refused before its image is decoded.
 
     Args:
         counts: whether an image is not left out for another reason; asked of images with such a

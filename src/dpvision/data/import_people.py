@@ -1,5 +1,6 @@
-"""The persons of an import: every image has one, or the operator says what becomes of it; an image
-of two persons is refused.
+"""Find the persons of an import.
+
+Every image has one person, or the operator says what becomes of it.
 
 An image that lost its person would count as a person of its own, and the guarantee per person would
 be false for the one it shows.
@@ -133,8 +134,9 @@ def check_field(option: str, field: str, seen: set[str]) -> None:
 
 
 def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> None:
-    """Refuse a source with images without a person or of two, or a person spelled in two ways,
-    before all images are decoded; only suspicious ones are.
+    """Refuse images without a person or of two, and persons spelled in two ways.
+
+    This comes before all images are decoded; only suspicious ones are.
 
     Args:
         read: gives the samples anew at each call; called once, and again if there are images of two

@@ -1,5 +1,6 @@
-"""Make a store from a source: check and hash every image, merge identical ones, write the index;
-all or nothing.
+"""Make a store from a source: check and hash images, merge identical ones, write the index.
+
+A store is made whole or not at all.
 
 Image bytes are kept as they are; orientation and colour modes are handled at each read (decode.py).
 """
@@ -77,8 +78,9 @@ def import_source(
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Import an image folder, parquet files or WebDataset tars into a new store; tars are indexed
-    in place, the rest is copied.
+    """Import an image folder, parquet files or WebDataset tars into a new store.
+
+    Tars are indexed in place, the rest is copied.
 
     Files that cannot be read, are oversized or damaged, or are not images are left out: counted by
     reason in ``Store.import_summary``, and named only in ``confidential/left_out.jsonl``. Rows with

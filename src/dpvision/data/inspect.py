@@ -1,5 +1,6 @@
-"""Summaries of a store: counts, sizes, a sheet of images. Those of a private store are for the
-operator only.
+"""Summarise a store: counts, sizes, a sheet of images.
+
+Summaries of a private store are for the operator only.
 """
 
 from collections import Counter

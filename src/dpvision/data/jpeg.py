@@ -1,5 +1,6 @@
-"""JPEG by simplejpeg, strictly: damaged pixel data are refused, oddities of the header that do not
-touch pixels are not.
+"""Decode JPEG by simplejpeg, strictly.
+
+Damaged pixel data are refused; oddities of the header that do not touch pixels are not.
 
 libjpeg reports only its first warning. A harmless one would hide damage, so its cause is removed
 and the file is read again.

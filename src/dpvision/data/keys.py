@@ -1,5 +1,6 @@
-"""Random numbers of one record, keyed by (config seed, step, record id), never by its row or
-position in the batch.
+"""Random numbers of one record, keyed by (config seed, step, record id).
+
+They never depend on the record's row or its position in the batch.
 
 A counter-based generator (splitmix64's finaliser over a keyed counter), the same bits in numpy
 (data side) and in torch (model side, any device, also under ``torch.func.vmap``). This is for
@@ -38,8 +39,9 @@ class StepKey:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     def bits(self, record_id_B: Tensor, stream: str, count: int) -> Tensor:
-        """Random non-negative int64 numbers below 2^63, shape (B, count) or (count,) for a scalar
-        id, on the ids' device.
+        """Random int64 numbers from 0 to 2^63 - 1, on the ids' device.
+
+        Of shape (B, count), or (count,) for a scalar id.
         """
         start = mix_torch(record_id_B.long() ^ signed(self.base(stream)))
         counter = torch.arange(1, count + 1, device=record_id_B.device, dtype=torch.int64) * signed(
@@ -52,9 +54,7 @@ class StepKey:
         return (self.bits(record_id_B, stream, count) >> 39).float() * 2.0**-24
 
     def uniform_numpy(self, record_id_B: np.ndarray, stream: str, count: int) -> np.ndarray:
-        """The same numbers as ``uniform``, as float64 of shape (B, count), for code that runs in
-        data workers.
-        """
+        """The numbers of ``uniform`` as float64 (B, count), for code that runs in data workers."""
         with np.errstate(over="ignore"):
             start = mix_numpy(
                 np.asarray(record_id_B).astype(np.uint64) ^ np.uint64(self.base(stream))

@@ -60,8 +60,9 @@ def physical_batches(
     num_classes: int | None = None,
     normalised: bool = True,
 ) -> Iterator[Batch]:
-    """Yield augmented batches of the given rows in order; the last one may be smaller, and no rows
-    yield no batch.
+    """Yield augmented batches of the given rows in order.
+
+    The last one may be smaller, and no rows yield no batch.
 
     Each view is a crop (``transform.training_box``, bicubic) and a horizontal flip with probability
     1/2, drawn from ``key`` and the record's id in the streams "crop.V" and "flip.V". A view of a
@@ -145,9 +146,11 @@ def image_batches(
     batch_size: int,
     workers: int,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield images for evaluation: ``transform.evaluation_box`` resized to ``image_size``
-    (bicubic), normalised; with ``data.own_sizes`` at their own resolution on a canvas of
-    ``image_size`` (``transform.evaluation_view``).
+    """Yield images for evaluation, normalised.
+
+    They are ``transform.evaluation_box`` resized to ``image_size`` (bicubic), or with
+    ``data.own_sizes`` at their own resolution on a canvas of that size
+    (``transform.evaluation_view``).
 
     Args:
         rows: int64 positions in the store; if None, all of them.
@@ -286,9 +289,10 @@ def _augment_people(
     *,
     labelled: bool,
 ) -> _Arrays:
-    """Views of K images of each person, side by side: (B, K x V, ...). An image that does not
-    decode, or has no caption or (with ``labelled``) no label, counts as one that the person does
-    not have: their other images take its place, in order. A person without any is not valid.
+    """Return views of K images of each person, side by side: (B, K x V, ...).
+
+    An image that does not decode, or has no caption or (with ``labelled``) no label, is left out:
+    the person's other images take its place, in order. A person without any is not valid.
     """
     pixels = np.empty((*row_BK.shape, data.views, *out_BVCHW.shape[2:]), dtype=out_BVCHW.dtype)
     columns = [

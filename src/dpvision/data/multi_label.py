@@ -33,8 +33,10 @@ class LabelSets:
 
     @classmethod
     def open(cls, path: Path, num_bytes: int) -> "LabelSets":
-        """Open labels.npy. Raises DataError if it is missing, is another kind of file, or does not
-        have ``num_bytes`` bytes.
+        """Open labels.npy.
+
+        Raises DataError if it is missing, is another kind of file, or does not have ``num_bytes``
+        bytes.
         """
         try:
             found = path.stat().st_size
@@ -65,8 +67,9 @@ class LabelSets:
             )
 
     def numbered(self, number_of: np.ndarray) -> "LabelSets":
-        """Return the sets at the same positions with other class numbers, each ascending; class k
-        becomes ``number_of[k]``.
+        """Return the sets with class k renumbered as ``number_of[k]``, at the same positions.
+
+        Each set is ascending.
         """
         flat, at = np.array(self.flat), 0
         while at < len(flat):

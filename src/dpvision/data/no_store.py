@@ -14,8 +14,9 @@ _SHOWN = 3
 
 
 def check_is_store(path: Path) -> None:
-    """Raise DataError unless there is a store at ``path``, intact or not; the message says what is
-    there instead, and what to do.
+    """Raise DataError unless there is a store at ``path``, intact or not.
+
+    The message says what is there instead, and what to do.
 
     Raises:
         DataError: nothing, a file, a run, a folder of stores, or images that were not imported; or

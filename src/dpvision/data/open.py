@@ -1,6 +1,4 @@
-"""Open a store of either kind: image files in tar shards (``store``), or generated textures
-(``texture_store``).
-"""
+"""Open a store: image files in tar shards (``store``), or textures (``texture_store``)."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,10 @@ def is_store(path: str | Path) -> bool:
 
 
 def open_store(path: str | Path) -> Store:
-    """Open a store and check it: every shard has its recorded size, every row lies inside its
-    shard, and the last row of each shard follows a tar header of its size.
+    """Open a store and check its files.
+
+    Every shard has its recorded size, every row lies inside its shard, and the last row of each
+    shard follows a tar header of its size.
 
     Raises:
         DataError: not a store, written by another version, or files and index do not match.

@@ -1,6 +1,4 @@
-"""Map a function over items in threads or processes: results in order, a bounded number of items
-ahead.
-"""
+"""Map a function over items in threads or processes, with results in order."""
 
 import multiprocessing
 import os
@@ -24,8 +22,7 @@ def ordered_map(
     ahead: int,
     processes: bool = False,
 ) -> Generator[R, None, None]:
-    """Yield ``function(item)`` in the order of the items, computed by ``workers`` threads or
-    processes.
+    """Yield ``function(item)`` in the order of the items, from threads or processes.
 
     At most ``ahead`` items are taken before their result is requested, so memory stays bounded. An
     exception of ``function`` or of the iterable is raised in place of its result; closing the
@@ -38,7 +35,16 @@ def ordered_map(
     if not workers >= 1:
         raise ConfigError(f"workers={workers}; expected at least 1. Use 2.")
     pending: deque[Future[R]] = deque()
-    pool = _processes(workers) if processes else ThreadPoolExecutor(workers)
+    pool: Executor = (
+        ProcessPoolExecutor(
+            workers,
+            # spawn: a forked child would inherit the locks of other threads
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_end_with_parent,
+        )
+        if processes
+        else ThreadPoolExecutor(workers)
+    )
     try:
         for item in items:
             pending.append(pool.submit(function, item))
@@ -50,16 +56,11 @@ def ordered_map(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _processes(workers: int) -> Executor:
-    # spawn: a forked child would inherit the locks of other threads
-    return ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
-    )
-
-
 def _end_with_parent() -> None:
-    """Without this, the workers of a killed process would wait for work forever, since each holds
-    both ends of the pool's queue.
+    """End this process when its parent ends.
+
+    Without this, the workers of a killed process would wait for work forever, since each holds both
+    ends of the pool's queue.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

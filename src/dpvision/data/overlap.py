@@ -1,5 +1,6 @@
-"""Find images of a public store that are also in a private one: identical bytes, identical pixels,
-near perceptual hashes.
+"""Find images of a public store that are also in a private one.
+
+By identical bytes, identical pixels, or near perceptual hashes.
 
 Whether two images match does not depend on other images, so a private image without a public twin
 changes nothing.
@@ -199,8 +200,9 @@ def matches_of(
 
 
 def write_pairs(path: Path, public: Store, private: Store, found: Matches) -> None:
-    """Write one JSON line per match: names and rows in both stores, kind, distance. Confidential:
-    it names private images.
+    """Write one JSON line per match: names and rows in both stores, kind, distance.
+
+    Confidential: it names private images.
     """
     with path.open("w", encoding="utf-8") as file:
         for ours, theirs, how, distance in zip(
@@ -237,8 +239,9 @@ def check_out(public: Store, out: str | Path) -> Path:
 def write_without(
     public: Store, out: str | Path, rows: np.ndarray, private: Store, methods: list[str]
 ) -> Store:
-    """Write a store of the public images except ``rows``, with a record of the removal for the
-    lineage of runs trained on it.
+    """Write a store of the public images except ``rows``.
+
+    The removal is recorded for the lineage of runs trained on it.
 
     It reads the public store's shards in place and keeps its id, like the halves of a split. Which
     images are missing, and how many, depends on the private store: the folder is readable by its

@@ -1,5 +1,4 @@
-"""The people of a store, each with the rows of all their images; and which of these are the views
-of a person in a step.
+"""The people of a store, and which images of a person are used in a step.
 
 Where a plan draws people, one of them is one record of the clipped sum: the losses of k images are
 averaged before the clip. Which k depends on (seed, step) and on that person's images only (decision

@@ -41,8 +41,9 @@ _PAIRS_AT_ONCE = 1 << 22
 
 
 def perceptual_hashes(pixels_HWC: np.ndarray) -> np.ndarray | None:
-    """Compute both hashes of an image and of its mirror image, uint64 (2, 2); None for an image of
-    (nearly) one colour.
+    """Compute both hashes of an image and of its mirror image, uint64 (2, 2).
+
+    None for an image of (nearly) one colour.
 
     Args:
         pixels_HWC: uint8 RGB.
@@ -78,8 +79,7 @@ def _number(hashed: Any) -> int:
 def nearest_within(
     hash_N2: np.ndarray, base_M2: np.ndarray, radius: int, second_radius: int = SECOND_RADIUS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find for each hash the nearest of ``base_M2`` by the first 64 bits, among those within both
-    radii.
+    """Find the nearest of ``base_M2`` by the first 64 bits, among those within both radii.
 
     Args:
         hash_N2, base_M2: uint64; equal ones are compared once.

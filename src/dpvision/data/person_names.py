@@ -1,6 +1,4 @@
-"""The person of an image, from a field of its source: one name for one person, however the source
-writes it.
-"""
+"""Name the person of an image: one name for one person, however the source writes it."""
 
 import re
 import unicodedata
@@ -95,8 +93,9 @@ def person_name(value: Any, field: str, key: str) -> str | None:
 
 
 def one_spelling(text: str) -> str:
-    """Return a text in the form in which persons are compared: spellings that look the same become
-    one; it never makes two of one.
+    """Return a text in the form in which persons are compared.
+
+    Spellings that look the same become one; one spelling never becomes two.
 
     Unicode's NFKC; without control and zero-width characters; every space, dash, apostrophe and
     decimal digit of one kind; single spaces, none around; 7.00 as 7.
@@ -119,8 +118,9 @@ def _folded(c: str) -> str:
 
 
 def loosely(name: str) -> str:
-    """Return a key that names share which may be one person's: they differ in case, in leading
-    zeros, or in how a number is written.
+    """Return a key that is equal for names which may be one person's.
+
+    They differ in case, in leading zeros, or in how a number is written.
 
     Args:
         name: from ``person_name``.

@@ -1,5 +1,7 @@
-"""Lines of a store's records.jsonl: each holds a record's key in the source and its captions. Rows
-with the same image are merged into one, so that one person's image is clipped and counted once.
+"""Read and write the lines of a store's records.jsonl: a record's key and its captions.
+
+Rows with the same image are merged into one, so that one person's image is clipped and counted
+once.
 
 Legend: B requested rows.
 """
@@ -28,8 +30,9 @@ def captions_of(line: bytes) -> tuple[str, ...]:
 
 
 def have_captions(text: Path, offset_B: np.ndarray, size_B: np.ndarray) -> np.ndarray:
-    """Which lines of records.jsonl hold a caption, bool (B,), read from their ends: `[]}` closes an
-    empty list, `"]}` any other.
+    """Return which lines of records.jsonl hold a caption, bool (B,).
+
+    It is read from their ends: `[]}` closes an empty list, `"]}` any other.
     """
     if not len(offset_B):
         return np.zeros(0, dtype=bool)
@@ -38,17 +41,13 @@ def have_captions(text: Path, offset_B: np.ndarray, size_B: np.ndarray) -> np.nd
 
 
 def line_of(text: BinaryIO, row: np.void) -> dict[str, Any]:
-    """Return the line of a row of the index from ``text``, an open records.jsonl, whose position it
-    moves.
-    """
+    """Return the line of a row of the index from an open records.jsonl; its position moves."""
     text.seek(int(row["caption_offset"]))
     return json.loads(text.read(int(row["caption_size"])))
 
 
 def append_line(text: BinaryIO, key: str, captions: Sequence[str]) -> tuple[int, int]:
-    """Write a record's line at the current position of ``text``, an open records.jsonl; return its
-    offset and size.
-    """
+    """Write a record's line to an open records.jsonl, and return its offset and size."""
     line = json.dumps({"key": key, "captions": captions}).encode() + b"\n"
     position = text.tell()
     text.write(line)

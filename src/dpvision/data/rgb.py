@@ -1,5 +1,6 @@
-"""Convert Pillow images of every kind of sample to 8-bit RGB: bit depth, sign, stated range,
-photometric interpretation, transparency.
+"""Convert Pillow images of every kind of sample to 8-bit RGB.
+
+By bit depth, sign, stated range, photometric interpretation and transparency.
 
 - 16-bit grey: the high byte, v >> 8 (what Pillow does to 16-bit colour, so that grey and colour
   agree). A file that states another range is read by that: 12 bits per sample, a TIFF's
@@ -120,8 +121,9 @@ def to_8_bits(values: np.ndarray, window: Window) -> np.ndarray:
 
 
 def stated_range(image: Image.Image) -> Window | None:
-    """Return the range of its samples that the file states, or None; 16 bits alone state none, as
-    12-bit cameras write them too.
+    """Return the range of samples that the file states, or None.
+
+    16 bits alone state none, as 12-bit cameras write them too.
     """
     if not isinstance(image, TiffImagePlugin.TiffImageFile):
         return (0, 65535) if image.format in _SCALED and image.mode != "F" else None

@@ -6,14 +6,10 @@ Every kind yields ``Sample``; importer.py alone interprets its fields (label, un
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dpvision.data.beside import (
     HIDDEN,
@@ -38,9 +34,9 @@ from dpvision.data.folders import (
     refuse_unless_hidden,
     refuse_unreadable,
 )
-from dpvision.data.image_column import image_column, read_arrow
 from dpvision.data.ordered import ordered_map
-from dpvision.data.table_files import METADATA_NAMES, read_metadata
+from dpvision.data.parquet_files import read_parquet
+from dpvision.data.table_files import METADATA_NAMES, read_metadata, require_fields
 from dpvision.data.tarindex import Member, scan
 from dpvision.errors import DataError
 from dpvision.strict_json import parse_json
@@ -160,8 +156,9 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
 
 
 def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list[Path]]:
-    """Return an image below a folder, if there is one, and all tars and parquet files; hidden
-    folders are passed over.
+    """Return an image below a folder, or None, and all tars and parquet files.
+
+    Hidden folders are passed over.
     """
     image, tars, parquets = None, list[Path](), list[Path]()
     listed = any((root / name).exists() for name in METADATA_NAMES)
@@ -188,15 +185,6 @@ def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list
     return image, sorted(tars), sorted(parquets)
 
 
-def _require_fields(wanted: Iterable[str], known: Iterable[str], where: object) -> None:
-    for name in wanted:
-        if name not in set(known):
-            raise DataError(
-                f"source: {where}: field={name!r}; expected one of {sorted(known)}. Change "
-                "--unit-from or --label-from."
-            )
-
-
 def _folder_source(
     root: Path, unit_from: str | None, label_from: str | None, separated: bool
 ) -> Source:
@@ -205,7 +193,7 @@ def _folder_source(
         root, [label, *([unit_from] if unit_from else [])], label if separated else None
     )
     tables = {root / name for name in METADATA_NAMES}
-    _require_fields(
+    require_fields(
         [name for name in (unit_from, label_from) if name is not None],
         {"parent", "label", *columns},
         root,
@@ -277,8 +265,9 @@ def _texts_beside(folder: str, names: list[str]) -> dict[str, list[Path]]:
 
 
 def _read_beside(paths: list[Path]) -> dict[str, Any]:
-    """Caption fields from the text files next to an image; classes and persons come from folders
-    and the table only.
+    """Read caption fields from the text files next to an image.
+
+    Classes and persons come from folders and the table only.
 
     An unreadable file becomes an empty text, a null caption or its bytes, and the importer counts
     it.
@@ -305,16 +294,18 @@ def _read_beside(paths: list[Path]) -> dict[str, Any]:
 
 
 def _text_or_bytes(data: bytes) -> str | bytes:
-    """The text of a file; its bytes if the encoding cannot be determined or the file is too long
-    for a caption.
+    """Return the text of a file, or its bytes.
+
+    The bytes if the encoding cannot be determined, or the file is too long for a caption.
     """
     text = decode_text(data) if len(data) <= MAX_TEXT_BYTES else None
     return data if text is None else text.strip()
 
 
 def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
-    """Read a file as a sample; one that is not a file, oversized or unreadable gets a ``problem``
-    instead of bytes.
+    """Read a file as a sample.
+
+    One that is not a file, oversized or unreadable gets a ``problem`` instead of bytes.
     """
     try:
         if not path.is_file():
@@ -335,59 +326,12 @@ def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
 
 
 def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
-    schema = read_arrow(paths[0], partial(pq.read_schema, paths[0]))
-    image, others = image_column(schema, paths[0])
-    _require_fields(wanted, set(schema.names) - {image}, paths[0])
-    useful = {label, *wanted, *CAPTION_FIELDS} - {image}
-    columns, label_names = [image, *sorted(useful & set(schema.names))], _class_names(schema, label)
-
-    def rows() -> Iterator[Sample]:
-        for path in paths:
-            file = read_arrow(path, partial(pq.ParquetFile, path))
-            found = file.schema_arrow
-            if image not in found.names or useful & set(found.names) != set(columns) - {image}:
-                raise DataError(
-                    f"source: {path}: columns {found.names}; expected those of {paths[0]}, "
-                    f"{columns}. Import it separately."
-                )
-            if _class_names(found, label) != label_names:
-                raise DataError(
-                    f"source: {path}: class names unlike those of {paths[0]}; expected the same, "
-                    "in one order. Import it apart."
-                )
-            batches = file.iter_batches(batch_size=512, columns=columns)
-            number = 0
-            while (batch := read_arrow(path, partial(next, batches, None))) is not None:
-                for row in batch.to_pylist():
-                    cell = row.pop(image)
-                    data, name = (
-                        (cell.get("bytes"), cell.get("path"))
-                        if isinstance(cell, dict)
-                        else (cell, None)
-                    )
-                    key = name or f"{path.stem}-{number}"
-                    number += 1
-                    yield (
-                        Sample(key, data, row)
-                        if data
-                        else Sample(key, b"", row, problem="no image")
-                    )
-
-    return Source(rows(), label_names, {"image_columns_not_read": others} if others else {})
-
-
-def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
-    """Class names from the metadata that Hugging Face datasets writes into the schema, for a column
-    of classes or of lists.
-    """
-    try:
-        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]
-        if isinstance(feature, list):
-            (feature,) = feature
-        names = feature.get("feature", feature)["names"]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
-    return [str(name) for name in names]
+    rows, label_names, others = read_parquet(paths, label, wanted)
+    samples = (
+        Sample(key, data, row) if data else Sample(key, b"", row, problem="no image")
+        for key, data, row in rows
+    )
+    return Source(samples, label_names, {"image_columns_not_read": others} if others else {})
 
 
 def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Iterator[Sample]:
@@ -449,8 +393,9 @@ def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Itera
 
 
 def _dotted(groups: dict[str, dict[str, Member]], path: Path) -> dict[str, dict[str, Member]]:
-    """Return the groups with those taken apart whose images have dots in their names: there the key
-    ends at the last dot.
+    """Return the groups, with images that have dots in their names taken apart.
+
+    The key of such an image ends at the last dot.
 
     By WebDataset's rule, the first dot, IMG_2020.01.02.png is no image, and all images of 2020 are
     parts of one sample.

@@ -169,9 +169,10 @@ class Store:
 
     @property
     def results_visibility(self) -> Literal["private", "public"]:
-        """str: visibility of results computed from these records. "private" for a public store
-        cleared of private twins (overlap.py): its images are public, but which and how many of them
-        remain depends on the private store.
+        """str: visibility of results computed from these records.
+
+        "private" for a public store cleared of private twins (overlap.py): its images are public,
+        but which and how many of them remain depends on the private store.
         """
         return "private" if "deduplicated" in self.meta else self.visibility
 

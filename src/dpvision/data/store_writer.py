@@ -170,8 +170,9 @@ def _write(store_dir: Path, key: bytes) -> None:
 def write_part(
     store: Store, folder: Path, chosen: np.ndarray, about: dict[str, Any], without: str = ""
 ) -> None:
-    """Write the store of some records of another one, whose shards it reads in place and whose id
-    and key it shares.
+    """Write the store of some records of another one.
+
+    It reads that store's shards in place and shares its id and key.
 
     Args:
         chosen: bool (N,), the records of the part.

@@ -165,6 +165,16 @@ def _jsonl_rows(lines: Iterable[str]) -> tuple[list[str], Iterable[Row]]:
     return list(dict.fromkeys(name for row in rows for name in row)), rows
 
 
+def require_fields(wanted: Iterable[str], known: Iterable[str], where: object) -> None:
+    """Raise DataError for a field to read that a source does not have."""
+    for name in wanted:
+        if name not in set(known):
+            raise DataError(
+                f"source: {where}: field={name!r}; expected one of {sorted(known)}. Change "
+                "--unit-from or --label-from."
+            )
+
+
 UNMATCHED_FILE = "unmatched.jsonl"
 """File under a store's confidential/: rows without a file, and files without a row."""
 

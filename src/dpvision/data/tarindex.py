@@ -166,9 +166,10 @@ def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
 
 
 def _check_tail(fd: int, position: int, end: int, path: Path) -> None:
-    """Only the zeros that pad a tar's last record may follow its end mark: in an interrupted
-    download into a file of the full size, or with a second tar appended by `cat`, images would be
-    silently lost.
+    """Refuse anything but zeros after a tar's end mark.
+
+    In an interrupted download into a file of the full size, or with a second tar appended by `cat`,
+    images would be silently lost.
     """
     tail = os.pread(fd, min(end - position, _MAX_TAIL_BYTES), position)
     if end - position > _MAX_TAIL_BYTES or tail.strip(b"\0"):

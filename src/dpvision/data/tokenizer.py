@@ -302,15 +302,15 @@ def store_captions(store: Store) -> Iterator[str]:
             "file would show words of the captions. Use --text with public captions, --scenes, "
             "or a store imported with --public."
         )
-    return _store_captions(store)
-
-
-def _store_captions(store: Store) -> Iterator[str]:
-    for start in range(0, store.num_records, _ROWS_AT_ONCE):
+    starts = range(0, store.num_records, _ROWS_AT_ONCE)
+    return (
+        caption
+        for start in starts
         for captions in store.captions_many(
             np.arange(start, min(start + _ROWS_AT_ONCE, store.num_records))
-        ):
-            yield from captions
+        )
+        for caption in captions
+    )
 
 
 def scene_captions(num: int) -> Iterator[str]:

@@ -188,9 +188,10 @@ def decoded(files: Iterable[bytes]) -> Iterator[Image.Image | None]:
 def evaluation_box(
     width: int, height: int, image_size: int, data: DataConfig
 ) -> tuple[float, float, float, float]:
-    """Box of an image for evaluation: the centred square over the shorter side; if ``data.resize``
-    is set, the whole image, or with crop="centre" the centre of side ``image_size`` of the resized
-    square.
+    """Return the box of an image for evaluation: the centred square over the shorter side.
+
+    If ``data.resize`` is set, the whole image, or with crop="centre" the centre of side
+    ``image_size`` of the resized square.
     """
     if data.resize is None:
         return centre_box(width, height)
@@ -337,7 +338,5 @@ def preprocess(
 
 
 def preprocess_of(image_size: int, data: DataConfig, window: Window | None = None) -> Preprocess:
-    """Make the evaluation transform of a run, the same as ``loader.image_batches`` applies to a
-    store.
-    """
+    """Make the evaluation transform of a run, equal to that of ``loader.image_batches``."""
     return Preprocess(image_size, data.mean, data.std, data, window)

@@ -21,8 +21,8 @@ from dpvision.data.decode import BadImage
 from dpvision.data.open import is_store, open_store
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
-from dpvision.encoders.collect import Progress, collect_features
 from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.feature_file import Progress, collect_features
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.files import replacing

@@ -68,12 +68,12 @@ class Encoder:
     """
     standard_rows: bool = False
     """Whether its features are already centred, whitened and of length 1. A head then subtracts no
-    other centre, its rate is not bounded for stability (``adapt.rate``), and they are stored as
+    other centre, its rate is not bounded for stability (``adapt.defaults``), and they are stored as
     float16, with a relative rounding error of at most 1 / 2,048.
     """
     order_D: Tensor | None = field(default=None, compare=False)
     """Spatial frequency of each feature dimension, int64 from 0 (the average over positions), or
-    None. Private heads give low frequencies more weight under much noise (``adapt.frequency``).
+    None. Private heads give low frequencies more weight under much noise (``adapt.defaults``).
     """
     window: Window | None = None
     """Declared range of the samples of more than 8 bits that a run was trained on; files are read
@@ -128,8 +128,8 @@ class Encoder:
         """Yield its weights, on the CPU; nothing for features without weights. Copies them
         lazily.
         """
-        if self.backbone is not None:
-            yield from self.backbone().state_dict().values()
+        made = () if self.backbone is None else (self.backbone,)
+        return (value for backbone in made for value in backbone().state_dict().values())
 
     @property
     def confidential(self) -> bool:

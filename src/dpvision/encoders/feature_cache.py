@@ -1,10 +1,11 @@
 """A cache of features and scores in the folder of the store that they were computed from.
 
 Features of private images are as private as the images: they are under
-STORE/confidential/features/, readable by the owner only. A file's name is a digest of everything
-that determines its content: the encoder (weights, and features of fixed noise), decoding and
-preprocessing (settings, source code, library versions), the store and its rows. Files are never
-updated.
+STORE/confidential/features/, readable by the owner only. A file's name is a digest of what
+determines its content: the encoder (weights, preprocessing, and features of fixed noise),
+``FEATURES_VERSION``, the versions of the image decoders, the store and its rows. Files are never
+updated, and never deleted, except one that could not be finished: to free the space, delete the
+folder; what is needed is computed again.
 
 Legend: N records, D feature dimension, B images, C channels, H height, W width.
 """
@@ -16,7 +17,6 @@ import io
 import json
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,19 +33,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dpvision.data import decode, jpeg, loader, rgb, transform
 from dpvision.data.store import Store
-from dpvision.encoders import collect, pooled
 from dpvision.errors import DataError, remedy_for
 from dpvision.files import replacing, sync
 
-MAX_BYTES = 4 << 30
-"""Maximum size of a store's cache; the least recently used files are deleted first, small ones
-last.
+FEATURES_VERSION = 1
+"""Raise it with every change of decoding, preprocessing or a fixed encoder that changes features:
+those kept before are then computed again. tests/encoders/test_features_version.py reminds you.
 """
-_SMALL_BYTES = 1 << 20
-"""Files below this size do not evict larger ones."""
-_LEFT_S = 24 * 3600
 _SYNC_S = 1.0
 """Interval at which the rows of a growing array are counted; uncounted rows are lost with the
 process.
@@ -58,39 +53,30 @@ _COUNT = 8
 class FeatureCache:
     """The cache of one store. A full or read-only disk or a damaged file only costs time."""
 
-    def __init__(self, store_dir: Path, max_bytes: int = MAX_BYTES) -> None:
-        self.folder, self.max_bytes = store_dir / "confidential" / "features", max_bytes
+    def __init__(self, store_dir: Path) -> None:
+        self.folder = store_dir / "confidential" / "features"
 
     def load(self, key: str) -> dict[str, Tensor] | None:
         """Return the tensors cached under ``key``, or None."""
-        path = self.folder / f"{key}.safetensors"
         try:
-            tensors = load_file(path)
+            return load_file(self.folder / f"{key}.safetensors")
         except (OSError, SafetensorError):
             return None
-        _mark_used(path)
-        return tensors
 
     def save(self, key: str, tensors: dict[str, Tensor]) -> None:
-        """Cache tensors under ``key``, unless they are larger than the cache."""
-        if sum(t.numel() * t.element_size() for t in tensors.values()) <= self.max_bytes:
-            self._write(
-                f"{key}.safetensors",
-                lambda path: save_file(
-                    {k: t.contiguous().clone() for k, t in tensors.items()}, path
-                ),
-            )
+        """Cache tensors under ``key``, if the disk has space for them."""
+        if self.has_room(key, sum(t.numel() * t.element_size() for t in tensors.values())):
+            made = {k: t.contiguous().clone() for k, t in tensors.items()}
+            self._write(f"{key}.safetensors", lambda path: save_file(made, path))
 
     def load_array(self, key: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
         """Return the array cached under ``key``, memory-mapped and read-only, or None if missing or
         of another shape or type.
         """
-        path = self.folder / f"{key}.npy"
         try:
-            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            found = np.load(self.folder / f"{key}.npy", mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return None
-        _mark_used(path)
         return found if found.shape == shape and found.dtype == dtype else None
 
     def save_array(
@@ -107,7 +93,7 @@ class FeatureCache:
         ``load_array``. The folder must exist.
 
         Continues where an earlier process stopped or was killed, and waits while another process
-        writes the same array. An array larger than the cache evicts everything else.
+        writes the same array.
 
         Args:
             blocks_from: yields the blocks in order, starting at a given row, a multiple of
@@ -126,10 +112,7 @@ class FeatureCache:
                 else:
                     first = partial.rows_done() // step * step
                     partial.write(first, blocks_from(first))
-                    written = self.load_array(
-                        key, shape, dtype
-                    )  # under the lock, which keeps other processes from deleting it
-            self._make_room(partial.path)
+                    written = self.load_array(key, shape, dtype)
         except OSError as error:
             remedy = remedy_for(error, "Free space, then repeat.")
             raise DataError(
@@ -181,50 +164,6 @@ class FeatureCache:
             if self.make_folder():
                 with replacing(self.folder / name) as partial:
                     write(partial)
-                self._make_room(self.folder / name)
-
-    def _make_room(self, keep: Path) -> None:
-        """Delete files beyond the cache's maximum size, but not ``keep``, which was just written,
-        nor arrays that a process is writing.
-
-        Other processes may rename and delete files meanwhile.
-        """
-        found = []
-        for entry in os.scandir(self.folder):
-            with contextlib.suppress(FileNotFoundError):
-                stat = entry.stat()
-                if (
-                    re.search(r"\.partial-\d+$", entry.name)
-                    and time.time() - stat.st_mtime > _LEFT_S
-                ):
-                    os.unlink(entry)  # left by a process that was killed while it wrote
-                else:
-                    found.append(
-                        (
-                            entry.name != keep.name,
-                            stat.st_size >= _SMALL_BYTES,
-                            -stat.st_mtime_ns,
-                            stat.st_size,
-                            Path(entry),
-                        )
-                    )
-        total, wrote_large = 0, False
-        for other, large, _, size, path in sorted(
-            found
-        ):  # ``keep``, then small files, then large ones, each the latest first
-            total += size
-            wrote_large |= large and not other
-            if other and total > self.max_bytes and (wrote_large or not large):
-                with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
-                    if _locked(file, path):
-                        path.unlink()
-
-
-def _mark_used(path: Path) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # deleted meanwhile, or on a read-only disk: what was read is good all the same
-        os.utime(path)
 
 
 class GrowingArray:
@@ -351,13 +290,7 @@ def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
 
 def features_key(encoder: str, store: Store, rows: np.ndarray) -> str:
     """Return the cache key of the features of ``rows`` by the encoder with this fingerprint."""
-    digest = _digest(
-        [
-            encoder,
-            store.store_id,
-            code_digest(decode, jpeg, rgb, loader, transform, collect, pooled),
-        ]
-    )
+    digest = _digest([encoder, store.store_id, FEATURES_VERSION, *_decoders()])
     digest.update(store.index["id"][rows].tobytes())
     return digest.hexdigest()[:40]
 
@@ -369,27 +302,24 @@ def score_key(*parts: Any) -> str:
 
 def code_digest(*modules: ModuleType) -> str:
     """Return a digest of modules' source and of the library versions, since a change of either may
-    change the result.
+    change a score.
     """
+    libraries = [torch.__version__, np.__version__, sklearn.__version__]
+    digest = _digest([*libraries, *_decoders()])
+    for module in modules:
+        digest.update(Path(module.__file__ or "").read_bytes())
+    return digest.hexdigest()
+
+
+def _decoders() -> list[str]:
+    """Return the versions of the libraries that decode images."""
     try:
         import pillow_heif
 
         heif = pillow_heif.__version__
     except ImportError:
         heif = "absent"
-    digest = _digest(
-        [
-            torch.__version__,
-            PIL.__version__,
-            np.__version__,
-            sklearn.__version__,
-            simplejpeg.__version__,
-            heif,
-        ]
-    )
-    for module in modules:
-        digest.update(Path(module.__file__ or "").read_bytes())
-    return digest.hexdigest()
+    return [PIL.__version__, simplejpeg.__version__, heif]
 
 
 def _digest(value: Any) -> Any:

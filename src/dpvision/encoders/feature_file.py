@@ -1,8 +1,9 @@
-"""Frozen features of many records as one memory-mapped array, cached in the store's folder.
+"""Frozen features of a store's records: by several encoders at once, or as one memory-mapped array,
+cached in the store's folder; and the public centre that heads subtract from them.
 
-Row i belongs to record ``rows[i]``. A record that does not decode has a row of NaN and contributes
-zero to everything computed from it (docs/privacy.md). Batches are padded to one size, so that a
-record's features do not depend on the other records of its batch.
+In an array, row i belongs to record ``rows[i]``. A record that does not decode has a row of NaN and
+contributes zero to everything computed from it (docs/privacy.md). Batches are padded to one size,
+so that a record's features do not depend on the other records of its batch.
 
 Rows of length 1, and features that would take more than 2 GiB for the declared number of records,
 are stored as float16: half the disk space and half the reading, which bounds the speed of many
@@ -18,19 +19,29 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from dpvision.config import DataConfig
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
-from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.encoder import Encoder, FeatureFunction
 from dpvision.encoders.feature_cache import FeatureCache, features_key, score_key
 from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
+from dpvision.synthetic.textures import textures
 
 _CPU_ROWS = 32
 _WHOLE_BYTES = 2 << 30
 """Size of float32 features above which they are stored as float16. Also the limit in memory if the
 disk has no space.
 """
+NUM_TEXTURES = 256
+_FIRST_TEXTURE = 1_000_000
+"""First texture number; lower ones are used to learn patches."""
+_TEXTURES = 32
+
+Progress = Callable[[int], None]
+"""Called after each batch with the number of images done so far."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Extraction:
     batch_size: int = 256
     workers: int = 2
     device: str | torch.device = "cpu"
-    progress: Callable[[int], None] | None = None
+    progress: Progress | None = None
     """Called with the number of finished records."""
 
 
@@ -218,3 +229,81 @@ def _blocks(
             how.progress(done)
     if done < len(rows):
         yield np.full((len(rows) - done, width), np.nan, dtype=dtype)
+
+
+@torch.inference_mode()
+def collect_features(
+    functions: dict[str, FeatureFunction],
+    store: Store,
+    data: DataConfig,
+    image_size: int,
+    *,
+    rows: np.ndarray | None = None,
+    batch_size: int = 256,
+    workers: int = 2,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> tuple[dict[tuple[str, str], Tensor], Tensor, Tensor]:
+    """Compute features of a store's images under the evaluation transform. Images that do not
+    decode are left out.
+
+    Args:
+        functions: by name; their weights must be on ``device``.
+        data: preprocessing of the images.
+        rows: int64 positions in the store; if None, all.
+
+    Returns:
+        Features x_ND, float32, by (function's name, feature's name); label_N, int64 (-1 without a
+        label); row_N, int64. All on the CPU.
+
+    Raises:
+        DataError: no image could be read.
+    """
+    total = store.num_records if rows is None else len(rows)
+    found: dict[tuple[str, str], Tensor] = {}
+    label_N, row_N, done = (
+        torch.empty(total, dtype=torch.int64),
+        torch.empty(total, dtype=torch.int64),
+        0,
+    )
+    for x_BCHW, row_B, label_B in image_batches(
+        store, rows, image_size, data, batch_size=batch_size, workers=workers
+    ):
+        here = slice(done, done + len(x_BCHW))
+        label_N[here], row_N[here] = label_B, row_B
+        x_BCHW = x_BCHW.to(device)
+        for function_name, function in functions.items():
+            for name, x_BD in function(x_BCHW).items():
+                if (function_name, name) not in found:
+                    found[function_name, name] = torch.empty(total, x_BD.shape[1])
+                found[function_name, name][here] = x_BD.float().cpu()
+        done = here.stop
+        if progress is not None:
+            progress(done)
+    if done == 0:
+        raise DataError(
+            f"features: {store.path} has no readable image among {total}; expected one or more. "
+            "Import the source again."
+        )
+    return {key: x_ND[:done] for key, x_ND in found.items()}, label_N[:done], row_N[:done]
+
+
+@torch.inference_mode()
+def texture_centre(encoder: Encoder, pooling: str, device: str | torch.device = "cpu") -> Tensor:
+    """Return a public centre to subtract from features: the encoder's mean over 256 procedural
+    textures, float32 (D,), on the CPU.
+
+    Features of most encoders share a large common component, which carries no class information yet
+    takes up most of a clipped record's norm. This mean has nearly the same direction and costs no
+    privacy.
+    """
+    mean, std = (torch.tensor(v)[:, None, None] for v in (encoder.mean, encoder.std))
+    total: Tensor | None = None
+    for start in range(_FIRST_TEXTURE, _FIRST_TEXTURE + NUM_TEXTURES, _TEXTURES):
+        pixel_BCHW = (
+            textures(torch.arange(start, start + _TEXTURES), encoder.image_size).float() / 255
+        )
+        part_D = encoder(((pixel_BCHW - mean) / std).to(device), pooling).double().sum(dim=0).cpu()
+        total = part_D if total is None else total + part_D
+    assert total is not None
+    return (total / NUM_TEXTURES).float()

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
+from dpvision.checkpoint import load_checkpoint
+from dpvision.config import FrozenEncoderConfig
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.fixed import FIXED, fixed_encoder
+from dpvision.encoders.identity import check_alone
 from dpvision.encoders.trained import run_encoder
 from dpvision.errors import ConfigError
-from dpvision.runs.unprotected import runs_with_these_weights
+from dpvision.models.timm_cache import find_timm_weights
+from dpvision.runs.lineage import runs_with_these_weights
 
 _FORMS = (
     "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, "
@@ -73,6 +77,43 @@ def open_encoder(
     raise ConfigError(
         f"encoder: {spec!r}; expected {_FORMS}. Use patches+scattering, which needs no file."
     )
+
+
+def open_frozen(
+    cfg: FrozenEncoderConfig, device: str | torch.device
+) -> tuple[Encoder, FrozenEncoderConfig]:
+    """Open the encoder that a head's config names, and return it with its actual pooling, image
+    size and feature dimension. A run is named by its recipe, because a statement must not contain
+    paths.
+
+    Raises:
+        ConfigError: a timm architecture without weights, an image size that the encoder does not
+            accept (patches accept any maximum resolution, rounded down to one of theirs), or as
+            ``check_alone``.
+        CheckpointError: the encoder cannot be read.
+    """
+    assert cfg.spec is not None
+    encoder = open_encoder(cfg.spec, device=device, image_size=cfg.image_size or None)
+    kind, _, name = cfg.spec.partition(":")
+    if encoder.weights == "random" and kind != "random":
+        places = find_timm_weights(name)[1] if kind == "timm" else ["nowhere, without a file"]
+        raise ConfigError(
+            f"encoder: {cfg.spec} has no weights on this machine (looked for "
+            f"{'; '.join(places)}); expected pretrained weights. Nothing is downloaded: use "
+            f"{cfg.spec}@FILE, or let timm download them first."
+        )
+    if cfg.image_size not in (0, encoder.image_size) and not encoder.own_sizes:
+        raise ConfigError(
+            f"encoder: image_size={cfg.image_size}; expected {encoder.image_size}, the only size "
+            f"of {encoder.name}. Leave it out."
+        )
+    # Fixed encoders, which need no file, take precedence over a folder of the same name.
+    if encoder.family != "fixed" and Path(cfg.spec).exists():
+        manifest = load_checkpoint(cfg.spec).manifest
+        name = f"{manifest['config']['recipe']}, run {manifest['run_id'][:8]}"
+        encoder = replace(encoder, name=name)
+    pooling, width = check_alone(encoder, cfg.pooling, device)
+    return encoder, replace(cfg, pooling=pooling, image_size=encoder.image_size, width=width)
 
 
 def trained_on(encoder: Encoder, images: dict[str, Any]) -> Encoder:

@@ -35,8 +35,9 @@ def make_model(cfg: CaptionerConfig, seed: int) -> Captioner: ...
 @overload
 def make_model(cfg: ModelConfig, seed: int) -> Model: ...
 def make_model(cfg: ModelConfig, seed: int) -> Model:
-    """Make the network of a config with the paper's initialisation, a function of ``seed`` alone;
-    float32, on the CPU.
+    """Make the network of a config with the paper's initialisation, float32, on the CPU.
+
+    Its weights are a function of ``seed`` alone.
 
     The global random state is neither used nor changed.
 

@@ -1,5 +1,6 @@
-"""Image captioner in DP-Cap's form (Sander et al., ICML 2024, section 3.1 and appendix A.1; Cap of
-Tschannen et al. 2023).
+"""Image captioner in DP-Cap's form.
+
+Sander et al., ICML 2024, section 3.1 and appendix A.1; Cap of Tschannen et al. 2023.
 
 Frozen positions and class token, word embeddings not tied to the head, head = LayerNorm + Linear.
 DP-Cap's frozen type embedding of the encoder's tokens, a constant that the bridge's bias absorbs,

@@ -1,5 +1,6 @@
-"""The decoder of DP-Cap: post-LayerNorm transformer blocks that attend to their own tokens and to
-the encoder's (Vaswani et al. 2017).
+"""The decoder of DP-Cap: post-LayerNorm blocks with self-attention and cross-attention.
+
+Vaswani et al. 2017.
 
 The same decoder (Sander et al., ICML 2024, appendix A.1) predicts hidden patches with full
 self-attention in the warm start, and words with causal self-attention in the captioner. As in
@@ -74,9 +75,7 @@ class CrossAttention(nn.Module):
         return self.q(x_BLD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def offer(self, memory_BSD: Tensor) -> KeysValues:
-        """Return keys and values of the encoder's tokens, which are the same for every word of a
-        caption.
-        """
+        """Return keys and values of the encoder's tokens, equal for every word of a caption."""
         return KeysValues(
             *self.kv(memory_BSD)
             .unflatten(-1, (2, self.num_heads, -1))

@@ -1,5 +1,6 @@
-"""The captioner's network as a masked autoencoder: the warm start of DP-Cap (Sander et al., ICML
-2024, appendix A.1).
+"""The captioner's network as a masked autoencoder: the warm start of DP-Cap.
+
+Sander et al., ICML 2024, appendix A.1.
 
 The encoder sees the visible patches; the decoder's queries represent the hidden ones, attend to
 each other in full and to the encoder's tokens by cross-attention, and a linear head predicts the

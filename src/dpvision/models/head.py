@@ -1,5 +1,6 @@
-"""The vocabulary head: linear map and cross-entropy fused and computed in chunks, so that no B x L
-x V tensor is stored.
+"""The vocabulary head: linear map and cross-entropy, fused and computed in chunks.
+
+No B x L x V tensor is stored.
 
     loss_il = logsumexp(W h_il + b) - (W h_il + b)[target_il]
 

@@ -1,5 +1,4 @@
-"""Parts of a plain transformer: fixed sin-cos positions, attention, MLP, pre-LayerNorm block,
-initialisation; and the linear classifier of a private head.
+"""Parts of a plain transformer, and the linear classifier of a private head.
 
 Every part works under ``torch.func.vmap(grad)`` with one record, draws no random number in its
 forward pass, and keeps no statistics of the data.
@@ -142,8 +141,9 @@ def init_weights(module: nn.Module, generator: torch.Generator) -> None:
 
 
 class LinearHead(nn.Module):
-    """scores = weight x + bias, where x is the feature minus the run's public centre, scaled to
-    length 1 if ``model.unit``.
+    """Linear classifier: scores = weight x + bias.
+
+    x is the feature minus the run's public centre, scaled to length 1 if ``model.unit``.
     """
 
     def __init__(self, cfg: HeadConfig) -> None:
@@ -153,7 +153,7 @@ class LinearHead(nn.Module):
                 f"head: num_classes={cfg.num_classes}, width={cfg.encoder.width}; expected both "
                 "set. Open a run made by `dpvision adapt`."
             )
-        self.unit = cfg.unit
+        self.unit = cfg.features.unit
         self.weight = nn.Parameter(
             torch.zeros(cfg.num_classes, cfg.encoder.width), requires_grad=False
         )

@@ -21,8 +21,7 @@ from dpvision.models.vit import CHANNELS, ViT
 
 
 class MAE(nn.Module):
-    """Encoder of the visible patches, a small decoder that predicts the pixels (or other targets)
-    of the masked ones.
+    """Encoder of the visible patches, and a small decoder that predicts the masked ones.
 
     Raises:
         ConfigError: the mask leaves no visible patch.

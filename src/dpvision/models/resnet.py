@@ -1,5 +1,6 @@
-"""Pre-activation residual networks for private training: GroupNorm or no norm, standardised
-weights, no batch statistics.
+"""Pre-activation residual networks for private training, without batch statistics.
+
+With GroupNorm and standardised weights, or without norms.
 
     h = act(norm(x)),    y = shortcut + alpha x convs(h),    shortcut = x, or a 1 x 1 convolution of
                          h where the shape changes

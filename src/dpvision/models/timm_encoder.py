@@ -43,8 +43,9 @@ class TimmEncoder(nn.Module):
         self._channels_last = getattr(self.model, "output_fmt", None) == "NHWC"
 
     def places(self, x_BCHW: Tensor) -> Tensor:
-        """Return a vector per patch, or per position of the last map, in raster order, (B, L, D),
-        without class token and registers.
+        """Return a vector per patch, or per position of the last map, (B, L, D).
+
+        In raster order, without class token and registers.
         """
         found = self.model.forward_features(x_BCHW)
         if found.ndim == 3:

@@ -1,5 +1,6 @@
-"""Select the trainable parameters of a classifier: all, its last blocks, the head alone, or small
-additions to frozen weights.
+"""Select the trainable parameters of a classifier.
+
+All, its last blocks, the head alone, or small additions to frozen weights.
 
 LoRA (Hu et al. 2022):  y = W x + s B A x, A of shape (r, D) and B of shape (P, r), B zero at the
 start FiLM (Perez et al. 2018):  y = norm(x) (1 + scale) + shift, both zero at the start, before the
@@ -153,8 +154,9 @@ def plain_names(module: nn.Module) -> dict[str, str]:
 
 
 def merged(weights: dict[str, Tensor], lora_scale: float) -> dict[str, Tensor]:
-    """Merge additions into a tuned network's weights, which then define the same function under the
-    names before ``tune``.
+    """Merge additions into a tuned network's weights.
+
+    The result defines the same function, under the names before ``tune``.
 
     LoRA: W + s B A. FiLM: norm weight x (1 + scale), norm bias x (1 + scale) + shift.
 
@@ -201,9 +203,7 @@ def blocks_of(encoder: Encoder) -> list[nn.Module]:
 
 
 def _last(encoder: Encoder, num: int) -> list[nn.Parameter]:
-    """Return the parameters of the last ``num`` blocks and of everything registered after the first
-    of them, as in the forward pass.
-    """
+    """Return the parameters of the last ``num`` blocks and of all that follows, in order of use."""
     blocks = blocks_of(encoder)
     if not num <= len(blocks):
         raise ConfigError(

@@ -1,5 +1,6 @@
-"""A plain vision transformer encoder: pre-LayerNorm, class token, fixed sin-cos positions
-(Dosovitskiy et al. 2021; MAE).
+"""A plain vision transformer encoder: pre-LayerNorm, class token, fixed sin-cos positions.
+
+Dosovitskiy et al. 2021; MAE.
 
 Legend: B records, L tokens, D width, C channels, H height, W width, E values per patch.
 """

@@ -6,6 +6,8 @@ otherwise, and at most 1% larger than the stated figure (``coarse_epsilon``). ``
 ``tradeoff`` are for a unit (person) if units are declared.
 """
 
+import csv
+import io
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,9 +18,8 @@ import numpy as np
 from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError
 from dpvision.privacy import accountant
-from dpvision.privacy.calibrate import calibrate
 from dpvision.privacy.events import Event
-from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.plan import DPPlan, calibrate
 
 NOISES = (0.7, 0.8, 0.9, 1.0, 1.125, 1.25, 1.5, 2.0, 3.0)
 """Noise multipliers of the grid, over the plan's."""
@@ -46,6 +47,14 @@ class Table:
         return np.array(
             [math.nan if row[i] is None else row[i] for row in self.rows], dtype=np.float64
         )
+
+    def to_csv(self) -> bytes:
+        """The table as a .csv file; None is an empty cell."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows(["" if value is None else value for value in row] for row in self.rows)
+        return text.getvalue().encode()
 
 
 def all_tables(plan: DPPlan) -> dict[str, Table]:

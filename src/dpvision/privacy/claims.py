@@ -1,9 +1,9 @@
 """The privacy claims of the papers, and what the same settings cost by this package's accounting.
 
-Each row is one mechanism: ``steps`` Poisson-sampled Gaussian steps. Three figures are computed of
-it at the claim's delta: by Renyi divergences with the conversion of Mironov (arXiv 1702.07476,
-proposition 3) and with that of Balle et al. (arXiv 1905.09982, theorem 21), which gives the papers'
-figures, and by privacy loss distributions, which is the figure that dpvision states.
+Each row is one mechanism: ``steps`` Poisson-sampled Gaussian steps. For each we compute epsilon
+three ways at the claim's delta: by Renyi divergences with the conversion of Mironov (arXiv
+1702.07476, proposition 3); with that of Balle et al. (arXiv 1905.09982, theorem 21), which gives
+the papers' figures; and by privacy loss distributions, which dpvision states.
 """
 
 import math

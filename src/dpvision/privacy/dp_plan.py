@@ -89,8 +89,8 @@ class DPPlan:
     def _altered(self, sample_rate: float) -> PrivacyError:
         return PrivacyError(
             f"plan: sample_rate={sample_rate}, epsilon={self.epsilon}; expected "
-            f"expected_batch_size / {self.unit.sampled_from}, and an epsilon exactly with "
-            "guarantee=dp. Make plans with make_plan; restore an altered file."
+            f"expected_batch_size / {self.unit.sampled_from}, and an epsilon if and only if "
+            "guarantee is 'dp'. Make plans with make_plan; restore an altered file."
         )
 
     def __copy__(self) -> "DPPlan":
@@ -121,21 +121,6 @@ class DPPlan:
     def dataset_size(self) -> int:
         """int: declared number of records."""
         return self.unit.num_records
-
-    @property
-    def num_units(self) -> int | None:
-        """int: declared number of people; if None, the unit of privacy is the record."""
-        return self.unit.num_people
-
-    @property
-    def max_records_per_unit(self) -> int:
-        """int: bound k on a person's records, of the run or, where people are drawn, of a step."""
-        return self.unit.max_records
-
-    @property
-    def sampling_unit(self) -> Drawn:
-        """str: what is drawn. With "person" every epsilon is a person's."""
-        return self.unit.drawn
 
     @property
     def max_grad_norm(self) -> float | None:

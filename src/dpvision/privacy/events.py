@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from dpvision.privacy import renyi
-from dpvision.privacy.loss_distribution import Distribution, mixture_of_gaussians, sampled_gaussian
+from dpvision.privacy.loss_distribution import (
+    Distribution,
+    Masses,
+    mixture_of_gaussians,
+    sampled_gaussian,
+)
 
 if TYPE_CHECKING:
     from dp_accounting.dp_event import DpEvent
@@ -83,9 +88,8 @@ class NoRelease(Event):
         return np.zeros(len(renyi.ORDERS))
 
     def compute_losses(self, interval: float) -> Distribution:
-        from dpvision.privacy import rare_events
-
-        return rare_events.no_losses(interval)
+        none = Masses(interval, 0, np.ones(1), 0.0)
+        return Distribution(none, none)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import special
 
 _BRACKET = 4.0
+_ROUNDED_UP = 1 + 1e-9
 
 
 def log_delta(noise_multiplier: float, epsilon_E: np.ndarray | float) -> np.ndarray:
@@ -50,6 +51,13 @@ def noise_for(epsilon: float, delta: float) -> float:
         delta: in (0, 1).
     """
     return _smallest(lambda noise: bool(log_delta(noise, epsilon) <= math.log(delta)))
+
+
+def full_batch_noise(epsilon: float, delta: float, steps: int) -> float:
+    """Noise multiplier of ``steps`` full-batch releases, which compose to one Gaussian: sqrt(steps)
+    times that of one, within 2e-9 of the smallest; arguments as in ``noise_for``.
+    """
+    return math.sqrt(steps) * noise_for(epsilon, delta) * _ROUNDED_UP
 
 
 def _smallest(enough: Callable[[float], bool]) -> float:

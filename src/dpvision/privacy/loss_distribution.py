@@ -1,10 +1,9 @@
 """Privacy loss distributions on arrays, in a tenth of dp-accounting's time.
 
 The algorithms are dp-accounting's: connect the dots (Doroshenko et al., arXiv 2207.04380) for one
-step, a Fourier transform truncated by Chernoff bounds for many. The figures agree with those of its
-code up to rounding (tests/privacy/test_loss_distribution.py), which is less here: a second
-transform, tilted exponentially, gives the far tail, where a small delta lies, with full relative
-accuracy.
+step, a Fourier transform truncated by Chernoff bounds for many. Figures match the library's
+(tests/privacy/test_loss_distribution.py); ours round less in the far tail, where a small delta
+lies: a second transform, tilted exponentially, gives it with full relative accuracy.
 
 Legend: N points of a grid, E epsilons, S shifts, K points of a composed grid.
 """

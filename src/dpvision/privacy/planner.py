@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from dpvision.config import PrivacyConfig
+from dpvision.errors import ConfigError
 from dpvision.privacy import accountant, gaussian
 from dpvision.privacy.plan import DPPlan, draft_plan
+from dpvision.privacy.printed import count
 from dpvision.privacy.refusal import refusal
 
+NO_GUARANTEE = "NO PRIVACY GUARANTEE: a TAN simulation"
 ATTACK_FPRS = (0.001, 0.01)
 PRETRAINING_PAYS_FROM = 1_000_000
 """Records below which private pre-training is not known to beat features that cost nothing
@@ -62,9 +65,9 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "epsilon": spent.epsilon,
         "epsilon_rdp": spent.epsilon_rdp,
         "epsilon_unamplified": spent.epsilon_unamplified,
-        "max_records_per_unit": plan.max_records_per_unit,
-        "num_units": plan.num_units,
-        "sampling_unit": plan.sampling_unit,
+        "max_records_per_unit": plan.unit.max_records,
+        "num_units": plan.unit.num_people,
+        "sampling_unit": plan.unit.drawn,
         "unit_epsilon": spent.unit_epsilon,
         "draws": compare_draws(cfg, plan),
         "value_discretization_interval": plan.value_discretization_interval,
@@ -93,24 +96,22 @@ def compare_draws(cfg: PrivacyConfig, plan: DPPlan) -> list[dict[str, Any]] | No
         the noise on the mean gradient. None unless ``plan`` draws images of declared people by
         Poisson sampling under a guarantee.
     """
-    epsilon, people = plan.unit_epsilon, plan.num_units
+    epsilon, people = plan.unit_epsilon, plan.unit.num_people
     if epsilon is None or people is None or plan.sampler.law != "poisson" or plan.unit.draws_people:
         return None
-    k, batch = plan.max_records_per_unit, min(plan.expected_batch_size, float(people))
+    k, batch = plan.unit.max_records, min(plan.expected_batch_size, float(people))
     rows = [_row(f"images, {k} of a person at most" if k > 1 else "images, one of a person", plan)]
-    for count, drawn in dict.fromkeys([(1, batch), (k, batch), (k, batch / k)]):
+    for images, drawn in dict.fromkeys([(1, batch), (k, batch), (k, batch / k)]):
         asked = replace(
             cfg,
             sampling_unit="person",
             expected_batch_size=drawn,
-            max_records_per_unit=count,
+            max_records_per_unit=images,
             noise_multiplier=None,
             target_epsilon=None,
             target_unit_epsilon=epsilon,
         )
-        rows.append(
-            _row(f"people, {count} image{'s' if count > 1 else ''} of each", draft_plan(asked))
-        )
+        rows.append(_row(f"people, {count(images, 'image')} of each", draft_plan(asked)))
     return rows
 
 
@@ -175,3 +176,53 @@ def signal(plan: DPPlan, num_parameters: int | None) -> dict[str, float] | None:
         figures["rho_star"] = math.sqrt(5 * num_parameters) / limit
         figures["rho_star_planned"] = math.sqrt(5 * num_parameters) / planned
     return figures
+
+
+def simulated(cfg: PrivacyConfig, factor: float) -> PrivacyConfig:
+    """Settings of the simulation of a private run at a fraction of its compute: TAN (Sander, Stock
+    and Sablayrolles, arXiv 2210.03403).
+
+    Batch and noise divided by one factor leave the noise on the mean gradient, in clipping norms,
+    as it is. At equal steps and learning rate the small run then follows the loss curve of the full
+    one, as far as the choice of images adds less randomness than the noise. It guarantees nothing:
+    its noise is that much too small.
+
+    Args:
+        cfg: the private run; a target is calibrated first.
+        factor: more than 1; divides the expected batch size and the noise multiplier.
+
+    Returns:
+        guarantee "simulated", Poisson batches (also where the full run takes every image in every
+        step), equal steps and clipping norm.
+
+    Raises:
+        ConfigError: the run has no guarantee to simulate, the factor is out of range, or less than
+            one image a step would be left.
+        PrivacyError: the target cannot be reached.
+    """
+    if cfg.guarantee != "dp":
+        raise ConfigError(
+            f"simulate: guarantee={cfg.guarantee}; expected a private run to simulate. Name its "
+            "recipe, or drop --simulate."
+        )
+    if not 1 < factor < math.inf:
+        raise ConfigError(
+            f"simulate: factor={factor}; expected a number above 1, which divides batch and "
+            "noise. E.g. --simulate 32."
+        )
+    batch = cfg.expected_batch_size / factor
+    if not batch >= 1:
+        raise ConfigError(
+            f"simulate: factor={factor:g} leaves {batch:.3g} images a step; expected 1 or more. "
+            f"Use at most {cfg.expected_batch_size:g}."
+        )
+    return replace(
+        cfg,
+        guarantee="simulated",
+        sampling="poisson",
+        max_batch_size=None,
+        expected_batch_size=batch,
+        target_epsilon=None,
+        target_unit_epsilon=None,
+        noise_multiplier=draft_plan(cfg).noise.multiplier / factor,
+    )

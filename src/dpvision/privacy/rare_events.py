@@ -34,13 +34,8 @@ def renyi_divergences(event: DpEvent) -> np.ndarray | None:
     )
 
 
-def no_losses(interval: float) -> Distribution:
-    """Privacy loss distribution of nothing, on a grid of ``interval``, as below."""
-    return _distribution(pld.identity(interval))
-
-
 def gaussian_losses(noise_multiplier: float, interval: float) -> Distribution:
-    """Privacy loss distribution of one Gaussian."""
+    """Privacy loss distribution of one Gaussian, on a grid of ``interval``."""
     return _distribution(
         pld.from_gaussian_mechanism(noise_multiplier, value_discretization_interval=interval)
     )

@@ -82,7 +82,7 @@ def _unaccounted(plan: DPPlan) -> str | None:
     """Why ``plan`` has no valid accounting, or costs much more than plain Poisson; None
     otherwise.
     """
-    sampler, k = plan.sampler, plan.max_records_per_unit
+    sampler, k = plan.sampler, plan.unit.max_records
     if plan.selection is not None and plan.unit.clipped > 1 and sampler.random:
         return (
             f"privacy: max_records_per_unit={k}; expected 1 in a selection with "

@@ -2,8 +2,8 @@
 ``accountant.rdp_curve``.
 
 dp-accounting's series for fractional orders does not converge for large sampling rates with little
-noise, and leaves those orders out: at rate 0.064 and noise 0.5 all orders below 1.6, the best of
-which gives 478 where 1.6 gives 881. The divergence is one integral (Mironov, Talwar, Zhang, arXiv
+noise, and those orders are left out. At rate 0.064 and noise 0.5 it skips orders below 1.6; epsilon
+is then 881 instead of 478. The divergence is one integral (Mironov, Talwar, Zhang, arXiv
 1908.10530, section 3), which a trapezoid rule gives to twelve digits; at integer orders it is a
 finite sum.
 """

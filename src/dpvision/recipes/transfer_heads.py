@@ -8,6 +8,8 @@ refused. Batches are full: every record is in every release, so that T releases 
 sqrt(T) cost the same as one with noise sigma.
 """
 
+from collections.abc import Callable
+
 from dpvision.config import (
     DataConfig,
     FrozenEncoderConfig,
@@ -16,17 +18,18 @@ from dpvision.config import (
     PrivacyConfig,
     RunConfig,
 )
-from dpvision.config.head_presets import PRESETS, HeadName, with_head
+from dpvision.config.heads import HEADS
+from dpvision.config.resolve import with_head
 
 UNDECLARED = 1
 
 
-def auto() -> RunConfig:
+def auto(name: str = "auto") -> RunConfig:
     """The head chosen by the declared numbers of records and classes, epsilon and feature
     dimension; prints the reason (docs/heads.md).
     """
     return RunConfig(
-        recipe="transfer.auto",
+        recipe=f"transfer.{name}",
         privacy=PrivacyConfig(
             dataset_size=UNDECLARED,
             expected_batch_size=UNDECLARED,
@@ -37,44 +40,18 @@ def auto() -> RunConfig:
         ),
         model=HeadConfig(encoder=FrozenEncoderConfig(spec="patches+scattering")),
         data=DataConfig(crop_scale=(1.0, 1.0), horizontal_flip=False),
-        optim=PRESETS["many_steps"].optim,
+        optim=HEADS["many_steps"].optim,
         hardware=HardwareConfig(physical_batch_size=256),
     )
 
 
-def one_step() -> RunConfig:
-    """One full-batch step from a head of zeros, sigmoid loss, bias -10 (figure 1b): no
-    hyperparameters to choose.
-    """
-    return _of("one_step")
+def _recipe(head: str) -> Callable[[], RunConfig]:
+    def recipe() -> RunConfig:
+        return with_head(auto(head), head)
+
+    recipe.__doc__ = HEADS[head].summary
+    return recipe
 
 
-def many_steps() -> RunConfig:
-    """60 to 500 full-batch steps of SGD with momentum from zeros, at a rate that follows from the
-    plan (docs/heads.md).
-    """
-    return _of("many_steps")
-
-
-def least_squares() -> RunConfig:
-    """Ridge regression from one release of second moments (Mehta et al. 2023, arXiv 2211.13403)."""
-    return _of("least_squares")
-
-
-def feature_covariance() -> RunConfig:
-    """A released covariance whitens the features, then softmax steps: DP-FC (arXiv 2211.13403), 2 +
-    6 releases.
-    """
-    return _of("feature_covariance")
-
-
-def prototypes() -> RunConfig:
-    """The nearest noisy class mean, from one release: for few records and for rare classes."""
-    return _of("prototypes")
-
-
-def _of(head: HeadName) -> RunConfig:
-    config = with_head(auto(), head)
-    return RunConfig(
-        f"transfer.{head}", config.privacy, config.model, config.data, config.optim, config.hardware
-    )
+RECIPES = {"transfer.auto": auto} | {f"transfer.{head}": _recipe(head) for head in HEADS}
+"""One recipe for each head, and one that chooses."""

@@ -107,7 +107,7 @@ def _command(name: str | None, plan: DPPlan) -> str:
         words.append(f"--sampling {plan.sampler.law}")
     if plan.unit.is_person:
         words.append(
-            f"--num-units {plan.num_units} --max-records-per-unit {plan.max_records_per_unit}"
+            f"--num-units {plan.unit.num_people} --max-records-per-unit {plan.unit.max_records}"
         )
     return " ".join(words)
 

@@ -1,11 +1,20 @@
 """One start of a run: its folder, its ledger, the lineage of its weights, its keys and its
-checkpoints.
+checkpoints; how it stops on a signal; and its epsilon for display.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+import os
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from torch import Tensor
@@ -19,11 +28,12 @@ from dpvision.checkpoint import (
 )
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.store import Store
-from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
+from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
 from dpvision.files import write_file, write_json
-from dpvision.privacy.composition import Part
+from dpvision.privacy.composition import Part, parts_of, total_epsilon, unit_epsilon
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.printed import up
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.privacy.stream import Key, new_key
 from dpvision.runs.folder import (
@@ -35,13 +45,13 @@ from dpvision.runs.folder import (
     read_run,
     require_space,
 )
-from dpvision.runs.lineage import own_entry, runs_on
-from dpvision.runs.unprotected import remember_weights
-from dpvision.runs.versions import code_versions
+from dpvision.runs.lineage import own_entry, remember_weights, runs_on
 from dpvision.strict_json import parse_json
 from dpvision.weights import Lineage
 
 _PLAN = "plan.json"
+_SOURCES = Path(__file__).parents[1]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -289,3 +299,158 @@ def read_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"run: {path} cannot be read ({error}). Restore it as the run wrote it."
         ) from None
+
+
+class EpsilonMeter:
+    """Epsilon of a run that was charged some steps, for display: that of its whole plan from the
+    first step on (``plan.stated_steps``).
+
+    Args:
+        behind: the private runs on the same store that the weights come from.
+    """
+
+    def __init__(self, plan: DPPlan, behind: tuple[Part, ...] = ()) -> None:
+        self._plan, self._behind = plan, behind
+        self._known: dict[tuple[bool, int], tuple[float, float | None]] = {}
+
+    def at_most(self, steps: int) -> float | None:
+        """Epsilon that is stated after ``steps`` steps, with all runs behind the weights; None for
+        a plan without a guarantee.
+        """
+        return self._bound(steps)[0]
+
+    def this_run_at_most(self, steps: int) -> float | None:
+        """The same for this run alone."""
+        return self._bound(steps, alone=True)[0]
+
+    def unit_at_most(self, steps: int) -> float | None:
+        """As ``at_most``, for a unit (person); None if no units are declared."""
+        return self._bound(steps)[1]
+
+    def entry(self, steps: int) -> dict[str, int | float | None]:
+        """Public log entry for ``steps`` steps."""
+        line: dict[str, int | float | None] = {
+            "step": steps,
+            "epsilon_at_most": self.at_most(steps),
+        }
+        line |= (
+            {"unit_epsilon_at_most": self.unit_at_most(steps)} if self._plan.unit.is_person else {}
+        )
+        return line | ({"this_run_at_most": self.this_run_at_most(steps)} if self._behind else {})
+
+    def text(self, steps: int) -> str:
+        """The same as text, with a person's epsilon first if people are declared."""
+        if self._plan.guarantee != "dp":
+            return "no guarantee"
+        said = f"epsilon <= {up(self.at_most(steps), 2)}"
+        if (unit := self.unit_at_most(steps)) is not None:
+            image = (
+                ""
+                if self._plan.unit.draws_people
+                else f" ({up(self.at_most(steps), 2)} for an image)"
+            )
+            said = f"epsilon <= {up(unit, 2)} for a person{image}"
+        return said + (
+            f" with the runs before (this run {up(self.this_run_at_most(steps), 2)})"
+            if self._behind
+            else ""
+        )
+
+    def _bound(self, steps: int, *, alone: bool = False) -> tuple[float | None, float | None]:
+        if self._plan.guarantee != "dp":
+            return None, None
+        stated = self._plan.stated_steps(steps)
+        if (alone, stated) not in self._known:
+            parts = parts_of([*(() if alone else self._behind), (self._plan, stated)])
+            self._known[alone, stated] = total_epsilon(parts)[0], unit_epsilon(parts)
+        return self._known[alone, stated]
+
+
+class StopRequest:
+    """A context in which SIGINT (Ctrl-C), SIGTERM and SIGUSR1 only set ``asked``, so that the work
+    in progress is finished and saved. Does nothing outside of the main thread.
+
+    A second SIGINT raises KeyboardInterrupt in the block. Charged steps count whether or not they
+    are saved, so the number of lost ones is printed to standard error.
+
+    Args:
+        doing: the work that is finished first, for the message on standard error.
+        lost: returns the number of steps charged and not saved; 0 on ranks without a ledger.
+    """
+
+    def __init__(self, doing: str, lost: Callable[[], int]) -> None:
+        self._doing, self._lost = doing, lost
+        self._asked = threading.Event()
+        self._interrupted = False
+        self._before: dict[int, object] = {}
+
+    @property
+    def asked(self) -> bool:
+        """bool: whether a signal arrived."""
+        return self._asked.is_set()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._ask) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and (lost := self._lost()):
+            print(
+                "\n"
+                f"Stopped at once: {lost} charged steps were not saved and are lost. They count "
+                "in epsilon.",
+                file=sys.stderr,
+            )
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted |= number == signal.SIGINT
+        self._asked.set()
+        again = (
+            "; Ctrl-C again stops at once and loses what is not saved"
+            if number == signal.SIGINT
+            else ""
+        )
+        os.write(2, f"\n{self._doing}{again}\n".encode())
+
+
+@cache
+def code_versions() -> dict[str, str]:
+    """Return versions for the manifest and the statement; all of them public. Runs read them before
+    the first charge.
+
+    Raises:
+        ConfigError: a package can be imported, but is not installed, so its version is unknown.
+    """
+    found = {}
+    for name in ("dpvision", "torch", "numpy", "dp-accounting"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            install = (
+                f"pip install {_SOURCES.parents[1]}"
+                if name == "dpvision"
+                else f"pip install {name}"
+            )
+            raise ConfigError(
+                f"versions: {name} is found by its path alone (PYTHONPATH, say); expected an "
+                "installed package, whose version the checkpoints and the statement name. Run "
+                f"{install}."
+            ) from None
+    return {**found, "python": platform.python_version(), "code_sha256": _code_digest()}
+
+
+def _code_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(_SOURCES.rglob("*.py")):
+        digest.update(path.relative_to(_SOURCES).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dpvision.privacy.printed import up, up_delta
+from dpvision.privacy.printed import count, up, up_delta
 
 if TYPE_CHECKING:
     from dpvision.data.store import Store
@@ -98,10 +98,7 @@ def charge_words(
         "nothing" if not charge.runs else "no total holds, because a run was without a guarantee"
     )
     if charge.runs and charge.before is not None:
-        before = (
-            f"epsilon {up(charge.before)}{whose}{how} by {charge.runs} "
-            f"run{'s' if charge.runs > 1 else ''}"
-        )
+        before = f"epsilon {up(charge.before)}{whose}{how} by {count(charge.runs, 'run')}"
     after = (
         "no total holds"
         if charge.after is None

@@ -9,7 +9,7 @@ from dpvision.privacy.composition import Curve, Part, curve, parts_of, total
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan
 from dpvision.runs.lineage import private_stores, runs_on
-from dpvision.runs.versions import code_versions
+from dpvision.runs.run import code_versions
 from dpvision.statement import history_phrases, phrases
 from dpvision.statement.schema import Stop
 

@@ -174,7 +174,7 @@ def _part(entry: dict[str, Any]) -> Part:
         "guarantee": plan.guarantee == "dp",
         "noise_multiplier": 0 < plan.noise.multiplier < math.inf,
         "delta": second_accountant.MIN_DELTA <= plan.delta < 1,
-        "max_records_per_unit": plan.max_records_per_unit >= 1,
+        "max_records_per_unit": plan.unit.max_records >= 1,
         "steps": 0 <= steps <= plan.steps,
     }
     wrong = [name for name, fits in possible.items() if not fits]
@@ -240,17 +240,6 @@ def recomputed(
         if not first * (1 - TOLERANCE) - _SLACK <= stated <= first * (1 + COARSE) + _SLACK:
             return failed(name, f"{said}: not the figure of this mechanism")
     return ok(name, said)
-
-
-def _of_less(truncated: bool, method: str) -> str:
-    """Return in what way the second accountant's figure is for less than was stated, as text."""
-    return (
-        " for plain Poisson draws"
-        if truncated
-        else " for settings fixed beforehand"
-        if method == "filter"
-        else ""
-    )
 
 
 def by_first_accountant(parts: list[Part], delta: float, view: View, method: str) -> float:

@@ -208,9 +208,9 @@ def compose(facts: Facts) -> dict[str, Any]:
             "trust_model": phrases.trust_model(plan),
             "adjacency": phrases.ADJACENCY[drawn],
             "unit": {
-                "max_records_per_unit": plan.max_records_per_unit,
-                "num_units": plan.num_units,
-                "sampling_unit": plan.sampling_unit,
+                "max_records_per_unit": plan.unit.max_records,
+                "num_units": plan.unit.num_people,
+                "sampling_unit": plan.unit.drawn,
                 "text": phrases.unit(plan, head=head),
             },
             "dataset_size": {

@@ -20,7 +20,7 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import count
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import read_run
-from dpvision.runs.versions import code_versions
+from dpvision.runs.run import code_versions
 from dpvision.statement.check import (
     Check,
     compared,
@@ -253,8 +253,8 @@ def _plan_pairs(statement: dict[str, Any], plan: DPPlan) -> list[tuple[str, Any,
         ("max_batch_size", mechanism["max_batch_size"], plan.sampler.max_batch_size),
         ("steps_planned", mechanism["steps_planned"], plan.steps),
         ("dataset_size", scope["dataset_size"]["value"], plan.dataset_size),
-        ("max_records_per_unit", scope["unit"]["max_records_per_unit"], plan.max_records_per_unit),
-        ("sampling_unit", scope["unit"].get("sampling_unit", "record"), plan.sampling_unit),
+        ("max_records_per_unit", scope["unit"]["max_records_per_unit"], plan.unit.max_records),
+        ("sampling_unit", scope["unit"].get("sampling_unit", "record"), plan.unit.drawn),
         ("selection", mechanism["selection"] is not None, plan.selection is not None),
     ]
     own = statement["history"]["lineage"][-1]["guarantee"]

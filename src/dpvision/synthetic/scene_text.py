@@ -1,5 +1,6 @@
-"""Captions of scenes: every claim is true of the layout, and every object named is identified
-uniquely.
+"""Captions of scenes.
+
+Every claim is true of the layout, and every object named is identified uniquely.
 
 Colour and shape are always mentioned and are unique in a scene; size and texture are optional. An
 object that was already named is referred to as "the red disc".

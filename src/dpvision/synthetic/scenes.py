@@ -1,5 +1,4 @@
-"""Captioned scenes: an unlimited number of images of one to four coloured shapes, each with a true
-caption, from an integer.
+"""Captioned scenes of one to four coloured shapes, each drawn from an integer.
 
     >>> scene = make_scene(7)
     >>> scene.image.shape

@@ -1,5 +1,6 @@
-"""The bank of periodic scalar fields and closed contours for procedural textures, computed once
-from fixed seeds with NumPy.
+"""The bank of periodic fields and closed contours for procedural textures.
+
+Computed once from fixed seeds with NumPy.
 
 Legend: M fields, S side of a field, Q contours, A angles of a contour.
 """

@@ -1,5 +1,6 @@
-"""Procedural textures: images of shaded, textured objects that occlude each other, each a pure
-function of two integers.
+"""Procedural textures: images of shaded objects that occlude each other.
+
+Each is a pure function of two integers.
 
     >>> textures(torch.arange(2), 32).shape
     torch.Size([2, 3, 32, 32])

@@ -22,7 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 from dpvision.errors import OPERATOR_ONLY
 from dpvision.privacy.composition import Part
 from dpvision.privacy.plan import DPPlan
-from dpvision.runs.epsilon_meter import EpsilonMeter
+from dpvision.runs.run import EpsilonMeter
 
 _RECENT_STEPS = 20
 _LINE_EVERY_S = 15.0

@@ -21,8 +21,7 @@ from dpvision.optim.ema import update_average
 from dpvision.optim.optimizer import Optimizer
 from dpvision.optim.schedule import learning_rate
 from dpvision.privacy.stream import KEY_BYTES
-from dpvision.runs.run import Run, Secrets
-from dpvision.runs.stop import StopRequest
+from dpvision.runs.run import Run, Secrets, StopRequest
 from dpvision.train.distributed import (
     Group,
     all_reduce_vector,

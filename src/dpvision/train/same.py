@@ -20,7 +20,7 @@ from dpvision.config import RunConfig, to_dict
 from dpvision.data.store import Store
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan
-from dpvision.runs.versions import code_versions
+from dpvision.runs.run import code_versions
 from dpvision.train.distributed import Group, gather_texts
 
 _ROWS_AT_ONCE = 1 << 16

@@ -176,7 +176,7 @@ def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[tuple[B
         id_B = t.store.index["id"][drawn]
     else:
         drawn, id_B = (
-            t.people.images(drawn_B, key, t.plan.max_records_per_unit),
+            t.people.images(drawn_B, key, t.plan.unit.max_records),
             t.people.id_P[drawn_B],
         )
     mine = [drawn[part] for part in passes(key, id_B, count, most, group.rank, group.world_size)]

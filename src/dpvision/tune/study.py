@@ -8,18 +8,18 @@ import bisect
 import contextlib
 import fcntl
 import importlib.util
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpvision.config import ClassifierConfig, HeadConfig, RunConfig, to_dict
-from dpvision.config.head_presets import candidate_name
+from dpvision.config import ClassifierConfig, HeadConfig, RunConfig, to_dict, with_settings
+from dpvision.config.resolve import candidate_name
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError
 from dpvision.eval.probes.settings import checked_protocols
 from dpvision.privacy.printed import up
+from dpvision.strict_json import parse_json
 from dpvision.tune.space import How, Space, grid, parse_space
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def plan_study(
         )
     _check_places(asked, config, root, resume=resume, dry_run=dry_run)
     from dpvision.data.open import open_store
-    from dpvision.privacy.simulation import simulated
+    from dpvision.privacy.planner import simulated
 
     store = open_store(config.data.store)
     test = None if asked.test is None else open_store(asked.test)
@@ -198,7 +198,8 @@ def plan_study(
 def selecting(config: RunConfig, candidates: tuple[str, ...], trials: int) -> RunConfig:
     """Return the config of a private selection among heads, ``trials`` runs in the mean."""
     assert isinstance(config.model, HeadConfig)
-    model = replace(config.model, candidates=candidates, selection_runs=float(trials))
+    chosen = {"candidates": candidates, "selection_runs": float(trials)}
+    model = with_settings(config.model, chosen)
     return replace(config, model=model)
 
 
@@ -229,7 +230,7 @@ def trial_folder(root: Path, number: int) -> Path:
 
 def run_ids(root: Path) -> set[str]:
     """Return the ids of a study's runs."""
-    return {json.loads(path.read_text())["run_id"] for path in root.glob("trial-*/run.json")}
+    return {parse_json(path.read_bytes())["run_id"] for path in root.glob("trial-*/run.json")}
 
 
 @contextlib.contextmanager
@@ -286,7 +287,7 @@ def _objective(asked: Question, config: RunConfig, resume: bool) -> str:
         raise ConfigError(
             f"tune: guarantee={privacy.guarantee}; expected a private recipe to tune. Name one."
         )
-    if isinstance(model, HeadConfig) and (model.head == "auto" or model.candidates):
+    if isinstance(model, HeadConfig) and (model.head == "auto" or model.choice.candidates):
         raise ConfigError(
             f"tune: {config.recipe} chooses its head; expected one head. Name it, e.g. "
             "transfer.many_steps."

@@ -189,7 +189,7 @@ def trial_config(study: Study, settings: Settings) -> RunConfig:
     """
     config = resolve(study.config, read_of(study.config, settings))
     if study.asked.simulate is not None:
-        from dpvision.privacy.simulation import simulated
+        from dpvision.privacy.planner import simulated
 
         return replace(config, privacy=simulated(config.privacy, study.asked.simulate))
     if study.asked.how == "charged":

@@ -18,7 +18,7 @@ from dpvision.encoders.pooled import pooled_network
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.dense.coco_data import CocoImage, CocoSet, load_coco
 from dpvision.eval.dense.crops import DetectionExample, fitted
-from dpvision.eval.dense.detection import Detection, in_image, make_detector, training_crops
+from dpvision.eval.dense.detection import Detection, in_image
 from dpvision.eval.dense.detector import LEVELS, Detector, detection_losses
 from dpvision.eval.dense.job import train
 from dpvision.eval.dense.settings import DenseHardware, DetectionSettings
@@ -49,6 +49,7 @@ SETTINGS = DetectionSettings(
     resamples=5,
 )
 HARDWARE = DenseHardware(physical_batch_size=4, workers=1)
+NOTHING = CocoSet("nothing", ((1, "a"), (2, "b"), (3, "c")), (), ())
 
 
 def make_encoder(depth: int = 2, patch: int = 8) -> Encoder:
@@ -73,13 +74,12 @@ def task_of(
 
 
 def made(settings: DetectionSettings = SETTINGS, **kw) -> Detector:
-    return make_detector(make_encoder(**kw), settings, 3)
+    return task_of(NOTHING, settings).make(make_encoder(**kw))
 
 
 def examples(tmp_path: Path, num: int = 3) -> list[DetectionExample]:
-    crops = training_crops(
-        load_coco(*write_shapes(tmp_path / "pictures", num, width=48)), make_encoder(), SETTINGS
-    )
+    pictures = load_coco(*write_shapes(tmp_path / "pictures", num, width=48))
+    crops = task_of(pictures).images(make_encoder())
     return [crops.load(i, 0) for i in range(num)]
 
 
@@ -355,12 +355,12 @@ def test_crowds_and_empty_images_are_not_trained_on(tmp_path: Path) -> None:
         given["annotations"][2]["iscrowd"] = 1
 
     pictures = load_coco(changed(file, change), images)
-    crops = training_crops(pictures, make_encoder(), SETTINGS)
+    crops = task_of(pictures).images(make_encoder())
     assert task_of(pictures).num_trained == len(crops) == 1
     assert [image.id for image in crops.images] == [1] and len(crops.load(0, 0).label_N) == 2
     nothing = replace(pictures, images=pictures.images[1:])
     with pytest.raises(DataError, match="no image with an object"):
-        training_crops(nothing, make_encoder(), SETTINGS)
+        task_of(nothing).images(make_encoder())
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_sides_and_encoders_that_do_not_fit_are_refused() -> None:
     ):
         made(replace(SETTINGS, image_size=50))
     with pytest.raises(ConfigError, match="expected a run of one"):
-        make_detector(replace(make_encoder(), backbone=None), SETTINGS, 3)
+        task_of(NOTHING).make(replace(make_encoder(), backbone=None))
 
 
 def test_every_setting_that_learns_is_in_the_words() -> None:

@@ -16,14 +16,14 @@ from dpvision.encoders.fixed import fixed_encoder
 from dpvision.errors import ConfigError
 from dpvision.eval.dense.job import train
 from dpvision.eval.dense.mean_iou import measures
-from dpvision.eval.dense.segmentation import Segmentation, make_segmenter, predict
+from dpvision.eval.dense.segmentation import Segmentation, predict
 from dpvision.eval.dense.semantic_augment import resized
 from dpvision.eval.dense.semantic_data import SemanticFolder
 from dpvision.eval.dense.settings import DenseHardware, SegmentationSettings
 from dpvision.eval.dense.upernet import Segmenter
 from dpvision.train.distributed import Group
 
-from .semantic_shapes import shapes, tiny_encoder
+from .semantic_shapes import CLASSES, shapes, tiny_encoder
 
 SETTINGS = SegmentationSettings(
     epochs=60,
@@ -41,6 +41,7 @@ SETTINGS = SegmentationSettings(
 HARDWARE = DenseHardware(physical_batch_size=4, workers=1)
 SHORT = replace(SETTINGS, epochs=5, warmup_steps=2, norm="group", channels=16)
 ALONE = Group(0, 1, torch.device("cpu"))
+NOTHING = SemanticFolder("nothing", (), CLASSES)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def trained(
     hardware: DenseHardware = HARDWARE,
     **more,
 ) -> Segmenter:
-    model = make_segmenter(tiny_encoder(), settings, 3)
+    model = task_of(NOTHING, settings).make(tiny_encoder())
     train(task_of(folder, settings, hardware), model, tiny_encoder(), **more)
     return model
 
@@ -102,7 +103,7 @@ def test_on_one_scale_with_one_window_an_image_is_one_forward_pass(
 
 
 def test_answers_have_the_images_size_whatever_it_is(folders: dict[str, SemanticFolder]) -> None:
-    model = make_segmenter(tiny_encoder(), SHORT, 3).eval()
+    model = task_of(NOTHING, SHORT).make(tiny_encoder()).eval()
     for height, width in ((40, 48), (17, 90), (200, 33), (8, 8), (3, 70)):
         pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
         said = predict(model, tiny_encoder(), pixels, SHORT)
@@ -174,7 +175,7 @@ def test_the_encoder_itself_is_not_touched_and_is_where_training_starts(
     encoder = tiny_encoder()
     x = torch.randn(1, 3, 32, 32)
     before = encoder.poolings(x)["mean"]
-    model = make_segmenter(encoder, SHORT, 3)
+    model = task_of(NOTHING, SHORT).make(encoder)
     assert encoder.backbone is not None
     ours = dict(encoder.backbone().named_parameters())
     assert torch.equal(model.backbone.patch_embed.weight, ours["network.patch_embed.weight"])
@@ -183,7 +184,7 @@ def test_the_encoder_itself_is_not_touched_and_is_where_training_starts(
     assert not torch.equal(model.backbone.patch_embed.weight, ours["network.patch_embed.weight"]), (
         "the whole network is trained"
     )
-    other = make_segmenter(tiny_encoder(seed=1), SHORT, 3)
+    other = task_of(NOTHING, SHORT).make(tiny_encoder(seed=1))
     assert not torch.equal(other.backbone.patch_embed.weight, ours["network.patch_embed.weight"])
 
 
@@ -337,9 +338,9 @@ def test_what_cannot_be_trained_is_said_before_the_first_step(
         ConfigError,
         match=r"crop_size=30; expected a multiple of tiny's patch, 8 px, and two at least. Use 32",
     ):
-        make_segmenter(encoder, replace(SETTINGS, crop_size=30), 3)
+        task_of(NOTHING, replace(SETTINGS, crop_size=30)).make(encoder)
     with pytest.raises(ConfigError, match="Use 16"):
-        make_segmenter(encoder, replace(SETTINGS, crop_size=8), 3)
+        task_of(NOTHING, replace(SETTINGS, crop_size=8)).make(encoder)
     with pytest.raises(ConfigError, match="1 image in a forward pass"):
         check(SETTINGS, 1)
     with pytest.raises(ConfigError, match="1 image in a forward pass"):
@@ -348,4 +349,4 @@ def test_what_cannot_be_trained_is_said_before_the_first_step(
     with pytest.raises(ConfigError, match="warmup_steps=1500"):
         check(replace(SETTINGS, warmup_steps=1500))
     with pytest.raises(ConfigError, match="not a plain vision transformer"):
-        make_segmenter(fixed_encoder("hog", 32), SETTINGS, 3)
+        task_of(NOTHING, SETTINGS).make(fixed_encoder("hog", 32))

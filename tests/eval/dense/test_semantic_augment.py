@@ -11,12 +11,21 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from dpvision.data.keys import StepKey
-from dpvision.eval.dense.semantic_augment import Augmentation, distorted, draw_view, resized
+from dpvision.eval.dense import semantic_augment
+from dpvision.eval.dense.semantic_augment import View, distorted, resized
 from dpvision.eval.dense.semantic_data import IGNORED, Labelled
+from dpvision.eval.dense.settings import SegmentationSettings
 
 from .semantic_shapes import draw
 
-PLAIN = Augmentation(32, (0.5, 2.0), False, False, 1.0, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+PLAIN = SegmentationSettings(
+    crop_size=32, scale=(0.5, 2.0), flip=False, photometric=False, max_class_share=1.0
+)
+
+
+def draw_view(labelled: Labelled, how: SegmentationSettings, key: StepKey, number: int) -> View:
+    moments = ((0.5,) * 3, (0.25,) * 3)
+    return semantic_augment.draw_view(labelled, how, moments, key, number)
 
 
 def coded(height: int = 48, width: int = 64) -> Labelled:

@@ -13,8 +13,8 @@ from dpvision import load
 from dpvision.config import RunConfig
 from dpvision.data.store import Store
 from dpvision.encoders import embeddings
-from dpvision.encoders.collect import collect_features
 from dpvision.encoders.embeddings import write_embeddings
+from dpvision.encoders.feature_file import collect_features
 from dpvision.encoders.identity import check_same, describe, fingerprint
 from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.models import make_model

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from dpvision.config import DataConfig
 from dpvision.data.store import Store
-from dpvision.encoders.collect import collect_features
+from dpvision.encoders.feature_file import collect_features
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.lars_probe import (
     LarsHeads,

@@ -49,6 +49,10 @@ def average_precisions(
 ) -> list[Measure]:
     """Return COCO's six average precisions, without sizes of which the test has no object.
 
+    faster-coco-eval matches detections to objects once, for each class, size and image. Its
+    accumulation of these matchings gives the measures; the interval repeats only the accumulation,
+    on the matchings of images drawn with replacement.
+
     For masks, only images whose objects all have masks count; if there are none, the list is empty.
 
     Args:

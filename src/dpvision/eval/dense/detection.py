@@ -100,16 +100,41 @@ class Detection(DenseTask):
         return made
 
     def make(self, encoder: Encoder) -> Detector:
-        return make_detector(
-            encoder, self.settings, self.train.num_classes, recompute=self.recompute
+        settings, cfg = self.settings, plain_vit(encoder).cfg
+        settings.check_patch(cfg.patch_size, encoder.name)
+        side, depth = settings.image_size // cfg.patch_size, cfg.depth
+        quarters = tuple(sorted({(i + 1) * depth // 4 - 1 for i in range(4)} - {-1}))
+        vit = dense_backbone(
+            encoder,
+            window=min(settings.window, side),
+            relative_grid=side,
+            class_token=False,
+            checkpointing=self.recompute,
+            global_blocks=quarters if settings.global_blocks is None else settings.global_blocks,
+            drop_path=settings.drop_path,
+            relative_positions=settings.relative_positions,
         )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            pyramid = FeaturePyramid(vit, settings.channels)
+            return Detector(pyramid, self.train.num_classes, encoder.mean, encoder.std, settings)
 
     def images(self, encoder: Encoder) -> "TrainingCrops":
-        return training_crops(self.train, encoder, self.settings)
+        """Return the training images that have objects other than crowds.
 
-    def check(self, encoder: Encoder, group: Group) -> int:
-        self.images(encoder)
-        return super().check(encoder, group)
+        Raises:
+            DataError: there are none.
+        """
+        chosen = tuple(image for image in self.train.images if image.learned)
+        if not chosen:
+            raise DataError(
+                f"detection: {self.train.name} has no image with an object (without crowds); "
+                "expected some. Use another file."
+            )
+        settings = self.settings
+        return TrainingCrops(
+            chosen, settings.image_size, settings.jitter, encoder.mean, settings.seed
+        )
 
     def loss(self, model: nn.Module, examples: Sequence[DetectionExample]) -> Tensor:
         return detection_loss(model, examples)
@@ -200,36 +225,6 @@ class Detection(DenseTask):
         return [parts[i % group.world_size][i // group.world_size] for i in range(len(images))]
 
 
-def make_detector(
-    encoder: Encoder, settings: DetectionSettings, num_classes: int, *, recompute: bool = False
-) -> Detector:
-    """Make a new detector on a copy of the encoder, on the CPU: a function of the encoder and
-    ``settings.seed``.
-
-    Raises:
-        ConfigError: the encoder is not a plain vision transformer, or its patches do not tile the
-            square.
-    """
-    cfg = plain_vit(encoder).cfg
-    settings.check_patch(cfg.patch_size, encoder.name)
-    side, depth = settings.image_size // cfg.patch_size, cfg.depth
-    quarters = tuple(sorted({(i + 1) * depth // 4 - 1 for i in range(4)} - {-1}))
-    vit = dense_backbone(
-        encoder,
-        window=min(settings.window, side),
-        relative_grid=side,
-        class_token=False,
-        checkpointing=recompute,
-        global_blocks=quarters if settings.global_blocks is None else settings.global_blocks,
-        drop_path=settings.drop_path,
-        relative_positions=settings.relative_positions,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        pyramid = FeaturePyramid(vit, settings.channels)
-        return Detector(pyramid, num_classes, encoder.mean, encoder.std, settings.heads())
-
-
 @dataclass(frozen=True)
 class TrainingCrops:
     """Images with objects under large-scale jitter, for the training loop."""
@@ -250,21 +245,6 @@ class TrainingCrops:
         image = self.images[number]
         place = jittered(image, StepKey(self.seed, epoch), self.side, self.jitter)
         return example(image, image.read(), place, self.side, self.mean)
-
-
-def training_crops(train: CocoSet, encoder: Encoder, settings: DetectionSettings) -> TrainingCrops:
-    """Return the images of ``train`` that have objects other than crowds.
-
-    Raises:
-        DataError: there are none.
-    """
-    chosen = tuple(image for image in train.images if image.learned)
-    if not chosen:
-        raise DataError(
-            f"detection: {train.name} has no image with an object (without crowds); expected "
-            "some. Use another file."
-        )
-    return TrainingCrops(chosen, settings.image_size, settings.jitter, encoder.mean, settings.seed)
 
 
 def in_image(answer: dict[str, Tensor], image: CocoImage, place: Placement) -> Found:

@@ -97,6 +97,10 @@ class DenseTask(ABC):
     def make(self, encoder: Encoder) -> nn.Module:
         """Make a new network on a trainable copy of the encoder, on the CPU: a function of the
         encoder's weights and the seed.
+
+        Raises:
+            ConfigError: the encoder is not a plain vision transformer, or its patches do not tile
+                the task's images.
         """
 
     @abstractmethod
@@ -131,7 +135,8 @@ class DenseTask(ABC):
         that does not fit the settings.
         """
         self.hardware.autocast(group.device)
-        return checked_steps(self.settings.training(), self.num_trained, group.world_size)
+        num_images = len(self.images(encoder))
+        return checked_steps(self.settings.training(), num_images, group.world_size)
 
 
 @dataclass(frozen=True)
@@ -193,23 +198,15 @@ def evaluate_dense(
     scores: dict[str, list[Score]] = {}
     written: list[Path] = []
     for spec, encoder in encoders.items():
-
-        def progress(text: str, spec: str = spec) -> None:
-            say(f"{spec}: {text}")
-
-        model, work = task.make(encoder), options.work
-        own_work = None if work is None else work / folder_name(spec)
-        train(task, model, encoder, work=own_work, group=group, progress=progress)
-        scored = task.score(model, encoder, group, progress)
+        scored = _train_and_score(task, spec, encoder, options, group, say)
         if scored is None:
             continue
         private = not options.public or encoder.confidential
         own = _scores(task, encoder.name, scored, "private" if private else "public")
         if run_base(Path(spec)) is not None:
             written += write_scores(spec, own, **stores)
-        several = len(encoders) > 1
         found[spec] = scored
-        scores[spec] = [replace(score, name=spec) for score in own] if several else own
+        scores[spec] = [replace(one, name=spec) for one in own] if len(encoders) > 1 else own
     if not found:
         return None
     flat = [score for own in scores.values() for score in own]
@@ -218,6 +215,27 @@ def evaluate_dense(
     if options.sheet is not None:
         written += task.draw(options.sheet, {spec: s.predictions for spec, s in found.items()})
     return replace(_table(task, found, scores), written=written)
+
+
+def _train_and_score(
+    task: DenseTask, spec: str, encoder: Encoder, options: DenseOptions, group: Group, say: Say
+) -> Scored | None:
+    def progress(text: str) -> None:
+        say(f"{spec}: {text}")
+
+    model = task.make(encoder)
+    work = None if options.work is None else options.work / folder_name(spec)
+    train(task, model, encoder, work=work, group=group, progress=progress)
+    return task.score(model, encoder, group, progress)
+
+
+def _scores(task: DenseTask, name: str, scored: Scored, visibility: Visibility) -> list[Score]:
+    return [
+        Score(
+            name, m.value, m.low, m.high, m.num_images, m.chance, task.protocol(m.name), visibility
+        )
+        for m in scored.measures
+    ]
 
 
 def train(
@@ -256,15 +274,6 @@ def train(
         lineage=encoder.lineage,
         progress=progress,
     )
-
-
-def _scores(task: DenseTask, name: str, scored: Scored, visibility: Visibility) -> list[Score]:
-    return [
-        Score(
-            name, m.value, m.low, m.high, m.num_images, m.chance, task.protocol(m.name), visibility
-        )
-        for m in scored.measures
-    ]
 
 
 def _table(

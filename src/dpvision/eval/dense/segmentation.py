@@ -31,7 +31,7 @@ from dpvision.errors import ConfigError
 from dpvision.eval.dense.dense_vit import dense_backbone, plain_vit
 from dpvision.eval.dense.job import DenseTask, Scored
 from dpvision.eval.dense.mean_iou import class_iou, count_pixels, measures
-from dpvision.eval.dense.semantic_augment import Augmentation, TrainingViews, View, resized
+from dpvision.eval.dense.semantic_augment import TrainingViews, View, resized
 from dpvision.eval.dense.semantic_data import (
     IGNORED,
     SemanticFolder,
@@ -103,20 +103,27 @@ class Segmentation(DenseTask):
         return [i * len(self.test) // num for i in range(num)]
 
     def make(self, encoder: Encoder) -> Segmenter:
-        return make_segmenter(encoder, self.settings, self.train.num_classes)
+        settings, patch = self.settings, plain_vit(encoder).cfg.patch_size
+        settings.check_patch(patch, encoder.name)
+        backbone = dense_backbone(
+            encoder,
+            relative_positions=settings.relative_positions,
+            drop_path=settings.drop_path,
+            class_token=True,
+            relative_grid=settings.crop_size // patch,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            return Segmenter(
+                backbone,
+                self.train.num_classes,
+                channels=settings.channels,
+                dropout=settings.dropout,
+                norm=settings.norm,
+            )
 
     def images(self, encoder: Encoder) -> TrainingViews:
-        how = Augmentation(
-            self.settings.crop_size,
-            self.settings.scale,
-            self.settings.flip,
-            self.settings.photometric,
-            self.settings.max_class_share,
-            encoder.mean,
-            encoder.std,
-            self.settings.seed,
-        )
-        return TrainingViews(self.train, how)
+        return TrainingViews(self.train, self.settings, (encoder.mean, encoder.std))
 
     def loss(self, model: nn.Module, examples: Sequence[View]) -> Tensor:
         device = next(model.parameters()).device
@@ -191,34 +198,6 @@ class Segmentation(DenseTask):
             finished = min(done * group.world_size, len(self.test))
             say(f"scored {finished:,} of {len(self.test):,} test images")
         return all_reduce_vector(torch.from_numpy(count_N3K).double(), group).long().numpy()
-
-
-def make_segmenter(encoder: Encoder, settings: SegmentationSettings, num_classes: int) -> Segmenter:
-    """Make a new UPerNet on a trainable copy of the encoder, on the CPU: a function of the
-    encoder's weights and the seed.
-
-    Raises:
-        ConfigError: the encoder is not a plain vision transformer, or its patches do not tile the
-            crop.
-    """
-    patch = plain_vit(encoder).cfg.patch_size
-    settings.check_patch(patch, encoder.name)
-    backbone = dense_backbone(
-        encoder,
-        relative_positions=settings.relative_positions,
-        drop_path=settings.drop_path,
-        class_token=True,
-        relative_grid=settings.crop_size // patch,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        return Segmenter(
-            backbone,
-            num_classes,
-            channels=settings.channels,
-            dropout=settings.dropout,
-            norm=settings.norm,
-        )
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from torchvision.transforms import v2
 from dpvision.data.keys import StepKey
 from dpvision.data.transform import normalise
 from dpvision.eval.dense.semantic_data import IGNORED, Labelled, SemanticFolder
+from dpvision.eval.dense.settings import SegmentationSettings
 
 _CROP_TRIES = 10
 _LONGEST = 4
@@ -23,6 +24,8 @@ _LONGEST = 4
 settings.
 """
 _DISTORTION = v2.RandomPhotometricDistort()
+Moments = tuple[tuple[float, ...], tuple[float, ...]]
+"""The encoder's mean and standard deviation of a pixel, by channel."""
 
 
 class View(NamedTuple):
@@ -35,40 +38,30 @@ class View(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Augmentation:
-    """Settings of the views; ``mean`` and ``std`` are the encoder's."""
-
-    crop_size: int
-    scale: tuple[float, float]
-    """The shorter side becomes ``crop_size`` times a factor drawn uniformly from here."""
-    flip: bool
-    photometric: bool
-    max_class_share: float
-    """Of ten crops use the first in which no class exceeds this share of the counted pixels, or the
-    last.
-    """
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class TrainingViews:
     """``training_loop.Images`` of a folder."""
 
     folder: SemanticFolder
-    how: Augmentation
+    settings: SegmentationSettings
+    moments: Moments
 
     def __len__(self) -> int:
         return len(self.folder)
 
     def load(self, number: int, epoch: int) -> View:
         """Return the view of an image in an epoch."""
-        return draw_view(self.folder.read(number), self.how, StepKey(self.how.seed, epoch), number)
+        key = StepKey(self.settings.seed, epoch)
+        return draw_view(self.folder.read(number), self.settings, self.moments, key, number)
 
 
-def draw_view(labelled: Labelled, how: Augmentation, key: StepKey, number: int) -> View:
+def draw_view(
+    labelled: Labelled, how: SegmentationSettings, moments: Moments, key: StepKey, number: int
+) -> View:
     """Draw one view. Equal masks give the same crop.
+
+    The image is resized, and up to ten crops are drawn: the first in which no class exceeds
+    ``max_class_share`` of the counted pixels is taken, or the last. It is then flipped, distorted
+    in colour, normalised and padded.
 
     Args:
         number: the image's number, for the random draws.
@@ -95,10 +88,9 @@ def draw_view(labelled: Labelled, how: Augmentation, key: StepKey, number: int) 
     if how.photometric:
         pixels = distorted(pixels, uniform("colour", 9))
     x_chw = np.empty((3, h, w), dtype=np.float32)
-    normalise(np.ascontiguousarray(pixels), how.mean, how.std, x_chw)
-    x_CHW = torch.zeros(
-        3, how.crop_size, how.crop_size
-    )  # padding has the mean colour and does not count
+    normalise(np.ascontiguousarray(pixels), *moments, x_chw)
+    # Padding has the mean colour and does not count.
+    x_CHW = torch.zeros(3, how.crop_size, how.crop_size)
     class_HW = torch.full((how.crop_size, how.crop_size), IGNORED, dtype=torch.int64)
     x_CHW[:, :h, :w], class_HW[:h, :w] = (
         torch.from_numpy(x_chw),

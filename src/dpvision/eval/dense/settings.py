@@ -117,7 +117,7 @@ class DenseHardware:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Sizes of the heads; the defaults are ViTDet's."""
+    """Sizes of the detector's heads; the defaults are ViTDet's."""
 
     channels: int = 256
     """Channels of the pyramid and of the heads' convolutions."""
@@ -132,11 +132,11 @@ class HeadSizes:
     regions: int = 512
     """Regions per image sampled for the box loss."""
     detections: int = 100
-    """Maximum number of detections per image."""
+    """Maximum number of detections per test image; COCO counts 100."""
 
 
 @dataclass(frozen=True)
-class DetectionSettings:
+class DetectionSettings(HeadSizes):
     """Settings of training and scoring. The defaults are ViTDet-Base's; docs/detection.md has the
     source of each.
     """
@@ -177,18 +177,6 @@ class DetectionSettings:
     """
     relative_positions: bool = True
     """Add relative positions, initialised to zero, to the encoder."""
-    channels: int = HeadSizes.channels
-    """Channels of the pyramid and of the heads' convolutions."""
-    hidden: int = HeadSizes.hidden
-    """Width of the box head's linear layer."""
-    anchors: int = HeadSizes.anchors
-    """Anchors per image sampled for the proposals' loss."""
-    proposals: int = HeadSizes.proposals
-    """Proposals per image."""
-    regions: int = HeadSizes.regions
-    """Regions per image sampled for the box loss."""
-    detections: int = HeadSizes.detections
-    """Maximum number of detections per test image; COCO counts 100."""
     resamples: int = 200
     """Bootstrap resamples of the test images for the intervals; 0 for none."""
     seed: int = 0
@@ -233,10 +221,6 @@ class DetectionSettings:
                 f"multiple of {2 * patch}. Use "
                 f"{max(1, round(self.image_size / (2 * patch))) * 2 * patch}."
             )
-
-    def heads(self) -> HeadSizes:
-        """Return the sizes of the detector's heads."""
-        return HeadSizes(**{name: getattr(self, name) for name in HeadSizes.__dataclass_fields__})
 
     def words(self, hardware: DenseHardware | None = None) -> str:
         """Return the settings as text for scores."""

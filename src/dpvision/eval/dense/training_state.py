@@ -4,7 +4,6 @@ bound to that training.
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dpvision.errors import CheckpointError
-from dpvision.files import sync as sync_folder
-from dpvision.files import write_file as write_durably
+from dpvision.files import replacing
 from dpvision.weights import Lineage, pack
 
 FILE = "training.safetensors"
@@ -62,13 +60,10 @@ class DenseCheckpoint:
                 "scaler": json.dumps(self.scaler.state_dict()),
             },
         )
-        partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
         try:
-            write_durably(partial, blob)
-            partial.replace(self.path)
-            sync_folder(self.path.parent)
+            with replacing(self.path) as partial:
+                partial.write_bytes(blob)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise CheckpointError(
                 f"training: cannot write {self.path} ({error.strerror or error}); the previous "
                 "one is unchanged. Free space, then repeat."

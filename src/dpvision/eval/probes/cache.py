@@ -13,9 +13,9 @@ import torch
 
 from dpvision.data import decode, jpeg, loader, rgb, transform
 from dpvision.data.store import Store
-from dpvision.encoders.collect import collect_features
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, score_key
+from dpvision.encoders.feature_file import collect_features
 from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
 from dpvision.eval import any_of_labels, metric

@@ -17,8 +17,7 @@ from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.class_names import numbered_as
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
-from dpvision.encoders.collect import Progress
-from dpvision.encoders.feature_file import Extraction, feature_blocks
+from dpvision.encoders.feature_file import Extraction, Progress, feature_blocks
 from dpvision.encoders.headed import is_head, load_classifier
 from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError, DataError
@@ -189,9 +188,7 @@ def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
     """Return the decision threshold, or None if scores only define an order."""
     if isinstance(model, ClassifierConfig):
         return 0.0  # a logit of 0 is probability 1/2
-    # Least squares is fitted to zeros and ones. The scale of one_step's scores is arbitrary, and
-    # prototypes' scores only compare classes.
-    return {"least_squares": 0.5, "many_steps": 0.0, "feature_covariance": 0.0}.get(model.head)
+    return model.settings.threshold
 
 
 def _scores_of_head(

@@ -112,7 +112,13 @@ def fit_ridge(
 def _fit_tall(
     x_ND: np.ndarray, target_NK: np.ndarray, held: np.ndarray, mean: np.ndarray, scale: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Fit via the features' second moments, D x D."""
+    """Fit via the features' second moments, D x D: for N >= D.
+
+    1. One pass over the records sums Z^T Z, Z^T Y and Z, of kept and held-out records apart.
+    2. The moments of the n kept records, centred on their means, are diagonalised once. For each
+       strength, W solves (Z^T Z + strength n I) W = Z^T Y, which is diagonal in the eigenbasis.
+    3. The strength with the most correct held-out records is solved again on all records.
+    """
     width, count = x_ND.shape[1], np.flatnonzero(~held).size
     parts = []
     for part in (~held, held):
@@ -152,7 +158,14 @@ def _fit_tall(
 def _fit_wide(
     x_ND: np.ndarray, target_NK: np.ndarray, held: np.ndarray, mean: np.ndarray, scale: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Fit via the records' inner products, N x N: W = Z^T a."""
+    """Fit via the records' inner products, N x N: for N < D, where the minimum is W = Z^T A.
+
+    1. The inner products Z Z^T of all records are summed over chunks of columns.
+    2. Those of the n kept records, centred on their mean, are diagonalised once. For each strength,
+       the dual A solves (Z Z^T + strength n I) A = Y, which is diagonal in the eigenbasis.
+    3. ``lifted`` turns the duals of all strengths into W = Z^T A in one pass over the columns.
+    4. The strength with the most correct held-out records is solved again on all records.
+    """
     total = len(x_ND)
     step = max(1, _CHUNK // total)
     columns = [slice(start, start + step) for start in range(0, x_ND.shape[1], step)]
@@ -163,9 +176,8 @@ def _fit_wide(
     kept, count = np.flatnonzero(~held), np.flatnonzero(~held).size
     kept_NN = gram_NN[np.ix_(kept, kept)]
     mean_N = kept_NN.mean(axis=0)
-    kept_NN += (
-        mean_N.mean() - mean_N - mean_N[:, None]
-    )  # centre the records on the mean of the kept ones
+    # Centre the records on the mean of the kept ones.
+    kept_NN += mean_N.mean() - mean_N - mean_N[:, None]
     offset_K = target_NK[kept].mean(axis=0)
     value_N, basis_NN = linalg.eigh(kept_NN, overwrite_a=True, check_finite=False)
     turned_NK = basis_NN.T @ (target_NK[kept] - offset_K)

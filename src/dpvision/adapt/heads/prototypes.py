@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dpvision.adapt.feature_stream import Block, FeatureStream, Head
+from dpvision.adapt.heads.kind import Fitted, HeadKind, Task
 from dpvision.adapt.moments import row_bound
 from dpvision.adapt.release import Contributions, Releases
 from dpvision.dp.clipped import ClippedSum
@@ -140,3 +141,14 @@ def prototype_sum(
             "count", block.class_sum((unit * count_length * factor_B)[:, None], num_classes)[:, 0]
         )
     return total.sum()
+
+
+class _Prototypes(HeadKind):
+    name = "prototypes"
+
+    def fit(self, task: Task) -> Fitted:
+        norm = task.settings.feature_norm
+        return Fitted(prototypes(task.stream, task.releases, feature_norm=norm))
+
+
+PROTOTYPES = _Prototypes()

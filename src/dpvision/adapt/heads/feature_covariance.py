@@ -21,12 +21,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dpvision.adapt.descent import AfterStep, Coordinates, Progress, Trained, check_loss, many_steps
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import Loss
+from dpvision.adapt.heads.kind import (
+    AfterStep,
+    Coordinates,
+    Fitted,
+    HeadKind,
+    Progress,
+    Task,
+    Trained,
+)
+from dpvision.adapt.heads.many_steps import check_loss, many_steps
 from dpvision.adapt.moments import moment_of, moment_sum, noise_edge, row_bound
 from dpvision.adapt.release import Releases
 from dpvision.config import OptimConfig
+from dpvision.config.heads import FeatureCovariance
 from dpvision.errors import ConfigError
 
 COVARIANCE_SHARE = 0.25
@@ -35,9 +45,6 @@ and digits (docs/heads.md).
 """
 STRENGTH = 0.3
 """In units of the largest eigenvalue of the noise."""
-OPTIM = OptimConfig(
-    name="sgd", learning_rate=2.0, momentum=0.0, weight_decay=0.0, schedule="constant"
-)
 
 
 def feature_covariance(
@@ -48,7 +55,7 @@ def feature_covariance(
     feature_norm: float | None = None,
     strength: float = STRENGTH,
     loss: Loss = "softmax",
-    optim: OptimConfig = OPTIM,
+    optim: OptimConfig = FeatureCovariance.optim,
     bias: float = 0.0,
     start: Progress | None = None,
     after_step: AfterStep = lambda trained: None,
@@ -64,7 +71,7 @@ def feature_covariance(
         strength: multiple of the identity added to the covariance, in units of the largest
             eigenvalue of the noise; at least 0.
         optim: its learning rate is in units of K d / steps.
-        loss, bias: as in ``descent.many_steps``.
+        loss, bias: as in ``many_steps.many_steps``.
         start: go on from these steps of an earlier start, in their coordinates.
         after_step: called after each step with a function that returns the heads so far.
 
@@ -122,6 +129,8 @@ def _measured(
             "more --privacy.steps."
         )
     plan, width = releases.plan, stream.width
+    # A few releases of the second moments, averaged. What is below the largest eigenvalue of the
+    # noise is noise, so the whitener is damped by a multiple of it; the rate is for 1 / (K d).
     count = min(max(1, round(share * releases.left)), releases.left - 1)
     released = releases.average(
         stream,
@@ -142,3 +151,27 @@ def whitener(covariance_EE: Tensor, strength: float) -> tuple[Tensor, float]:
     value_E = value_E.clamp(min=0)
     dimension = max(float((value_E / (value_E + strength)).sum()), 1.0)
     return (basis_EE / (dimension * (value_E + strength)).sqrt()) @ basis_EE.T, dimension
+
+
+class _FeatureCovariance(HeadKind):
+    name = "feature_covariance"
+    fewest_releases = 2
+    squares = saves_map = True
+
+    def fit(self, task: Task) -> Fitted:
+        own: FeatureCovariance = task.settings
+        assert own.loss != "auto" and own.bias is not None
+        trained = feature_covariance(
+            task.stream,
+            task.releases,
+            feature_norm=own.feature_norm,
+            loss=own.loss,
+            optim=task.config.optim,
+            bias=own.bias,
+            start=task.start,
+            after_step=lambda made: task.after_step(lambda: made().fitted(own.iterate)),
+        )
+        return trained.fitted(own.iterate)
+
+
+FEATURE_COVARIANCE = _FeatureCovariance()

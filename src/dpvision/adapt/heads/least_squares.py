@@ -16,6 +16,7 @@ import math
 import torch
 
 from dpvision.adapt.feature_stream import FeatureStream, Head
+from dpvision.adapt.heads.kind import Fitted, HeadKind, Task
 from dpvision.adapt.moments import cross_of, moment_of, moment_sum, noise_edge, row_bound
 from dpvision.adapt.release import Releases
 from dpvision.errors import ConfigError
@@ -73,3 +74,15 @@ def least_squares(
     damped_E = value_E.clamp(min=0) + max(strength * edge, _LEAST_STRENGTH * bound**2)
     weight_KE = cross_KE @ (basis_EE / damped_E) @ basis_EE.T
     return stream.head(weight_KE, torch.zeros(stream.num_classes))
+
+
+class _LeastSquares(HeadKind):
+    name = "least_squares"
+    squares = True
+
+    def fit(self, task: Task) -> Fitted:
+        norm = task.settings.feature_norm
+        return Fitted(least_squares(task.stream, task.releases, feature_norm=norm))
+
+
+LEAST_SQUARES = _LeastSquares()

@@ -1,0 +1,151 @@
+"""Read parquet files of images: which column holds them, class names, and the rows."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dpvision.data.captions import CAPTION_FIELDS
+from dpvision.data.decode import HEAD_BYTES, may_be_image
+from dpvision.data.table_files import require_fields
+from dpvision.errors import DataError, remedy_for
+
+
+def read_arrow(path: Path, read: Callable[[], Any]) -> Any:
+    """Return ``read()``. Raises DataError if the file is damaged."""
+    try:
+        return read()
+    except (pa.ArrowException, OSError) as error:
+        remedy = remedy_for(error, "Copy it again or remove it.")
+        raise DataError(f"source: {path}: {error}; expected a parquet file. {remedy}") from None
+
+
+def image_column(schema: pa.Schema, path: Path) -> tuple[str, int]:
+    """Return the column of images, and the number of other columns that hold images too.
+
+    Of several with bytes: the one whose first cells are images; of several such, the only image of
+    Hugging Face's metadata, or `image`.
+    """
+
+    def holds_bytes(kind: pa.DataType) -> bool:
+        return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+    def may_hold(field: pa.Field) -> bool:
+        in_struct = pa.types.is_struct(field.type) and any(
+            f.name == "bytes" and holds_bytes(f.type) for f in field.type.fields
+        )
+        return field.name not in CAPTION_FIELDS and (
+            holds_bytes(field.type) or in_struct
+        )  # captions may be binary too
+
+    found = [field.name for field in schema if may_hold(field)]
+    if not found:
+        raise DataError(
+            f"source: {path}: columns {schema.names}; expected one with image bytes (binary, or "
+            "a struct with `bytes`). Add it."
+        )
+    if len(found) == 1:
+        return found[0], 0
+    head = read_arrow(
+        path, lambda: next(pq.ParquetFile(path).iter_batches(batch_size=8, columns=found), None)
+    )
+    cells = {
+        name: []
+        if head is None
+        else [c.get("bytes") if isinstance(c, dict) else c for c in head[name].to_pylist()]
+        for name in found
+    }
+    images = [
+        name
+        for name in found
+        if any(cell and may_be_image(cell[:HEAD_BYTES]) for cell in cells[name])
+    ]
+    pool = images or found
+    features = _features(schema)
+    declared = [
+        name
+        for name in pool
+        if isinstance(found_type := features.get(name), dict) and found_type.get("_type") == "Image"
+    ]
+    for chosen in (images, declared, [name for name in pool if name.lower() == "image"]):
+        if len(chosen) == 1:
+            return chosen[0], len(set(images) - set(chosen))
+    raise DataError(
+        f"source: {path}: columns {', '.join(pool)} hold bytes, {len(images)} of them images; "
+        "expected one column of images. Rename the right one to image."
+    )
+
+
+def _features(schema: pa.Schema) -> dict[str, Any]:
+    """Return the features in the metadata of Hugging Face datasets; empty without metadata."""
+    try:
+        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
+    """Return the class names in that metadata, of a column of classes or of lists of classes."""
+    feature: Any = _features(schema).get(label)
+    try:
+        if isinstance(feature, list):
+            (feature,) = feature
+        names = feature.get("feature", feature)["names"]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return [str(name) for name in names]
+
+
+def read_parquet(
+    paths: list[Path], label: str, wanted: list[str]
+) -> tuple[Iterator[tuple[str, bytes | None, dict[str, Any]]], list[str] | None, int]:
+    """Return the rows (image name, image file or None, other cells), class names, and the number of
+    further columns of images.
+
+    Args:
+        label: the column of classes, if there is one.
+        wanted: columns that must exist.
+
+    Raises:
+        DataError: a file is damaged or has other columns or class names than the first one, or
+            there is no column of images.
+    """
+    schema = read_arrow(paths[0], partial(pq.read_schema, paths[0]))
+    image, others = image_column(schema, paths[0])
+    require_fields(wanted, set(schema.names) - {image}, paths[0])
+    useful = {label, *wanted, *CAPTION_FIELDS} - {image}
+    columns, label_names = [image, *sorted(useful & set(schema.names))], _class_names(schema, label)
+
+    def rows() -> Iterator[tuple[str, bytes | None, dict[str, Any]]]:
+        for path in paths:
+            file = read_arrow(path, partial(pq.ParquetFile, path))
+            found = file.schema_arrow
+            if image not in found.names or useful & set(found.names) != set(columns) - {image}:
+                raise DataError(
+                    f"source: {path}: columns {found.names}; expected those of {paths[0]}, "
+                    f"{columns}. Import it separately."
+                )
+            if _class_names(found, label) != label_names:
+                raise DataError(
+                    f"source: {path}: class names unlike those of {paths[0]}; expected the same, "
+                    "in one order. Import it apart."
+                )
+            batches = file.iter_batches(batch_size=512, columns=columns)
+            number = 0
+            while (batch := read_arrow(path, partial(next, batches, None))) is not None:
+                for row in batch.to_pylist():
+                    cell = row.pop(image)
+                    data, name = (
+                        (cell.get("bytes"), cell.get("path"))
+                        if isinstance(cell, dict)
+                        else (cell, None)
+                    )
+                    yield name or f"{path.stem}-{number}", data, row
+                    number += 1
+
+    return rows(), label_names, others
