@@ -228,8 +228,9 @@ def _check_hostile(
     for changed in _hostile(batch):
         mixed = _with_row(changed, batch, 0)
         try:
-            moved = _gradients(loss_fn, model, mixed, key, (0,))[0]
-            own = _losses(loss_fn, model, mixed, key)[0]
+            with buffers_kept(model):
+                own = checked_losses(loss_fn, model, mixed, key)[0]
+                moved = _flat_gradient(own, model)
         except PrivacyError:
             raise
         except Exception:
