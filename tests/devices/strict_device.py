@@ -42,8 +42,8 @@ _WAITS = {
 }
 """Operations whose result, or its shape, the host must know."""
 _COPIES = {"_to_copy", "copy_", "_copy_from"}
-_BLAMED_ON_CALLER = ("take", "to_device", "send")
-"""Functions that only do what their caller asks."""
+_BLAMED_ON_CALLER = ("take", "mapped", "to_device", "send")
+"""Functions that, with those written in them, only do what their caller asks."""
 
 
 class StrictDeviceError(RuntimeError):
@@ -219,7 +219,7 @@ def _caller() -> str:
         file, name = frame.f_code.co_filename, frame.f_code.co_qualname
         if (
             file.startswith(_PACKAGE)
-            and frame.f_code.co_name not in _BLAMED_ON_CALLER
+            and name.partition(".")[0] not in _BLAMED_ON_CALLER
             and "<genexpr>" not in name
         ):
             return f"{file.removeprefix(_PACKAGE)} {name.replace('.<locals>', '')}"
