@@ -137,7 +137,7 @@ def test_settings_fixed_beforehand_are_composed_as_dp_accounting_does(
     renyi = rdp.RdpAccountant().compose(step, PARENT.steps).compose(child)
     theirs = renyi.get_epsilon(DELTA)  # its series bounds fractional orders from above
     assert theirs * 0.999 <= made["epsilon_rdp"] <= theirs * (1 + 1e-9)
-    noise = (PARENT.steps / PARENT.noise.multiplier**2 + 4 / 8.0**2) ** -0.5
+    noise = (PARENT.steps / PARENT.noise_multiplier**2 + 4 / 8.0**2) ** -0.5
     assert made["epsilon_unamplified"] == pytest.approx(
         dp_accounting.get_epsilon_gaussian(noise, DELTA)
     )
@@ -204,9 +204,9 @@ def test_a_figure_without_accounting_is_null_with_its_reason() -> None:
     assert found.unit_epsilon is None and "belong to one person" in found.reasons["unit_epsilon"]
     pair = curve(parts, FPRS)
     assert pair.profile is None and all(fpr < tpr <= 1 for fpr, tpr in pair.tpr_at_fpr.items())
-    units = replace(
-        truncated, max_records_per_unit=2, num_units=RECORDS // 2, unit_epsilon=1.0
-    )  # ``make_plan`` refuses it
+    two = replace(truncated.unit, max_records=2, num_people=RECORDS // 2)
+    sampler = replace(truncated.sampler, unit=two)
+    units = replace(truncated, sampler=sampler, unit_epsilon=1.0)  # ``make_plan`` refuses it
     assert (
         total(parts_of([(units, 2), (make_plan(poisson), 2)]))
         .reasons["unit_epsilon"]

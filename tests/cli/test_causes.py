@@ -261,7 +261,7 @@ def files(tmp_path: Path, at: Path) -> Path:
         "report.gallery",
         "report.operator_page",
         "report.page",
-        "report.verify",
+        "statement.verify",
         "train.start",
     ):
         import_module(f"dpvision.{name}")

@@ -31,7 +31,6 @@ from dpvision.config import HeadConfig, RunConfig
 from dpvision.config.resolve import with_candidate
 from dpvision.dp.clipped import ClippedSum
 from dpvision.errors import ConfigError, PrivacyError
-from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, run_plans
 from dpvision.privacy.stream import Key, Stream, new_key, subkey
 
@@ -186,7 +185,7 @@ def _run(
         if candidate.max_grad_norm is None
         else replace(
             run_plan,
-            noise=IndependentGaussian(run_plan.noise.multiplier, candidate.max_grad_norm),
+            noise=run_plan.noise.clipped_to(candidate.max_grad_norm),
         )
     )
     head = candidate.fit(stream, Releases(plan, itertools.count().__next__, *keys("head")))

@@ -13,11 +13,8 @@ import numpy as np
 from dpvision.data.rgb import Window
 from dpvision.data.store import Store
 from dpvision.errors import DataError
+from dpvision.privacy.sampling import TOLERANCE
 
-TOLERANCE = 0.01
-"""Largest relative difference between a store's count and the declared number, which is public and
-may be rounded.
-"""
 _RECORDS_OF_A_UNIT = (1, 2, 4, 8)
 
 

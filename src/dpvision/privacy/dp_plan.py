@@ -6,8 +6,7 @@ composed of a sampler (``sampling``), a strategy of the noise (``mechanism``) an
 the event of executed steps follows from the three (decision 0041).
 """
 
-import hashlib
-import math
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal
@@ -27,6 +26,40 @@ from dpvision.privacy.selection import Selection
 from dpvision.privacy.stream import Stream
 
 View = Literal["record", "unamplified", "unit"]
+
+
+class _Batches:
+    """The last steps' draws and releases.
+
+    A plan draws positions and a sum has ids, and which id a position has is the data set's to know.
+    But a record has one id: two batches share as many ids as their draws share positions, or fewer
+    where records could not be read or are those of another process. Sums of other records than
+    those drawn (the first ones, fixed batches in turn) share more.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: list[np.ndarray] = []
+        self._released: list[np.ndarray] = []
+
+    def fit(self, drawn: np.ndarray, released: np.ndarray) -> bool:
+        """Return whether a batch may be that of its draw, and remember it if so."""
+        if (_shared(released, self._released) > _shared(drawn, self._drawn)).any():
+            return False
+        self._drawn.append(drawn)
+        self._released.append(released)
+        while len(self._drawn) > 1 and sum(map(len, self._drawn)) > _REMEMBERED:
+            del self._drawn[0], self._released[0]
+        return True
+
+
+def _shared(values: np.ndarray, batches: list[np.ndarray]) -> np.ndarray:
+    """Return how many of ``values`` each batch has: int64 (len(batches),)."""
+    if not len(values) or not batches:
+        return np.zeros(len(batches), dtype=np.int64)
+    ordered, joined = np.sort(values), np.concatenate(batches)
+    at = np.minimum(np.searchsorted(ordered, joined), len(ordered) - 1)
+    step = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+    return np.bincount(step[ordered[at] == joined], minlength=len(batches))
 
 
 @dataclass(frozen=True)
@@ -62,12 +95,16 @@ class DPPlan:
     """Of this object, and of no ``dataclasses.replace`` of it: whether its epsilons are known to be
     those of its own numbers.
     """
-    _drawn: ClassVar[dict[int, int]]
-    """Number of records (people) that this object drew, by step; secret."""
+    _drawn: ClassVar[dict[int, np.ndarray | int]]
+    """Records (people) that this object drew, by step; secret. Of a step that is done only their
+    number.
+    """
     _released: ClassVar[set[int]]
     """Steps that this object released under a guarantee."""
-    _batches: ClassVar[set[bytes]]
-    """Digests of the records of those steps; secret."""
+    _recent: ClassVar["_Batches"]
+    """What was drawn and what was released in the last of those steps; secret."""
+    _lock: ClassVar[threading.Lock]
+    """Held while a step is looked up and noted."""
 
     def __post_init__(self) -> None:
         ok = 0 < self.sample_rate <= 1 and (self.unit.is_person or not self.unit.draws_people)
@@ -84,7 +121,8 @@ class DPPlan:
             )
         object.__setattr__(self, "_drawn", {})
         object.__setattr__(self, "_released", set())
-        object.__setattr__(self, "_batches", set())
+        object.__setattr__(self, "_recent", _Batches())
+        object.__setattr__(self, "_lock", threading.Lock())
 
     def _altered(self, sample_rate: float) -> PrivacyError:
         return PrivacyError(
@@ -101,6 +139,13 @@ class DPPlan:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DPPlan":
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in (state | {"_lock": threading.Lock()}).items():
+            object.__setattr__(self, name, value)
 
     @property
     def expected_batch_size(self) -> float:
@@ -183,8 +228,12 @@ class DPPlan:
         Raises:
             PrivacyError: the batch was drawn by another plan or by none, or has more records than
                 were drawn, or with full batches than were declared; the step was released before;
-                or the records are those of another step, which draws do not give.
+                or the records are not those that were drawn, as far as ``_Batches`` can tell.
         """
+        with self._lock:
+            self._release(step, num_records, record_id)
+
+    def _release(self, step: int, num_records: int, record_id: np.ndarray) -> None:
         if step in self._released:
             raise PrivacyError(
                 f"noise: step={step}; expected a step that this plan did not release before: its "
@@ -193,22 +242,23 @@ class DPPlan:
             )
         if self.guarantee != "dp":
             return
-        if self.sampler.random and not num_records <= self._drawn.get(step, -1):
-            raise PrivacyError(
-                f"noise: step={step}; expected a sum of the records that the plan of the noise "
-                f"drew, at sample rate {self.sample_rate}. Call draw(step, num_records, "
-                "derive_rng(key, step)) of this plan, and sum those records and no others."
-            )
         self.sampler.require(num_records)
-        if self.sampler.random and len(record_id) * math.log(self.sample_rate) < _NEVER:
-            batch = hashlib.sha256(np.sort(record_id).tobytes()).digest()
-            if batch in self._batches:
+        if self.sampler.random:
+            drawn = self._drawn.get(step)
+            if not isinstance(drawn, np.ndarray) or num_records > len(drawn):
                 raise PrivacyError(
-                    f"noise: step={step}; expected the batch that was drawn for this step, not "
-                    "the records of an earlier one: a batch that is released again is not "
-                    "accounted for. Sum the records of plan.draw(step, ...)."
+                    f"noise: step={step}; expected a sum of the records that the plan of the noise "
+                    f"drew, at sample rate {self.sample_rate}. Call draw(step, num_records, "
+                    "derive_rng(key, step)) of this plan, and sum those records and no others."
                 )
-            self._batches.add(batch)
+            if not self._recent.fit(drawn, record_id):
+                raise PrivacyError(
+                    f"noise: step={step}; expected the batch that was drawn for this step: it "
+                    "shares more records with an earlier one than their draws do. A batch that is "
+                    "not drawn for its step is not accounted for. Sum the records of "
+                    "plan.draw(step, ...), each under one id in all steps."
+                )
+            self._drawn[step] = len(drawn)
         self._released.add(step)
 
     def draw(self, step: int, num_records: int, rng: Stream) -> np.ndarray:
@@ -231,20 +281,25 @@ class DPPlan:
                 f"plan.draw: step={step}; expected 0 to {self.steps - 1}. The plan is used up: "
                 "stop."
             )
-        if self.guarantee == "dp" and step in self._drawn:
+        with self._lock:
+            return self._draw(step, num_records, rng)
+
+    def _draw(self, step: int, num_records: int, rng: Stream) -> np.ndarray:
+        private, random = self.guarantee == "dp", self.sampler.random
+        if private and step in self._drawn:
             raise PrivacyError(
                 f"plan.draw: step={step}; expected a step that was not drawn before: drawing "
                 "until a batch is liked, or is not empty, voids the accounting. Keep the first "
                 "draw; an empty batch is released as ClippedSum.zeros. For another run, make a "
                 "plan."
             )
-        if self.guarantee == "dp" or self.sampler.random:
+        if private or self.sampler.max_batch_size is not None:
             self.sampler.require(num_records)
-        if self.guarantee == "dp" and self.sampler.random:
+        if private and random:
             rng.key.spend_draw(step)
         index = self.sampler.draw(num_records, rng)
-        if self.sampler.random:
-            self._drawn[step] = len(index)
+        if private and random:
+            self._drawn[step] = index.copy()
         return index
 
     def event(self, steps: int, view: View = "record") -> Event:
@@ -443,10 +498,8 @@ class PlanForm:
         return plan
 
 
-_NEVER = -60.0
-"""Logarithm of a probability that two steps of a million never meet: that a draw has these
-records.
-"""
+_REMEMBERED = 2**18
+"""Records of earlier steps that a batch is compared with; at least those of one step."""
 _SAME = 1e-4
 """Relative difference allowed between an epsilon that an earlier version computed and that of this
 one.

@@ -7,7 +7,7 @@ noise key and the step (``dp.normals``). Independent noise has one term, its own
 depends on that of earlier steps has several (decision 0041).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dpvision.privacy.events import Event
@@ -26,6 +26,9 @@ class Noise(Protocol):
         """float: clipping norm, the most that a record adds to the sum of a step; None without
         clipping.
         """
+
+    def clipped_to(self, max_grad_norm: float | None) -> "Noise":
+        """The same strategy, multiplier and cost, for sums clipped to another norm."""
 
     def std(self, step: int) -> float:
         """Standard deviation of each coordinate's noise at ``step``."""
@@ -53,6 +56,9 @@ class IndependentGaussian:
 
     multiplier: float
     max_grad_norm: float | None
+
+    def clipped_to(self, max_grad_norm: float | None) -> "IndependentGaussian":
+        return replace(self, max_grad_norm=max_grad_norm)
 
     def std(self, step: int) -> float:
         return self.multiplier * (self.max_grad_norm or 0.0)

@@ -27,6 +27,10 @@ from dpvision.privacy.events import (
 from dpvision.privacy.stream import Key, Stream, subkey
 
 Law = Literal["poisson", "truncated_poisson", "full_batch"]
+TOLERANCE = 0.01
+"""Largest relative difference between a store's count and the declared number, which is public and
+may be rounded.
+"""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,15 @@ class Poisson(Sampler):
     """
 
     law: ClassVar[Law] = "poisson"
+
+    def require(self, num_records: int) -> None:
+        if num_records > (1 + TOLERANCE) * self.unit.sampled_from:
+            raise PrivacyError(
+                f"plan.draw: num_records={num_records}; expected at most "
+                f"{100 * TOLERANCE:.0f}% more than the {self.unit.sampled_from} declared, of which "
+                "the sample rate is. Give each record one id, with its images as views, or make a "
+                "plan for more records."
+            )
 
     def draw(self, num_records: int, rng: Stream) -> np.ndarray:
         return draw_poisson(num_records, self.sample_rate, rng)

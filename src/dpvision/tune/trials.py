@@ -193,10 +193,8 @@ def trial_config(study: Study, settings: Settings) -> RunConfig:
 
         return replace(config, privacy=simulated(config.privacy, study.asked.simulate))
     if study.asked.how == "charged":
-        from dpvision.privacy.mechanism import IndependentGaussian
-
         plan = plan_of(config)
-        noise = IndependentGaussian(plan.noise.multiplier, study.plan.max_grad_norm)
+        noise = plan.noise.clipped_to(study.plan.max_grad_norm)
         if not replace(plan, noise=noise, clipping=study.plan.clipping).same_mechanism(study.plan):
             raise PrivacyError(
                 f"tune: {dict(settings)} changes the plan of a trial; expected the one that was "
