@@ -17,7 +17,7 @@ ORDER = [
     {"dp", "optim", "runs"},
     {"train"},
     {"encoders"},
-    {"eval", "adapt", "audit"},
+    {"eval", "adapt"},
     {"statement"},
     {"report"},
     {"demo", "doctor", "tune"},

@@ -64,7 +64,7 @@ def _shared(values: np.ndarray, batches: list[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DPPlan:
-    """The mechanism of a run and its guarantee. Made by ``make_plan`` only; frozen, and written
+    """The mechanism of a run and its guarantee. Made by ``privacy.plan`` only; frozen, and written
     into ledger and manifest.
 
     ``epsilon`` and ``epsilon_rdp`` are those of all planned steps. What a run states is
