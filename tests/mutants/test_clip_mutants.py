@@ -6,6 +6,7 @@ Both methods are tried: what a norm leaves out is planted in ``clip.written_norm
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from dpvision.dp import (
     batch_dims,
     clip,
     gram,
+    held_values,
     one_pass,
     outer_products,
     per_record,
@@ -378,8 +380,31 @@ def test_checked_by_code_alone() -> None:
     with planted(
         separable,
         "held",
-        lambda loss_fn: loss_fn.__code__,
+        lambda loss_fn, model: loss_fn.__code__,
         "a term that mixes records was accepted",
+    ):
+        check()
+
+
+def test_described_in_part() -> None:
+    """The loss reads its weight from a container of which only the class is looked at."""
+    weight = deque([0.0])
+
+    def losses(model, batch, key):
+        losses_B = class_losses(model, batch, key)
+        return losses_B + (losses_B - losses_B.mean()) if weight[0] else losses_B
+
+    def check() -> None:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
+        step = partial(clipped_sum, losses, model, make_batch(4), KEY, max_grad_norm=C)
+        weight[0] = 0.0
+        step(method="vmap")
+        weight[0] = 1.0
+        assert_refused(lambda: step(method="vmap"), "a term that mixes records")
+
+    check()
+    with planted(
+        held_values, "_reduced", lambda value: [], "a term that mixes records was accepted"
     ):
         check()
 

@@ -1,206 +1,429 @@
-"""What a loss or a layer holds besides its parameters: code, numbers that it captures or reads,
-attributes, layers.
+"""What a loss or a layer holds besides its trained parameters: code, numbers that it captures or
+reads, attributes, layers.
 
-A check of one loss holds for another of equal description. What is not described, such as a file
-that a loss reads, can change unseen.
+A check of one loss holds for another of equal description. So a description is complete, or equal
+to no other: then the check is made again. Not seen: files, the environment, names that are put
+together while the code runs, and writes that PyTorch does not count to large tensors.
 """
 
 import contextlib
+import copyreg
 import dis
 import functools
 import hashlib
+import itertools
+import multiprocessing.synchronize
+import os
 import sys
+import sysconfig
+import threading
 import types
-from collections.abc import Mapping
-from enum import Enum
-from typing import Any
+import weakref
+from collections.abc import Iterable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-_DEPTH, _MOST = 6, 10_000
-"""How deep, and at how many elements of a container, the description looks."""
+_MOST = 200_000
+"""Most values of a description."""
 _LARGE = 2**24
-"""Bytes of an array above which it counts by identity."""
-_SMALL = 64
-"""Most elements of a tensor or array that counts by its values."""
-_THEMSELVES = (
-    int,
-    str,
-    bytes,
+"""Bytes of an array above which it is not described."""
+_SMALL = 2**14
+"""Most bytes of a tensor that counts by its numbers."""
+_NUMBERS = frozenset((int, float, complex, bool, str, bytes, type(None)))
+_CONSTANTS = (
     torch.dtype,
     torch.device,
-    Enum,
-    type(None),
-    types.ModuleType,
-    types.BuiltinFunctionType,
+    torch.layout,
+    torch.memory_format,
+    types.CodeType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.EllipsisType,
+    types.NotImplementedType,
 )
-_LIBRARIES = {
-    *sys.stdlib_module_names,
-    "torch",
-    "numpy",
-    "torchvision",
-    "timm",
-    "transformers",
-    "dpvision",
-}
-"""Packages whose classes, modules and functions stay as they are."""
-_OF_PYTORCH = vars(nn.Module()).keys()
-"""Attributes of every layer. Of these, ``layer`` looks at the buffers and hooks."""
+_LOCKS = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    multiprocessing.synchronize._multiprocessing.SemLock,  # type: ignore[attr-defined]
+)
+_OF_NO_CLASS = ("__dict__", "__weakref__", "__annotations__", "_abc_impl")
+"""Attributes of a class that are no part of what it does."""
+_BY_ANY_NAME = frozenset(("eval", "exec", "globals", "__import__"))
+"""Functions that read values whose names the code does not have."""
 
 
-def held(value: Any) -> Any:
-    """Return a hashable description of a loss function, or of a value that it holds: equal for
-    equal code and equal numbers.
+class Undescribed:
+    """Stands for what cannot be described; equal to nothing else."""
 
-    Large tensors, and those on a GPU, count by identity and number of writes; other objects by
-    class and attributes, the class's own included. Left out: what is more than six levels down,
-    elements from 10,000 on, iterators and caches.
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+
+def held(loss_fn: Any, model: nn.Module) -> Any:
+    """Return a hashable description of a loss function, a model's layers and what both hold: equal
+    for equal code and equal numbers. ``Undescribed`` for an open file, a generator and whatever
+    else does not say what it holds.
+
+    The model's trained parameters count by identity; large tensors, and those on a GPU, by identity
+    and number of writes; other objects by class and attributes, the class's own included; modules
+    by those values whose names the code has.
     """
-    return _held(value, 0, {})
-
-
-def layers(model: nn.Module) -> Any:
-    """Return a hashable description of a model's layers: classes, modes, numbers, buffers, fixed
-    parameters and hooks.
-    """
+    walk = _Walk({id(p) for p in model.parameters() if p.requires_grad})
     everywhere = [
-        hook
+        list(hooks.values())
         for name, hooks in vars(torch.nn.modules.module).items()
-        if name.startswith("_global_")
-        for hook in _values(hooks)
+        if name.startswith("_global_") and isinstance(hooks, dict)
     ]
-    return _held([model, everywhere], 0, {})
+    try:
+        walk.all([loss_fn, model, everywhere])
+    except _CannotDescribe as error:
+        return Undescribed(str(error))
+    return tuple(walk.found)
 
 
-def _held(value: Any, depth: int, seen: dict[int, Any]) -> Any:
-    if isinstance(value, _THEMSELVES):
-        return type(value), value
-    if isinstance(value, float | complex | np.generic):
-        return type(value), repr(value)  # NaN is equal to itself
-    if isinstance(value, Tensor):
-        if value.device.type == "cpu" and value.numel() <= _SMALL:
-            return value.dtype, value.shape, repr(value.detach().tolist())
-        return id(value), value.shape, None if value.is_inference() else value._version
-    if isinstance(value, np.ndarray):
-        return (
-            value.dtype.str,
-            value.shape,
-            hashlib.sha256(value.tobytes()).digest() if value.nbytes <= _LARGE else id(value),
-        )
-    if isinstance(value, type) and _library(value):
-        return value
-    if depth > _DEPTH or id(value) in seen:
-        return type(value)
-    seen[id(value)] = value  # kept, so that no later object has the same id
-    if isinstance(value, type):
-        kinds = [kind for kind in value.__mro__ if not _library(kind)]
-        own = {
-            name: item
-            for kind in reversed(kinds)
-            for name, item in vars(kind).items()
-            if not name.startswith("__")
-        }
-        return value, _held(own, depth + 1, seen)
-    if isinstance(value, staticmethod | classmethod):
-        return _held(value.__func__, depth, seen)
-    if isinstance(value, nn.Module):
-        return tuple(_layer(module, depth, seen) for module in value.modules())
-    if isinstance(value, functools.partial):
-        return _held((value.func, value.args, value.keywords), depth, seen)
-    if isinstance(value, types.MethodType):
-        return _held((value.__func__, value.__self__), depth, seen)
-    if isinstance(value, types.FunctionType):
-        return value.__code__, _held(_captured(value), depth + 1, seen)
-    if isinstance(value, Mapping):
-        return type(value), tuple(
-            (str(name), _held(item, depth + 1, seen)) for name, item in list(value.items())[:_MOST]
-        )
-    if isinstance(value, list | tuple | set | frozenset):
-        return (
-            type(value),
-            len(value),
-            tuple(_held(item, depth + 1, seen) for item in list(value)[:_MOST]),
-        )
-    return _held(type(value), depth, seen), _held(_attributes(value), depth + 1, seen)
+class _CannotDescribe(Exception):
+    pass
 
 
-def _values(hooks: Any) -> list[Any]:
-    return list(hooks.values()) if isinstance(hooks, dict) else []
-
-
-def _library(value: Any) -> bool:
-    """Whether a class, module or function is of a package that stays as it is."""
-    name = (
-        value.__name__
-        if isinstance(value, types.ModuleType)
-        else getattr(value, "__module__", None)
-    )
-    return str(name or "").partition(".")[0] in _LIBRARIES
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    found = {}
-    for name in ("__dict__", *names):
-        with contextlib.suppress(Exception):  # whatever a class's own __getattr__ raises
-            found[name] = getattr(value, name)
-    return found
-
-
-def _layer(module: nn.Module, depth: int, seen: dict[int, Any]) -> Any:
-    own = [value for name, value in vars(module).items() if name not in _OF_PYTORCH]
-    hooks = [
-        list(named.values())
-        for named in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
-    ]
-    fixed = [p for p in module._parameters.values() if p is not None and not p.requires_grad]
-    return module.training, _held([type(module), own, module._buffers, fixed, hooks], depth, seen)
-
-
-def _captured(function: types.FunctionType) -> list[Any]:
-    """Values of the enclosing functions, defaults, and global values by the names that the code
-    has; a library's function has its code.
+class _Walk:
+    """Walks through values and all that they hold, each object once. What is found is in the order
+    of the walk, with the number of each object's parts, so it describes one structure only.
     """
-    if _library(function):
+
+    def __init__(self, trained: set[int]) -> None:
+        self.found: list[Any] = []
+        self._trained = trained
+        self._seen: dict[int, tuple[int, Any]] = {}  # objects too, so that no id is used again
+        self._todo: list[Any] = []
+        self._modules: list[types.ModuleType] = []
+        self._names: dict[str, None] = {}
+        self._looked_up: set[tuple[int, str]] = set()
+
+    def all(self, values: list[Any]) -> None:
+        self._parts(values)
+        while self._todo or self._look_up():
+            self._one(self._todo.pop())
+
+    def _look_up(self) -> bool:
+        """Go on with the modules' values that any of the code so far may read by name; whether
+        there is something to go on with.
+        """
+        for module in self._modules:
+            own = vars(module)
+            for name in sorted(self._names.keys() & own.keys()):
+                if (id(module), name) not in self._looked_up:
+                    self._looked_up.add((id(module), name))
+                    self.found += number_of(module), name
+                    self._parts([own[name]])
+        return bool(self._todo)
+
+    def _parts(self, values: Iterable[Any]) -> None:
+        start = len(self.found)
+        for value in values:
+            if type(value) in _NUMBERS:
+                self.found.append(repr(value))  # NaN is equal to itself
+            else:
+                self.found.append(None)
+                self._todo.append(value)
+        self.found.append(len(self.found) - start)
+        if len(self.found) > _MOST:
+            raise _CannotDescribe(f"more than {_MOST} values")
+
+    def _one(self, value: Any) -> None:
+        if isinstance(value, _CONSTANTS):
+            self.found.append(value)
+            return
+        if id(value) in self._seen:
+            self.found += "again", self._seen[id(value)][0]
+            return
+        self._seen[id(value)] = len(self._seen), value
+        if isinstance(value, Tensor):
+            self._tensor(value)
+        elif isinstance(value, np.ndarray | np.generic):
+            self._array(value)
+        elif isinstance(value, types.ModuleType):
+            self.found.append(number_of(value))
+            if not _of_library(getattr(value, "__file__", None), value.__name__):
+                self._modules.append(value)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, nn.Module):
+            self._layer(value)
+        else:
+            self._parts([type(value), *_state(value)])
+
+    def _tensor(self, value: Tensor) -> None:
+        self.found += value.dtype, tuple(value.shape), value.requires_grad
+        if id(value) in self._trained:
+            self.found.append(number_of(value))
+        elif (
+            value.device.type == "cpu"
+            and value.layout == torch.strided
+            and value.numel() * value.element_size() <= _SMALL
+        ):
+            numbers = value.detach().resolve_conj().resolve_neg().contiguous().flatten()
+            self.found.append(_digest(numbers.view(torch.uint8).numpy()))
+        elif value.is_inference():
+            raise _CannotDescribe("a tensor of torch.inference_mode")
+        else:
+            self.found += number_of(value), value._version
+        if value._backward_hooks or vars(value):
+            self._parts([value._backward_hooks, vars(value)])
+
+    def _array(self, value: np.ndarray | np.generic) -> None:
+        self.found += str(value.dtype), value.shape
+        if value.dtype.hasobject:
+            self._parts(value.ravel().tolist())
+        elif value.nbytes > _LARGE:
+            raise _CannotDescribe(f"an array of {value.nbytes} bytes")
+        else:
+            self.found.append(_digest(value))
+        if type(value) is not np.ndarray and isinstance(value, np.ndarray):
+            self._parts([type(value), getattr(value, "__dict__", None)])
+
+    def _class(self, value: type) -> None:
+        self.found.append(value)
+        kinds = [kind for kind in value.__mro__ if not _library_class(kind)]
+        for kind in kinds:
+            own = {name: item for name, item in vars(kind).items() if name not in _OF_NO_CLASS}
+            self.found.append(tuple(own))
+            self._parts(own.values())
+        self._parts(map(type, kinds))
+
+    def _function(self, value: types.FunctionType) -> None:
+        """Values of enclosing functions, defaults, attributes and, by the names that the code has,
+        global values. A library's function has no global values of its user.
+        """
+        self.found.append(value.__code__)
+        parts: list[Any] = [value.__defaults__, value.__kwdefaults__, vars(value)]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                parts.append(cell.cell_contents)
+        own = value.__globals__
+        if not _of_library(value.__code__.co_filename, own.get("__name__")):
+            names = _names(value.__code__)
+            if by_any := _BY_ANY_NAME.intersection(names.of_globals):
+                raise _CannotDescribe(f"a call of {min(by_any)}")
+            self._names.update(dict.fromkeys(names.all))
+            parts += [own.get(name) for name in names.of_globals]
+            parts += _imported(names.of_modules, own.get("__package__") or "")
+        self._parts(parts)
+
+    def _layer(self, module: nn.Module) -> None:
+        own = vars(module)
+        self.found.append(tuple(own))
+        # Of hooks the functions: their numbers grow.
+        self._parts(
+            None
+            if value is None or (isinstance(value, dict | set) and not value)
+            else list(value.values())
+            if name.endswith("_hooks")
+            else value
+            for name, value in own.items()
+        )
+        self._parts([type(module)])
+
+
+def _state(value: Any) -> list[Any]:
+    """What an object is made of, beside its class."""
+    if isinstance(value, _LOCKS):
         return []
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # an empty cell
-            cells.append(None)
-    read = []
-    for name, *path in _global_names(function.__code__):
-        value = function.__globals__.get(name)
-        while path and isinstance(value, types.ModuleType) and not _library(value):
-            value = getattr(value, path.pop(0), None)
-        read.append(value)
-    return [*cells, function.__defaults__, function.__kwdefaults__, *read]
+    if isinstance(value, dict):
+        default = getattr(value, "default_factory", None)
+        return [*value.keys(), *value.values(), default, *_attributes(value)]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [*value, *_attributes(value)]
+    if isinstance(value, int | float | complex | str | bytes):
+        base: Any = next(kind for kind in type(value).__mro__ if kind in _NUMBERS)
+        return [base.__repr__(value), *_attributes(value)]
+    if isinstance(value, types.MappingProxyType):
+        return [dict(value)]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+        owner = value.__self__
+        return [value.__name__, number_of(owner) if isinstance(owner, types.ModuleType) else owner]
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget, value.fset, value.fdel]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if isinstance(value, ContextVar):
+        return [value.get(None)]
+    own_way = type(value).__reduce_ex__, type(value).__reduce__
+    if _made_in_python(type(value)) and (
+        own_way == (object.__reduce_ex__, object.__reduce__) or not _library_class(type(value))
+    ):
+        return _attributes(value)
+    return _reduced(value)
+
+
+def _attributes(value: Any) -> list[Any]:
+    own = []
+    with contextlib.suppress(AttributeError):
+        own.append(object.__getattribute__(value, "__dict__"))
+    for kind in type(value).__mro__:
+        for item in vars(kind).values():
+            if isinstance(item, types.MemberDescriptorType):  # a slot
+                try:
+                    own.append(item.__get__(value))
+                except AttributeError:  # without a value
+                    own.append(None)
+    return own
+
+
+def _reduced(value: Any) -> list[Any]:
+    """What pickle would write of a library's object, which may leave out caches and locks."""
+    refused = _CannotDescribe(f"an object of the class {type(value).__qualname__}")
+    if not _library_class(type(value)):
+        raise refused
+    try:
+        reduce = copyreg.dispatch_table.get(type(value))
+        made = reduce(value) if reduce else value.__reduce_ex__(4)
+    except Exception:
+        raise refused from None
+    if isinstance(made, str):  # the name of a value that stays
+        return [made, getattr(value, "__dict__", None)]
+    function, given, state, items, pairs = (*made, None, None, None)[:5]
+    return [
+        function,
+        given,
+        state,
+        None if items is None else list(items),
+        None if pairs is None else list(pairs),
+    ]
+
+
+def _made_in_python(kind: type) -> bool:
+    """Whether attributes and slots are all that an object of the class has."""
+    bases = [base for base in kind.__mro__ if base is not object]
+    slots = sum(
+        isinstance(item, types.MemberDescriptorType)
+        for base in bases
+        for item in vars(base).values()
+    )
+    # Beside its slots an object has pointers to its attributes and to what refers to it weakly.
+    return (
+        all("__slots__" in vars(b) or any("__dict__" in vars(c) for c in b.__mro__) for b in bases)
+        and kind.__itemsize__ == 0
+        and kind.__basicsize__ <= object.__basicsize__ + 8 * (slots + 2)
+    )
+
+
+class _Names(NamedTuple):
+    of_globals: tuple[str, ...]
+    of_modules: tuple[str, ...]
+    all: tuple[str, ...]
 
 
 @functools.cache
-def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Global names that the code, and functions defined inside it, read; each with the chain of
-    attributes that follows it, such as ("module", "weight").
+def _names(code: types.CodeType) -> _Names:
+    """Names that the code, and functions defined inside it, have: of global values, of modules that
+    it imports; all, texts included, which may be names of attributes.
     """
-    found: list[tuple[str, ...]] = []
-    follows = False
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            found.append((instruction.argval,))
-        elif follows and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            found[-1] += (instruction.argval,)
-        elif instruction.opname in ("CACHE", "EXTENDED_ARG"):
-            continue
-        follows = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") or (
-            follows and instruction.opname == "LOAD_ATTR"
-        )
-    inner = [
-        names
-        for value in code.co_consts
-        if isinstance(value, types.CodeType)
-        for names in _global_names(value)
-    ]
-    return *found, *inner
+    of_globals, of_modules, every = dict[str, None](), dict[str, None](), dict[str, None]()
+    todo = [code]
+    while todo:
+        code = todo.pop()
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                of_globals[instruction.argval] = None
+            elif instruction.opname == "IMPORT_NAME":
+                of_modules[instruction.argval] = None
+        every |= dict.fromkeys(code.co_names)
+        for value in code.co_consts:
+            if isinstance(value, types.CodeType):
+                todo.append(value)
+            elif isinstance(value, str) and value.isidentifier():
+                every[value] = None
+    return _Names(tuple(of_globals), tuple(of_modules), tuple(every))
+
+
+def _imported(names: tuple[str, ...], package: str) -> list[types.ModuleType]:
+    """The modules of these names, and those that contain them, if they were imported; a name may be
+    relative to any part of the package.
+    """
+    found = []
+    for start in itertools.accumulate(["", *package.split(".")], lambda a, b: f"{a}.{b}"):
+        for name in names:
+            parts = f"{start}.{name}".strip(".").split(".")
+            for end in range(1, len(parts) + 1):
+                module = sys.modules.get(".".join(parts[:end]))
+                if module is not None:
+                    found.append(module)
+    return found
+
+
+def _library_class(kind: type) -> bool:
+    name = str(kind.__module__)
+    return _of_library(getattr(sys.modules.get(name), "__file__", None), name)
+
+
+_FOLDERS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
+        Path(os.__file__).parent,
+        Path(__file__).parents[1],
+        Path(np.__file__).parent,
+        *(
+            Path(torch.__file__).parents[1] / name
+            for name in ("torch", "torchvision", "timm", "transformers")
+        ),
+    )
+)
+"""Of libraries whose classes, modules and functions stay as they are: of Python, without what users
+install beside it, of this package and of those that it builds on.
+"""
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+@functools.cache
+def _of_library(file: str | None, name: str | None) -> bool:
+    """Whether a module stays as it is: by where its file is, since a user's may have the same name
+    as a library's.
+    """
+    if file is None:
+        top, _, inner = (name or "").partition(".")
+        if inner and top in sys.modules:
+            return _of_library(getattr(sys.modules[top], "__file__", None), top)
+        return top in sys.builtin_module_names
+    if file.startswith("<frozen "):
+        return True
+    return any(
+        file.startswith(folder) and not any(part in file[len(folder) - 1 :] for part in _INSTALLED)
+        for folder in _FOLDERS
+    )
+
+
+def number_of(value: Any) -> int:
+    """Return a number that no other object has had or will have."""
+    known = _NUMBERED.get(id(value))
+    if known is None or known[0]() is not value:
+        known = weakref.ref(value, functools.partial(_forget, id(value))), next(_COUNTER)
+        _NUMBERED[id(value)] = known
+    return known[1]
+
+
+def _forget(name: int, gone: Any) -> None:
+    if name in _NUMBERED and _NUMBERED[name][0] is gone:
+        del _NUMBERED[name]
+
+
+_COUNTER = itertools.count()
+_NUMBERED: dict[int, tuple[Any, int]] = {}
+
+
+def _digest(numbers: Any) -> bytes:
+    return hashlib.sha256(numbers.tobytes()).digest()

@@ -25,7 +25,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dpvision.data.batch import Batch, mapped, rows_where, take
 from dpvision.data.keys import StepKey
-from dpvision.dp.held_values import held, layers
+from dpvision.dp.held_values import Undescribed, held
 from dpvision.dp.interception import CHECKPOINTED
 from dpvision.dp.per_record import LossFn, checked_losses
 from dpvision.errors import PrivacyError
@@ -55,8 +55,9 @@ def require_separable(
     model and loss; ``clipped_sum`` calls it.
 
     The records are random because ``batch`` may be private: whether the check passes must not
-    depend on it. Zero parameters are perturbed. It is repeated for other layers, and for other
-    numbers that the loss holds, captures or reads (``held_values``). A term that is absent until a
+    depend on it. Zero parameters are perturbed. It is repeated for other layers, for other numbers
+    that the loss holds, captures or reads, and each time if one of them cannot be described
+    (``held_values``). A term that is absent until a
     later step is looked for at ``_OTHER_STEPS``.
 
     Args:
@@ -90,24 +91,29 @@ def require_separable(
             "of the model that the loss is given. Run check_separable on public records once, "
             "then pass clipped_sum(check_separability=False); in private_loop pass public_batch=."
         ) from error
-    passed.add(case)
+    # What cannot be described is equal to nothing, and only counted.
+    passed.add(len(passed) if isinstance(case, Undescribed) else case)
     if len(passed) == _MANY:
         _LOG.warning(
-            "separability: checked %d times for one model, since its layers or the values of "
-            "its loss changed; a loss whose values change with every step should take them from "
-            "key.step, or be checked once and given clipped_sum(check_separability=False)",
+            "separability: checked %d times for one model, since %s; a loss whose values change "
+            "with every step should take them from key.step, or be checked once and given "
+            "clipped_sum(check_separability=False)",
             _MANY,
+            f"the loss or a layer holds or makes {case.what}, in which changes cannot be seen"
+            if isinstance(case, Undescribed)
+            else "its layers or the values of its loss changed",
         )
     return len(passed) > 1
 
 
 def _case(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Any:
-    """What the check is remembered for: the loss and all it holds, the shapes of records, the
-    layers, which parameters are trained.
+    """What the check is remembered for: the loss, the layers and all that they hold, the shapes of
+    records, which parameters are trained.
     """
     shapes = tuple(None if value is None else (value.shape[1:], value.dtype) for value in batch)
     weights = tuple((id(p), p.requires_grad) for p in model.parameters())
-    return held(loss_fn), shapes, layers(model), weights
+    values = held(loss_fn, model)
+    return values if isinstance(values, Undescribed) else (values, shapes, weights)
 
 
 def random_records(batch: Batch, num: int) -> Batch:
