@@ -2,13 +2,14 @@
 docs/pitfalls.md, section "Data".
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from dpvision.data import importer
+from dpvision.data import importer, person_names
 from dpvision.data.import_labels import ClassRule, ImportedLabels
 from dpvision.data.import_people import WithoutPerson
 from dpvision.data.importer import import_samples, import_source
@@ -119,6 +120,16 @@ def test_person_spelled_twice(tmp_path: Path, scenes: Store) -> None:
 
     check()
     with planted(importer, "refuse_alike", lambda field, names: None, "is two persons"):
+        check()
+
+
+def test_two_persons_one_spelling() -> None:
+    def check() -> None:
+        names = {person_names.person_name(name, "patient", "") for name in ("1", "1.000")}
+        assert len(names) == 2, "two persons are one"
+
+    check()
+    with planted(person_names, "_WHOLE", re.compile(r"([+-]?\d+)\.0+"), "two persons are one"):
         check()
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpvision.data.decode import BadImage, decode
-from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched, loosely, person_name
+from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched, alike, person_name
 from dpvision.data.sources import Sample
 from dpvision.errors import OPERATOR_ONLY, DataError
 
@@ -107,20 +107,18 @@ def refuse_shared(field: str, found: list[Shared]) -> None:
 
 def refuse_alike(field: str, names: Iterable[str]) -> None:
     """Raise DataError if names of different persons may be spellings of one
-    (``person_names.loosely``).
+    (``person_names.alike``).
 
     Args:
         names: from ``person_name``, each once.
     """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(loosely(name), []).append(name)
-    if found := sorted(" = ".join(sorted(group)) for group in groups.values() if len(group) > 1):
+    if found := sorted(" = ".join(sorted(group)) for group in alike(names)):
         raise DataError(
             f"data import: --unit-from {field}: {OPERATOR_ONLY}{len(found):,} persons spelled in "
             f"several ways ({_some(found, len(found))}), which would count as several; expected "
-            "names that differ in more than case, leading zeros or the form of a number. Write "
-            "each person in one way in the source; give different persons other names."
+            "names that differ in more than case, leading zeros, the form of a number or letters "
+            "that look alike. Write each person in one way in the source; give different persons "
+            "other names."
         )
 
 

@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -39,16 +40,50 @@ _INVISIBLE = re.compile(
 _ONE_KIND = {
     ord(c): to
     for to, alike in (
-        ("'", "\u2018\u2019\u02bc\u2032`"),
+        ("'", "\u2018\u2019\u02bc\u2032\uff07`"),
         ('"', "\u201c\u201d"),
         ("-", "\u2212\u2043\u02d7"),
     )
     for c in alike
 }
-_WHOLE = re.compile(r"([+-]?\d+)\.0+")
-_THOUSANDS = re.compile(r"([+-]?)(\d{1,3}(?:[,' ]\d{3})+)(?:\.0*)?")
+_SAME_LETTER = (
+    "<wide>",
+    "<narrow>",
+    "<font>",
+    "<noBreak>",
+    "<small>",
+    "<initial>",
+    "<medial>",
+    "<final>",
+    "<isolated>",
+)
+"""Kinds of Unicode's compatibility forms that are the same letter (circled 1 is not)."""
+_LOOKS_LIKE = (
+    (
+        "'",
+        re.compile(
+            "APOSTROPHE|PRIME|SINGLE (?!LOW).*QUOTATION"
+            "|(GRAVE|ACUTE) ACCENT|(TURNED|REVERSED) COMMA"
+        ),
+    ),
+    ("-", re.compile("DASH|HYPHEN|MINUS|HORIZONTAL|PROLONGED SOUND")),
+    ("/", re.compile("SLASH|SOLIDUS")),
+)
+"""Signs that stand for one on a keyboard, by words of their Unicode names."""
+_LETTERS = str.maketrans(
+    "\u0430\u0432\u0435\u043a\u043c\u043d\u043e\u0440\u0441\u0442\u0443\u0445\u0456\u0455\u0458\u0501\u04bb"
+    "\u03b1\u03b2\u03b5\u03b6\u03b7\u03b9\u03ba\u03bc\u03bd\u03bf\u03c1\u03c4\u03c5\u03c7\u03f2\u0131",
+    "abekmhopctyxisjdhabezhikmnoptyxci",
+)
+"""Cyrillic and Greek letters that look like a Latin one, small or capital; the i without a dot."""
+_WHOLE = re.compile(r"([+-]?\d+)\.0{1,2}")
+_GROUPED = re.compile(r"([+-]?)(\d{1,3}(?:[,' ]\d{3})+)(?:\.0*)?")
+_POINTS = re.compile(r"([+-]?)(\d{1,3}(?:\.\d{3})+)")
+_DECIMAL_COMMA = re.compile(r"([+-]?\d{1,3}),000")
 _NUMBER = re.compile(r"([+-]?\d+)(?:[.,]0*)?")
 _SCIENTIFIC = re.compile(r"[+-]?\d+(?:(?:\.\d*)?e\+\d{1,2}|\.\d*e\d{1,2})")
+_MAYBE_SCIENTIFIC = re.compile(r"\d{1,9}e\d{1,2}")
+_HEXADECIMAL = re.compile(r"(?=.*\d)[\da-f]*[a-df][\da-f]*")
 _LEADING_ZEROS = re.compile(r"(?<!\d)0+(?=\d+(?![^\W_]))")
 """Of a group of digits at the end of a word, so that hexadecimal ids of one length stay apart."""
 
@@ -97,13 +132,14 @@ def one_spelling(text: str) -> str:
 
     Spellings that look the same become one; one spelling never becomes two.
 
-    Unicode's NFKC; without control and zero-width characters; every space, dash, apostrophe and
-    decimal digit of one kind; single spaces, none around; 7.00 as 7.
+    Unicode's NFC, with letters of other widths and fonts as the plain ones; without control and
+    zero-width characters; every space, dash, apostrophe and decimal digit of one kind; single
+    spaces, none around; 7.0 and 7.00 as 7 (7.000 may be 7,000).
     """
     if text.isascii() and text.isalnum():
         return text
-    folded = "".join(map(_folded, unicodedata.normalize("NFKC", text).translate(_ONE_KIND)))
-    name = " ".join(unicodedata.normalize("NFKC", folded).split())
+    folded = "".join(map(_folded, unicodedata.normalize("NFC", text).translate(_ONE_KIND)))
+    name = " ".join(unicodedata.normalize("NFC", folded).split())
     whole = _WHOLE.fullmatch(name)
     return whole[1] if whole else name
 
@@ -114,24 +150,73 @@ def _folded(c: str) -> str:
         return " "
     if category in ("Cc", "Cf") or _INVISIBLE.match(c):
         return ""
+    if unicodedata.decomposition(c).startswith(_SAME_LETTER):
+        plain = unicodedata.normalize("NFKC", c).translate(_ONE_KIND)
+        return "".join(map(_folded, plain)) if plain != c else c
     return "-" if category == "Pd" else str(unicodedata.decimal(c)) if category == "Nd" else c
+
+
+def alike(names: Iterable[str]) -> list[list[str]]:
+    """Return the groups of two names or more that may be one person's.
+
+    Args:
+        names: from ``person_name``, each once.
+    """
+    texts = {name: _text(name) for name in names}
+    hexadecimal = any(map(_HEXADECIMAL.fullmatch, texts.values()))
+    groups: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        keys = [loosely(name)]
+        if found := _POINTS.fullmatch(text):
+            keys.append(_short(found[1] + found[2].replace(".", "")))
+        elif found := _DECIMAL_COMMA.fullmatch(text):
+            keys.append(_short(found[1]))
+        elif _MAYBE_SCIENTIFIC.fullmatch(text) and not hexadecimal:
+            keys.append(_short(f"{Decimal(text):f}"))
+        for key in dict.fromkeys(keys):
+            groups.setdefault(key, []).append(name)
+    found = dict.fromkeys(tuple(group) for group in groups.values() if len(group) > 1)
+    return [list(group) for group in found]
 
 
 def loosely(name: str) -> str:
     """Return a key that is equal for names which may be one person's.
 
-    They differ in case, in leading zeros, or in how a number is written.
+    They differ in case, in leading zeros, in how a number is written, or in letters and signs that
+    look alike.
 
     Args:
         name: from ``person_name``.
     """
-    text = one_spelling(name.casefold()).strip(
-        "'\"= "
-    )  # as ="007", by which spreadsheets keep zeros
-    if found := _THOUSANDS.fullmatch(text):
+    text = _text(name)
+    if found := _GROUPED.fullmatch(text):
         text = found[1] + re.sub(r"\D", "", found[2])
     elif found := _NUMBER.fullmatch(text):
         text = found[1]
     elif _SCIENTIFIC.fullmatch(text):
         text = one_spelling(f"{Decimal(text):f}")
-    return _LEADING_ZEROS.sub("", text.removeprefix("+"))
+    return _short(text)
+
+
+def _short(number: str) -> str:
+    short = _LEADING_ZEROS.sub("", number.removeprefix("+"))
+    return "0" if short == "-0" else short
+
+
+def _text(name: str) -> str:
+    """A name with signs and letters that look alike as one, in small letters."""
+    if not name.isascii():
+        name = "".join(
+            map(_plain_sign, unicodedata.normalize("NFKC", "".join(map(_plain_sign, name))))
+        )
+    folded = unicodedata.normalize("NFKC", name.casefold()).translate(_LETTERS)
+    return one_spelling(folded).strip("'\"= ")  # as ="007", by which spreadsheets keep zeros
+
+
+def _plain_sign(c: str) -> str:
+    if c.isascii() or unicodedata.category(c) in ("Lu", "Ll", "Lt", "Lo", "Mn", "Mc"):
+        return c
+    if unicodedata.category(c) in ("Me", "Co", "Cn"):  # around others, or without a meaning
+        return ""
+    called = unicodedata.name(c, "")
+    return next((to for to, words in _LOOKS_LIKE if words.search(called)), c)
