@@ -100,7 +100,7 @@ def test_epsilon_and_the_repeated_charge_are_printed_before_the_charge(
         raise KeyboardInterrupt  # in place of the head's first release
 
     monkeypatch.setattr(demo, "adapt", stop)
-    assert main(_on_own_images(tmp_path, 80)) == 130
+    assert main(_on_own_images(tmp_path, 320)) == 130
     said = capsys.readouterr().out
     assert "epsilon 2 at delta" in said and "Each repetition of this command is charged" in said
     assert main(["ledger", str(tmp_path / "stores/demo-mine"), "--json"]) == 0

@@ -230,7 +230,9 @@ def _check_hostile(
     Not compared: a gradient that is not finite (autograd gives the other rows the factor 0, and
     0 * inf is NaN), and what raises, as a label beyond the model's classes does.
     """
-    loss = _losses(loss_fn, model, batch, key)[0]
+    # With autograd, as below: without it PyTorch may take another kernel, whose last bits differ.
+    with buffers_kept(model):
+        loss = checked_losses(loss_fn, model, batch, key)[0].detach()
     for changed in _hostile(batch):
         mixed = _with_row(changed, batch, 0)
         try:
