@@ -175,8 +175,8 @@ def alike(names: Iterable[str]) -> list[list[str]]:
             keys.append(_short(f"{Decimal(text):f}"))
         for key in dict.fromkeys(keys):
             groups.setdefault(key, []).append(name)
-    found = dict.fromkeys(tuple(group) for group in groups.values() if len(group) > 1)
-    return [list(group) for group in found]
+    several = dict.fromkeys(tuple(group) for group in groups.values() if len(group) > 1)
+    return [list(group) for group in several]
 
 
 def loosely(name: str) -> str:
