@@ -25,7 +25,8 @@ class ViTConfig:
     train_cls: bool = True
     """Whether the class token is trained; if False, it keeps its random initial value (DP-Cap)."""
     positions: Literal["fixed", "loaded"] = "fixed"
-    """The sin-cos table, or those of the file in ``init_from`` (docs/papers_files.md). Never trained.
+    """The sin-cos table, or those of the file in ``init_from`` (docs/papers_files.md); never
+    trained.
     """
 
     def __post_init__(self) -> None:
