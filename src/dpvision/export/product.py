@@ -107,6 +107,12 @@ class Product:
             ),
         }
 
+    def encoder_alone(self) -> "Product":
+        """Return a captioner's encoder without its decoder."""
+        assert isinstance(self.trained, Captioner)
+        module = Features(pooled_model(self.trained), self.pooling).eval()
+        return replace(self, kind="encoder", trained=self.encoder, module=module, tokenizer=None)
+
     def probabilities(self, logit_BK: Tensor) -> Tensor:
         """Return a classifier's probabilities of its logits, by its loss and temperature."""
         scaled_BK = logit_BK / self.temperature

@@ -7,6 +7,7 @@ Legend: B images, D width, K classes, C channels, H height, W width, L tokens so
 tokens, N decoder blocks, A heads, E head width, V vocabulary.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,15 +170,16 @@ def _save(
             f"the model cannot be traced ({type(error).__name__}: {why})",
             "Use another encoder, or timm for one of timm's models.",
         ) from None
-    program = torch.onnx.export(
-        traced,
-        examples,
-        dynamo=True,
-        input_names=names,
-        output_names=outputs,
-        dynamic_shapes=dynamic,
-        verbose=False,
-    )
+    with warnings.catch_warnings(action="ignore"):  # about the names of dynamic dimensions
+        program = torch.onnx.export(
+            traced,
+            examples,
+            dynamo=True,
+            input_names=names,
+            output_names=outputs,
+            dynamic_shapes=dynamic,
+            verbose=False,
+        )
     assert program is not None
     model: Any = program.model
     for node in model.graph.all_nodes():

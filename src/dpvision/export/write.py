@@ -73,6 +73,8 @@ def export(
         require_confidential(
             folder, "export", "weights trained on private images without a guarantee"
         )
+    if product.kind == "captioner" and to in ("timm", "transformers"):
+        product = product.encoder_alone()  # neither has a decoder like ours
     target = importlib.import_module(f"dpvision.export.to_{to}")
     how_to_load = target.how_to_load(product)
     with _refused(folder), new_folder(folder) as partial:
