@@ -67,7 +67,7 @@ def write(product: Product, folder: Path, metadata: dict[str, str]) -> None:
             theirs = adapted.base_model.model.get_submodule(name)
             theirs.lora_A["default"].weight.copy_(lora.down)
             theirs.lora_B["default"].weight.copy_(lora.up)
-    adapted.save_pretrained(str(folder))
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)  # else it asks the hub
     tensors = load_file(folder / _FILE)
     (folder / _FILE).write_bytes(pack(tensors, product.lineage, {"format": "pt"} | metadata))
 

@@ -128,7 +128,7 @@ def as_timm(vit: ViT) -> Any:
         qkv_bias=cfg.qkv_bias,
     )
     tensors = {}
-    for name, tensor in vit.state_dict().items():
+    for name, tensor in vit.named_parameters():
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)
         tensors[name] = tensor
