@@ -58,7 +58,7 @@ class ViT(nn.Module):
             (B, 1 + L, D).
         """
         token_BLD = self.patch_embed(patch_BLE) + position
-        return torch.cat([self.cls_token.expand(len(token_BLD), 1, -1), token_BLD], dim=1)
+        return torch.cat([self.cls_token.expand(token_BLD.shape[0], 1, -1), token_BLD], dim=1)
 
     def encode(self, token_BLD: Tensor) -> Tensor:
         """Apply the blocks and the final norm to embedded tokens, (B, L, D)."""
