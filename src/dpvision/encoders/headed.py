@@ -109,6 +109,7 @@ def load_classifier(
         own_sizes=opened.own_sizes,
         resize=opened.resize,
         crop=opened.crop,
+        library=opened.library,
         poolings=lambda x_BCHW: {"scores": head(opened(x_BCHW, pooling).float())},
         family="fixed",
         lineage=tuple(checkpoint.manifest["lineage"]),

@@ -20,8 +20,8 @@ from dpvision.models.timm_cache import find_timm_weights
 from dpvision.runs.lineage import runs_with_these_weights
 
 _FORMS = (
-    "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,simclr,tan}:FILE, pixels, hog, "
-    "scattering, patches or patches+scattering"
+    "a run folder, random:RUN, {timm,torchvision}:NAME, hf:DIR, onnx:NODE@FILE, "
+    "{vip,mae,simclr,tan}:FILE, pixels, hog, scattering, patches or patches+scattering"
 )
 
 
@@ -38,6 +38,7 @@ def open_encoder(
     Args:
         spec: a run or checkpoint folder; ``random:RUN``, its architecture with its initial weights;
             ``timm:NAME`` or ``torchvision:NAME``, with ``@FILE`` for weights of a file;
+            ``hf:DIR``, a folder of transformers; ``onnx:NODE@FILE``, a value of an ONNX graph;
             ``vip:FILE``, ``mae:FILE``, ``simclr:FILE``, ``tan:FILE``, released checkpoints;
             ``pixels``, ``hog``, ``scattering``, ``patches``, ``patches+scattering``.
         ema: whether to use a run's averaged weights.
@@ -51,7 +52,8 @@ def open_encoder(
     spec = str(spec)
     kind, _, rest = spec.partition(":")
     if ema and (
-        spec in FIXED or kind in ("timm", "torchvision", "vip", "mae", "simclr", "tan", "random")
+        spec in FIXED
+        or kind in ("timm", "torchvision", "hf", "onnx", "vip", "mae", "simclr", "tan", "random")
     ):
         raise ConfigError(
             f"encoder: --ema with {spec}; expected a run, the only encoder with averaged "
@@ -68,6 +70,14 @@ def open_encoder(
         from dpvision.encoders.released import released_encoder
 
         return released_encoder(kind, Path(rest), device=device)
+    if kind == "hf" and rest:
+        from dpvision.encoders.hugging_face import hugging_face_encoder
+
+        return hugging_face_encoder(Path(rest), device=device)
+    if kind == "onnx":
+        from dpvision.encoders.onnx_file import onnx_encoder
+
+        return onnx_encoder(rest, image_size=image_size, device=device)
     if spec in FIXED:
         return fixed_encoder(spec, image_size, device=device)
     if kind == "random" and rest:
