@@ -20,8 +20,8 @@ from dpvision.models.timm_cache import find_timm_weights
 from dpvision.runs.lineage import runs_with_these_weights
 
 _FORMS = (
-    "a run folder, random:RUN, {timm,torchvision}:NAME, {vip,mae,dpcap,simclr,tan}:FILE, pixels, "
-    "hog, scattering, patches or patches+scattering"
+    "a run folder, random:RUN, {timm,torchvision}:NAME, hf:DIR, onnx:NODE@FILE, "
+    "{vip,mae,dpcap,simclr,tan}:FILE, pixels, hog, scattering, patches or patches+scattering"
 )
 _LIBRARIES = ("timm", "torchvision")
 _RELEASED = ("vip", "mae", "dpcap", "simclr", "tan")
@@ -43,6 +43,7 @@ def open_encoder(
     Args:
         spec: a run or checkpoint folder; ``random:RUN``, its architecture with its initial weights;
             ``timm:NAME`` or ``torchvision:NAME``, with ``@FILE`` for weights of a file;
+            ``hf:DIR``, a folder of transformers; ``onnx:NODE@FILE``, a value of an ONNX graph;
             ``vip:FILE``, ``mae:FILE``, ``dpcap:FILE``, ``simclr:FILE``, ``tan:FILE``, released
             checkpoints; ``pixels``, ``hog``, ``scattering``, ``patches``, ``patches+scattering``.
         ema: whether to use a run's averaged weights.
@@ -56,7 +57,7 @@ def open_encoder(
     spec = str(spec)
     word, colon, rest = spec.partition(":")
     kind = word if colon else ""
-    if ema and (spec in FIXED or kind in (*_LIBRARIES, *_RELEASED, "random")):
+    if ema and (spec in FIXED or kind in (*_LIBRARIES, *_RELEASED, "hf", "onnx", "random")):
         raise ConfigError(
             f"encoder: --ema with {spec}; expected a run, the only encoder with averaged "
             "weights. Drop --ema."
@@ -72,6 +73,14 @@ def open_encoder(
         from dpvision.encoders.released import released_encoder
 
         return released_encoder(kind, rest, device=device)
+    if kind == "hf" and rest:
+        from dpvision.encoders.hugging_face import hugging_face_encoder
+
+        return hugging_face_encoder(Path(rest), device=device)
+    if kind == "onnx":
+        from dpvision.encoders.onnx_file import onnx_encoder
+
+        return onnx_encoder(rest, image_size=image_size, device=device)
     if spec in FIXED:
         return fixed_encoder(spec, image_size, device=device)
     if kind == "random" and rest:
