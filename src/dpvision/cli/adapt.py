@@ -27,7 +27,7 @@ from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.heads import HEADS
 from dpvision.config.resolve import BUDGETS, resolve
 from dpvision.errors import OPERATOR_ONLY, ConfigError
-from dpvision.privacy.printed import up, up_delta
+from dpvision.privacy.printed import duration, size, up, up_delta
 from dpvision.recipes import get_recipe, recipe_lines
 from dpvision.runs.spent import charge_words, lost_words, resume_words, spent
 
@@ -254,16 +254,10 @@ def _features_cost(made: "Prepared") -> str:
         if made.people is None
         else min(plan.dataset_size, plan.unit.max_records * plan.unit.sampled_from)
     )
-    size = dtype.itemsize * count * width
-    amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-    minutes = seconds_per_image(made.encoder, made.device) * count / 60
-    time = (
-        f"about {minutes:.0f} minutes"
-        if minutes >= 1.5
-        else f"about {max(60 * minutes, 1):.0f} seconds"
-    )
+    seconds = seconds_per_image(made.encoder, made.device) * count
     return (
-        f"{amount} as {dtype} in the store's folder; {time} on this machine without decoding, "
+        f"{size(dtype.itemsize * count * width)} as {dtype} in the store's folder; about "
+        f"{duration(max(seconds, 1))} on this machine without decoding, "
         "unless they are cached"
     )
 
