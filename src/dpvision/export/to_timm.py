@@ -127,7 +127,7 @@ def as_timm(vit: ViT) -> Any:
         mlp_ratio=cfg.mlp_ratio,
         qkv_bias=cfg.qkv_bias,
     )
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in vit.named_parameters():
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)
