@@ -39,7 +39,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = sorted({word for caption in scene_captions(50) for word in caption.split()})
     files.write_vocabulary(root / "vocab.txt", words, 200)
     write_scenes(root / "mine", 60, 16, workers=1, public=False)
-    write_scenes(root / "public", 40, 16, workers=1, first=500)
+    write_scenes(root / "public", 120, 16, workers=1, first=500)
+    write_scenes(root / "test", 12, 16, workers=1, first=900)
     (root / "photo.png").write_bytes(png(1))
     return root
 
@@ -68,7 +69,18 @@ def test_an_encoder_is_scored_with_its_published_heads(place, capsys):
     found = _said(
         capsys,
         *("evaluate", f"vip:{place / 'encoder.pth'}@nano", "--train", str(place / "public")),
-        *("--protocols", "knn", "--against", "none", "--workers", "1", "--json"),
+        *("--test", str(place / "test")),
+        *(
+            "--protocols",
+            "knn,few_shot_dpcap",
+            "--shots",
+            "2",
+            "--against",
+            "none",
+            "--workers",
+            "1",
+            "--json",
+        ),
     )
     assert {score["name"] for score in json.loads(found)["scores"]} == {"vip:encoder.pth"}
 
@@ -84,7 +96,7 @@ def test_dpcaps_file_captions_is_scored_and_starts_a_private_run(
         _said(
             capsys,
             *("evaluate", "captioner", spec, "--scenes", "12", "--against", "random"),
-            *("--store", str(place / "public"), "--captions", "--workers", "1", "--json"),
+            *("--store", str(place / "test"), "--captions", "--workers", "1", "--json"),
         )
     )["scores"]
     assert {score["name"] for score in scores} == {"dpcap:dpcap.pth", "random weights"}

@@ -54,7 +54,6 @@ def test_an_encoder_gives_the_features_of_its_layout(tmp_path, kind, decoder, tr
     torch.testing.assert_close(copied, last_BLD, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("kind", ["vip", "dpcap"])
 def test_detection_and_segmentation_start_from_the_same_blocks_and_positions(tmp_path, kind):
     tensors = files.mae_file(trained=True) if kind == "vip" else files.dpcap_file()
@@ -68,6 +67,7 @@ def test_detection_and_segmentation_start_from_the_same_blocks_and_positions(tmp
     assert dense.position_LD.requires_grad
 
 
+@pytest.mark.parametrize("trained", [False, True])
 def test_a_masked_autoencoder_gives_the_losses_of_its_layout(tmp_path, trained):
     tensors = files.mae_file(trained=trained)
     files.write(tmp_path / "a.safetensors", tensors)
