@@ -2,8 +2,8 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,11 +24,6 @@ Places = Annotated[
     tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES [IMAGES ...]")
 ]
 _NAMED_AT_MOST = 20
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(caption, "caption", argv)
 
 
 @dataclass(frozen=True)
@@ -183,3 +178,6 @@ def _check_out(out: Path) -> None:
         raise ConfigError(
             f"caption: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}."
         )
+
+
+run = partial(parse, caption, "caption")

@@ -1,6 +1,6 @@
 """``dpvision embed``: write features to a file."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +12,6 @@ from dpvision.cli.paths import check_source
 from dpvision.errors import OPERATOR_ONLY
 
 _READING = Reading()
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(embed, "embed", argv)
 
 
 def embed(
@@ -82,3 +77,6 @@ def embed(
         json,
         text,
     )
+
+
+run = partial(parse, embed, "embed")
