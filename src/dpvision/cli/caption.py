@@ -104,7 +104,8 @@ def caption(
     check_run(run)
     import torch
 
-    from dpvision.eval.captions.caption_images import caption_files, find_images, prompt_ids
+    from dpvision.data.image_files import find_images
+    from dpvision.eval.captions.caption_images import caption_files, prompt_ids
     from dpvision.eval.captions.open_captioner import open_captioner
     from dpvision.models.generate import GenerateSettings
 
@@ -121,7 +122,7 @@ def caption(
         max_words=max_words,
         prompt=prompt_ids(captioner, prompt),
     )
-    found = find_images(images, workers, captioner.window)
+    found = find_images(images, workers=workers, window=captioner.window)
     private = captioner.confidential or found.visibility == "private"
     if out is not None and private and not release_private_outputs:
         require_confidential(
