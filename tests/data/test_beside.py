@@ -21,7 +21,7 @@ from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import open_source
 from dpvision.encoders.embeddings import write_embeddings
 from dpvision.errors import DataError
-from dpvision.eval.captions.caption_images import find_images
+from dpvision.data.image_files import find_images
 
 from .image_files import js, png, write_folder, write_tar
 
