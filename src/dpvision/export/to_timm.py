@@ -47,7 +47,7 @@ def write(product: Product, folder: Path, metadata: dict[str, str]) -> None:
         raise refused(
             "timm",
             "features are scaled to length 1 before the head",
-            "Use safetensors or onnx, or adapt with --model.features.no-unit.",
+            "Use safetensors or onnx, or adapt with --model.no-unit.",
         )
     model = pooled_timm("timm", product)
     with_head(model, product)
