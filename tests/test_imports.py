@@ -19,7 +19,7 @@ ORDER = [
     {"encoders"},
     {"eval", "adapt"},
     {"statement"},
-    {"report"},
+    {"export", "report"},
     {"demo", "doctor", "tune"},
     {"cli"},
 ]

@@ -39,6 +39,7 @@ COMMANDS = {
         "calibrate",
         "fit a classifier's temperature and thresholds on public images",
     ),
+    "export": ("export", "write a trained model for timm, transformers, ONNX, safetensors or PEFT"),
     "caption": ("caption", "caption images with a trained captioner"),
     "ledger": (
         "ledger",

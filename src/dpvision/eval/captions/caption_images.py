@@ -3,9 +3,13 @@
 Legend: B images of a batch, N captions per image, C channels, H height, W width, L tokens.
 """
 
+import contextlib
+import csv
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +21,10 @@ from dpvision.data.image_files import ImageFile
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.data.transform import centre_box, cut, normalise
+from dpvision.errors import DataError
 from dpvision.eval.captions.open_captioner import OpenCaptioner
 from dpvision.eval.captions.settings import Fit
+from dpvision.files import replacing
 from dpvision.models.generate import GenerateSettings, generate
 
 _MOST_ROWS = 256
@@ -42,6 +48,12 @@ class Captioned(NamedTuple):
     """Best first if they are ranked; empty if ``problem`` is set."""
     problem: str | None = None
     """"not an image", "damaged" and the like."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a line of a .jsonl file."""
+        if self.problem is not None:
+            return {"image": self.name, "problem": self.problem}
+        return {"image": self.name, "captions": [one._asdict() for one in self.captions]}
 
 
 def caption_files(
@@ -92,6 +104,37 @@ def caption_files(
             yield from _captioned(captioner, waiting, how, seed)
             waiting.clear()
     yield from _captioned(captioner, waiting, how, seed)
+
+
+@contextlib.contextmanager
+def captions_writer(out: Path) -> Iterator[Callable[[Captioned], None]]:
+    """Yield a function that writes captions to ``out``: a .csv file (a line per caption), or lines
+    of JSON (a line per image).
+
+    The file appears when the block ends without an error. Bytes of a file name that are no UTF-8
+    are written as escapes: \\udce9 is the byte 0xe9.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    try:
+        with (
+            replacing(out) as partial,
+            partial.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file,
+        ):
+            if out.suffix != ".csv":
+                yield lambda one: print(json.dumps(one.to_dict(), ensure_ascii=False), file=file)
+                return
+            rows = csv.writer(file)
+            rows.writerow(("image", "caption", "log_probability"))
+            yield lambda one: rows.writerows(
+                (one.name, said.text, f"{said.log_probability:.6g}") for said in one.captions
+            )
+    except OSError as error:
+        raise DataError(
+            f"caption: {out} ({error.strerror or error}); expected a writable path with free "
+            "space. Choose another --out."
+        ) from None
 
 
 @torch.inference_mode()
