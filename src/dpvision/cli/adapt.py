@@ -18,6 +18,8 @@ from dpvision.cli.run_args import (
     RunArgs,
     announce,
     check_places,
+    dry_run,
+    executed,
     resumed_hardware,
     saved_config,
 )
@@ -27,9 +29,9 @@ from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.heads import HEADS
 from dpvision.config.resolve import BUDGETS, resolve
 from dpvision.errors import OPERATOR_ONLY, ConfigError
-from dpvision.privacy.printed import up, up_delta
+from dpvision.privacy.printed import duration, size, up, up_delta
 from dpvision.recipes import get_recipe, recipe_lines
-from dpvision.runs.spent import charge_words, lost_words, resume_words, spent
+from dpvision.runs.spent import charge_words, lost_words, resume_words
 
 if TYPE_CHECKING:
     from dpvision.adapt.prepare import Prepared
@@ -163,27 +165,19 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> No
         ConfigError: no epsilon, and no noise, was asked for. What the run would spend is printed.
     """
     from dpvision.adapt.session import new_head_session
-    from dpvision.runs.lineage import runs_on
 
     root = args.root(args.recipe)
     _check_test(args, made.config)
     charge, charged = charge_words(made.store, made.plan)
     text = "\n".join(filter(None, [head_text(made), charged]))
     if args.dry_run:
-        result = {"dry_run": True, **made.plan.to_dict(), "store_visibility": made.store.visibility}
-        result |= {
-            "operator_only": {
-                "num_records": len(made.row_N),
-                **({} if made.people is None else {"num_people": len(made.label)}),
-            },
+        people = {} if made.people is None else {"num_people": len(made.label)}
+        result = dry_run(made.plan, made.store, made.lineage, charge) | {
+            "operator_only": {"num_records": len(made.row_N), **people},
             "head": made.model.head,
             "candidates": made.model.choice.candidates,
             "reason": made.model.choice.reason,
             "feature_width": made.model.encoder.width,
-            "total": spent(made.plan, made.plan.steps, runs_on(made.lineage, made.store.store_id))[
-                0
-            ],
-            "store_total": charge,
         }
         emit(
             result,
@@ -254,16 +248,10 @@ def _features_cost(made: "Prepared") -> str:
         if made.people is None
         else min(plan.dataset_size, plan.unit.max_records * plan.unit.sampled_from)
     )
-    size = dtype.itemsize * count * width
-    amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-    minutes = seconds_per_image(made.encoder, made.device) * count / 60
-    time = (
-        f"about {minutes:.0f} minutes"
-        if minutes >= 1.5
-        else f"about {max(60 * minutes, 1):.0f} seconds"
-    )
+    seconds = seconds_per_image(made.encoder, made.device) * count
     return (
-        f"{amount} as {dtype} in the store's folder; {time} on this machine without decoding, "
+        f"{size(dtype.itemsize * count * width)} as {dtype} in the store's folder; about "
+        f"{duration(max(seconds, 1))} on this machine without decoding, "
         "unless they are cached"
     )
 
@@ -320,13 +308,10 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
             adapt(session, progress=features, on_step=step)
     steps, complete = session.run.ledger.steps, session.run.ledger.steps == plan.steps
     behind = runs_on(made.lineage, made.store.store_id)
-    cost, said = spent(plan, steps, behind)
+    result, said = executed(root, plan, steps, behind, complete, "releases")
     scores = _score(args, root)
     chosen = read_manifest(find_checkpoint(root)).get("chosen")
-    lines = [
-        f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} releases: "
-        f"{said}. Run folder: {root}"
-    ]
+    lines = [said]
     if not complete:
         more = (
             f"dpvision adapt --resume --runs {root.parent} --name {root.name}"
@@ -349,15 +334,10 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
         root, made.store, made.config, released=session.run.folder.base == root, scored=bool(scores)
     )
     lines.append(f"In Python: dpvision.load_classifier({str(root)!r})")
-    result: dict[str, Any] = {
-        "run": str(root),
-        "complete": complete,
-        "steps": steps,
+    result |= {
         "head": chosen["candidate"] if chosen else made.model.head,
         "reason": made.model.choice.reason,
         "chosen": chosen,
-        **cost,
-        "guarantee": plan.guarantee,
         "scores": [score.to_dict() for score in scores],
     }
     emit(result, args.json, "\n".join(lines))

@@ -9,6 +9,7 @@ from dpvision.cli.output import emit, parse, private_scores
 from dpvision.cli.paths import check_source
 from dpvision.cli.run_args import STOPPED
 from dpvision.errors import ConfigError, DataError, RunStopped
+from dpvision.privacy.printed import duration
 
 
 def run(argv: Sequence[str]) -> None:
@@ -97,5 +98,5 @@ def demo(
         say(str(stopped))
         sys.exit(STOPPED)
     seconds = time.monotonic() - start
-    lines[0] = f"Done in {seconds / 60:.1f} minutes. {lines[0]}"
+    lines[0] = f"Done in {duration(seconds)}. {lines[0]}"
     emit({**found, "seconds": seconds}, json, "\n".join(lines))

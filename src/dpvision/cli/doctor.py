@@ -12,6 +12,7 @@ from dpvision.cli.output import emit, parse, shown
 from dpvision.cli.run_args import announce
 from dpvision.config import HardwareConfig
 from dpvision.errors import ConfigError, DPVisionError
+from dpvision.privacy.printed import size
 
 if TYPE_CHECKING:
     from dpvision.doctor import Findings
@@ -110,7 +111,7 @@ def _text(found: "Findings", measured: bool) -> str:
         tied = [" = ".join([first, *others]) for first, others in found.tied.items()]
         lines.append(f"  tied     {_few(tied)}")
     lines.append(
-        f"  memory   {_size(found.state_bytes)} of state in training (weights, clipped sum, "
+        f"  memory   {size(found.state_bytes)} of state in training (weights, clipped sum, "
         "noise, optimizer), and the batch"
     )
     for refusal in found.refused:
@@ -127,7 +128,7 @@ def _text(found: "Findings", measured: bool) -> str:
     if found.slow:
         lines += [
             "",
-            f"slow: per-record gradients by vmap, {_size(4 * found.num_parameters(found.slow))} "
+            f"slow: per-record gradients by vmap, {size(4 * found.num_parameters(found.slow))} "
             f"each, up to {found.slow_chunk:,} records at once. To avoid this, freeze",
             "these (requires_grad_(False)) or write the layer with operations that have a rule "
             "(docs/clipping.md):",
@@ -183,8 +184,8 @@ def _measured_text(measured: dict[str, Any]) -> str:
         told = f"  fits     {largest['records']:,} records in one physical batch ({largest['how']}"
         if "record_bytes" in largest:
             told += (
-                f": {_size(largest['record_bytes'])} each, {largest['margin']:.0%} of "
-                f"{_size(largest['available_bytes'])} free"
+                f": {size(largest['record_bytes'])} each, {largest['margin']:.0%} of "
+                f"{size(largest['available_bytes'])} free"
             )
         lines.append(told + ")")
     price, private, plain = step["price"], step["private_s"], step["non_private_s"]
@@ -208,14 +209,3 @@ def _few(names: Sequence[str]) -> str:
 
 def _share(part: float) -> str:
     return f"{part:.1%}" if part >= 0.001 else "< 0.1%"
-
-
-def _size(num_bytes: float) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= factor:
-            return (
-                f"{num_bytes / factor:.3g} {unit}"
-                if num_bytes < 1000 * factor
-                else f"{num_bytes / factor:,.0f} {unit}"
-            )
-    return f"{num_bytes:.0f} bytes"

@@ -7,9 +7,11 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import SourcePath, emit, parse
+from dpvision.cli.output import FLAT, Reading, SourcePath, emit, parse
 from dpvision.cli.paths import check_source
 from dpvision.errors import OPERATOR_ONLY
+
+_READING = Reading()
 
 
 def run(argv: Sequence[str]) -> None:
@@ -23,8 +25,7 @@ def embed(
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     pooling: str | None = None,
     ema: bool = False,
-    batch_size: int = 256,
-    workers: int = 2,
+    reading: Annotated[Reading, FLAT] = _READING,
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
@@ -44,12 +45,12 @@ def embed(
         pooling: mean (over the image), 2x2 (over its four quadrants), cls, ... (docs/encoders.md);
             the encoder's default if omitted.
         ema: Use the averaged weights of a run.
-        batch_size: Images in one forward pass.
-        workers: Threads that read images.
+        reading: How images are read.
         release_private_outputs: Write features of private images anywhere. You decide this for the
             people shown; no epsilon covers it.
         json: Print JSON.
     """
+    reading.check("embed")
     check_source(source)
     from dpvision.encoders.embeddings import write_embeddings
 
@@ -60,8 +61,8 @@ def embed(
             out,
             ema=ema,
             pooling=pooling,
-            batch_size=batch_size,
-            workers=workers,
+            batch_size=reading.batch_size,
+            workers=reading.workers,
             progress=lambda n: status.update(f"features: {n:,} images"),
             release_private_outputs=release_private_outputs,
         )

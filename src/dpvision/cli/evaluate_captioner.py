@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from dpvision.cli.output import RunPath, table
-from dpvision.cli.paths import check_run, check_store
-from dpvision.cli.scores import FLAT, Printing, check_reading, emit_scores, names_of
+from dpvision.cli.output import FLAT, Reading, RunPath, table
+from dpvision.cli.paths import check_captioner, check_store
+from dpvision.cli.scores import Printing, emit_scores, names_of
 from dpvision.eval.captions.settings import (
     Asking,
     CaptionTests,
@@ -22,7 +22,7 @@ from dpvision.runs.folder import run_base
 if TYPE_CHECKING:
     from dpvision.eval.captions.suite import ScoredOn
 
-_TESTS, _FILES, _PRINTING = CaptionTests(), ChoiceFiles(), Printing()
+_TESTS, _FILES, _READING, _PRINTING = CaptionTests(), ChoiceFiles(), Reading(32), Printing()
 
 
 def evaluate_captioner(
@@ -34,8 +34,7 @@ def evaluate_captioner(
     fit: str = "squash",
     out: Path | None = None,
     ema: bool = False,
-    batch_size: int = 32,
-    workers: int = 2,
+    reading: Annotated[Reading, FLAT] = _READING,
     printing: Annotated[Printing, FLAT] = _PRINTING,
 ) -> None:
     """Evaluate a captioner: zero-shot classification, choice between true and false captions, and
@@ -50,7 +49,8 @@ def evaluate_captioner(
     them.
 
     Args:
-        run: Run or checkpoint folder of a captioner.
+        run: Run or checkpoint folder of a captioner, or dpcap:FILE@vocab.txt, a file of DP-Cap with
+            BERT's vocabulary.
         store: Store with labels or captions, disjoint from the training images.
         tests: The tests.
         files: Files of benchmarks.
@@ -60,15 +60,14 @@ def evaluate_captioner(
         out: Also write all scores here. Scores on private images need a folder named confidential
             in the path.
         ema: Use the averaged weights.
-        batch_size: Images in one forward pass.
-        workers: Threads that read images.
+        reading: How images are read.
         printing: How scores are printed.
     """
-    check_reading(batch_size, workers)
+    reading.check("evaluate")
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     square = checked_fit(fit)
     tests.check(store is not None)
-    check_run(run)
+    check_captioner(run)
     check_store(store)
     import torch
 
@@ -82,7 +81,9 @@ def evaluate_captioner(
     if out is not None:
         check_out(out, ready.confidential or any(test.visibility == "private" for test in made))
     with Console(stderr=True).status("reading") as status:
-        how = Asking(square, "other" in controls, batch_size, workers, status.update)
+        how = Asking(
+            square, "other" in controls, reading.batch_size, reading.workers, status.update
+        )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         found = score_captioner(
             run, made, how, untrained="random" in controls, ema=ema, device=device

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from dpvision.cli.output import emit, table
-from dpvision.cli.scores import FLAT, Encoders, Printing, emit_scores
+from dpvision.cli.output import FLAT, emit, table
+from dpvision.cli.scores import Encoders, Printing, emit_scores
 from dpvision.errors import ConfigError
 from dpvision.eval.dense.settings import (
     CocoFiles,

@@ -8,9 +8,9 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import emit, pairs
+from dpvision.cli.output import FLAT, Reading, emit, pairs
 from dpvision.cli.paths import check_store
-from dpvision.data.perceptual import RADIUS, SECOND_RADIUS
+from dpvision.data.perceptual import RADIUS
 from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
 from dpvision.files import write_json
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 PublicPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PUBLIC")]
 PrivatePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PRIVATE")]
 
+_READING = Reading()
+
 
 def overlap(
     public: PublicPath,
@@ -30,8 +32,7 @@ def overlap(
     threshold: float | None = None,
     exact: bool = False,
     out: Path | None = None,
-    workers: int = 2,
-    batch_size: int = 256,
+    reading: Annotated[Reading, FLAT] = _READING,
     json: bool = False,
 ) -> None:
     """Find images of a public store that are also in a private one, exactly or nearly.
@@ -60,8 +61,7 @@ def overlap(
             of public images.
         exact: Only identical files and pixels.
         out: New folder next to PUBLIC, for a store of the public images without a match.
-        workers: Threads that read images.
-        batch_size: Images in one forward pass of the encoder.
+        reading: How images are read.
         json: Print JSON.
     """
     if threshold is not None and encoder is None:
@@ -79,17 +79,11 @@ def overlap(
             f"overlap: threshold={threshold}; expected -1 <= cosine < 1. Omit it to have it "
             "measured."
         )
+    reading.check("overlap")
     check_store(public, private)
     from dpvision.data.open import open_store
-    from dpvision.data.overlap import (
-        HOWS,
-        check_out,
-        find_matches,
-        signatures,
-        write_pairs,
-        write_without,
-    )
-    from dpvision.encoders.feature_matches import find_feature_matches, measure_threshold
+    from dpvision.data.overlap import HOWS, check_out, write_pairs, write_without
+    from dpvision.encoders.feature_matches import find_overlap
     from dpvision.encoders.open import open_encoder, recognised
     from dpvision.report.overlap_page import write_overlap_page
 
@@ -108,45 +102,22 @@ def overlap(
             "expected a public one with --out: the remaining public store would depend on all "
             "of those images. Use a public encoder, or drop --out."
         )
-    methods = ["identical bytes", "identical pixels"]
     result: dict[str, Any] = {"public": str(public), "private": str(private)}
     with Console(stderr=True).status("reading") as status:
-        signed = [
-            signatures(
-                s,
-                workers=workers,
-                progress=lambda n, s=s: status.update(  # type: ignore[misc]
-                    f"{s.path.name}: {n:,} of {s.num_records:,} images"
-                ),
-            )
-            for s in (ours, theirs)
-        ]
-        found = find_matches(signed[0], signed[1], radius=None if exact else radius)
-        if not exact:
-            methods.append(
-                f"perceptual hashes within {radius} and {SECOND_RADIUS} of 64 bits, mirror "
-                "images too"
-            )
-        if opened is not None:
-            measured = measure_threshold(opened, ours, say=status.update)
-            result["recall_on_public_copies"] = measured.recall
-            if threshold is not None:
-                measured = replace(measured, cosine=threshold)
-            result["threshold"] = measured.cosine
-            near = find_feature_matches(
-                opened,
-                ours,
-                theirs,
-                measured,
-                batch_size=batch_size,
-                workers=workers,
-                say=status.update,
-            )
-            found = found.joined(near)
-            methods.append(
-                f"features of {_named(encoder, opened)} with a cosine above "
-                f"{measured.cosine:.3f}, mirror images too"
-            )
+        overlaps = find_overlap(
+            ours,
+            theirs,
+            None if opened is None else replace(opened, name=_named(encoder, opened)),
+            radius=None if exact else radius,
+            cosine=threshold,
+            batch_size=reading.batch_size,
+            workers=reading.workers,
+            say=status.update,
+        )
+    found, methods = overlaps.matches, overlaps.methods
+    if overlaps.threshold is not None:
+        result["recall_on_public_copies"] = overlaps.threshold.recall
+        result["threshold"] = overlaps.threshold.cosine
     folder = theirs.path / "confidential" / f"overlap-{ours.path.name}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     counts = {how: int((found.how_M == i).sum()) for i, how in enumerate(HOWS)}

@@ -1,5 +1,6 @@
 """Split a store into two without copying images; all images of a person go to the same half."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,8 +10,9 @@ from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.data.store_writer import new_store_folder, write_part
-from dpvision.errors import DataError
+from dpvision.errors import DataError, DPVisionError
 from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.strict_json import parse_json
 
 
 def split_store(
@@ -77,3 +79,29 @@ def split_store(
             shutil.rmtree(target, ignore_errors=True)
         raise
     return open_store(targets[0]), open_store(targets[1])
+
+
+def other_half(store: Store) -> Store | None:
+    """Return the other part of a split store (``data split``), if it is beside it."""
+    split = store.meta.get("split")
+    if not split:
+        return None
+    wanted = {**split, "half": "b" if split["half"] == "a" else "a"}
+    for file in sorted(store.path.resolve().parent.glob("*/store.json")):
+        if not os.access(file, os.R_OK):
+            continue
+        try:
+            meta = parse_json(file.read_bytes())
+            if not isinstance(meta, dict) or (meta.get("store_id"), meta.get("split")) != (
+                store.store_id,
+                wanted,
+            ):
+                continue
+            found = open_store(file.parent)
+        except (OSError, ValueError, DPVisionError):
+            continue
+        if not len(
+            np.intersect1d(found.index["id"], store.index["id"])
+        ):  # a part of a part may have the same numbers
+            return found
+    return None

@@ -16,7 +16,7 @@ from PIL import Image
 
 from dpvision.data.importer import import_samples
 from dpvision.data.ordered import ordered_map
-from dpvision.data.sources import Sample
+from dpvision.data.sources import Sample, Source
 from dpvision.data.store import Store
 from dpvision.data.texture_store import check_first, texture_files
 from dpvision.errors import DataError
@@ -72,11 +72,9 @@ def write_scenes(
         kept = ((i, scene) for i, scene in zip(numbers, scenes, strict=True) if keep(scene))
         samples = (_sample(i, scene, label, multi_label, caption_of) for i, scene in kept)
         return import_samples(
-            samples,
+            Source(samples, list(ATTRIBUTES[label]), licence="Apache-2.0 (procedural)"),
             store_dir,
             public=public,
-            label_names=list(ATTRIBUTES[label]),
-            licence="Apache-2.0 (procedural)",
             progress=progress,
         )
 

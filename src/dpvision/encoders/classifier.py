@@ -23,6 +23,7 @@ from dpvision.data.class_names import all_names
 from dpvision.data.declared import window_of
 from dpvision.data.rgb import Window
 from dpvision.data.transform import Preprocess, preprocess_of
+from dpvision.encoders.calibration import read_calibration
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_same
 from dpvision.encoders.open import open_encoder
@@ -56,8 +57,8 @@ class ImageClassifier(nn.Module):
         run: ``run_id``, ``recipe``, and ``statement``: the SHA-256 of the run's statement.json, or
             None if there is none.
         temperature: divides the scores; 1 without calibration.
-        thresholds_K: probability from which a class of a multi-label run is predicted. None if the
-            run has no thresholds: its scores only define an order.
+        thresholds_K: probability above which each class of a multi-label run is predicted. None if
+            the run has no thresholds: its scores only define an order.
     """
 
     def __init__(
@@ -159,8 +160,8 @@ def load_classifier(
 
     Raises:
         ConfigError: the run is of another kind, or has no encoder apart from its own.
-        CheckpointError: there is no checkpoint, it was altered, or its encoder is missing or
-            another one.
+        CheckpointError: there is no checkpoint, it was altered, its encoder is missing or another
+            one, or its calibration is damaged or for other weights.
     """
     checkpoint = (
         run_or_checkpoint
@@ -169,7 +170,7 @@ def load_classifier(
     )
     if is_head(checkpoint):
         opened = open_head(checkpoint, encoder=encoder, ema=ema, device=device)
-        classifier = _of_head(opened, checkpoint)
+        classifier = _of_head(opened, checkpoint, ema)
     elif encoder is None:
         classifier = _of_network(checkpoint, ema).to(device)
     else:
@@ -213,19 +214,25 @@ def open_head(
     return OpenHead(config, opened, about["pooling"], head)
 
 
-def _of_head(opened: OpenHead, checkpoint: Checkpoint) -> ImageClassifier:
-    model = opened.config.model
-    assert isinstance(model, HeadConfig)
+def loss_of(model: HeadConfig | ClassifierConfig) -> Loss:
+    """Return the loss whose probabilities a run's scores are to give."""
+    if isinstance(model, ClassifierConfig):
+        return model.loss
     loss: Any = getattr(model.settings, "loss", "auto")
     if loss == "auto":  # a head that is computed from moments
-        loss = "sigmoid" if model.multi_label else "softmax"
+        return "sigmoid" if model.multi_label else "softmax"
+    return loss
+
+
+def _of_head(opened: OpenHead, checkpoint: Checkpoint, ema: bool) -> ImageClassifier:
+    model = opened.config.model
+    assert isinstance(model, HeadConfig)
     return ImageClassifier(
         _OnePooling(opened.encoder, opened.pooling),
         opened.head,
         image_size=opened.encoder.image_size,
         data=opened.encoder.data,
-        loss=loss,
-        **_about(checkpoint, model, model.settings.threshold),
+        **_about(checkpoint, model, model.settings.threshold, ema),
     )
 
 
@@ -251,13 +258,15 @@ def _of_network(checkpoint: Checkpoint, ema: bool) -> ImageClassifier:
             resize=data.resize,
             crop=data.crop,
         ),
-        loss=config.model.loss,
-        **_about(checkpoint, config.model, 0.0),  # a score of 0 is probability 1/2
+        **_about(checkpoint, config.model, 0.0, ema),  # a score of 0 is probability 1/2
     )
 
 
 def _about(
-    checkpoint: Checkpoint, model: HeadConfig | ClassifierConfig, threshold: float | None
+    checkpoint: Checkpoint,
+    model: HeadConfig | ClassifierConfig,
+    threshold: float | None,
+    ema: bool,
 ) -> dict[str, Any]:
     """Return the arguments of ``ImageClassifier`` that a checkpoint's manifest and folder give.
 
@@ -265,11 +274,13 @@ def _about(
         threshold: score above which a class of a multi-label run is predicted, or None.
     """
     manifest, num_classes = checkpoint.manifest, model.num_classes or 0
-    thresholds_K = None
-    if model.multi_label and threshold is not None:
+    calibration = read_calibration(checkpoint, ema, num_classes)
+    thresholds_K = None if calibration is None else calibration.thresholds
+    if calibration is None and model.multi_label and threshold is not None:
         thresholds_K = (1 / (1 + math.exp(-threshold)),) * num_classes
     return {
         "class_names": all_names(manifest.get("class_names"), num_classes),
+        "loss": loss_of(model),
         "multi_label": model.multi_label,
         "window": window_of(manifest),
         "lineage": tuple(manifest["lineage"]),
@@ -278,6 +289,7 @@ def _about(
             "recipe": manifest["config"]["recipe"],
             "statement": _statement_digest(checkpoint.path),
         },
+        "temperature": 1.0 if calibration is None else calibration.temperature,
         "thresholds_K": thresholds_K,
     }
 

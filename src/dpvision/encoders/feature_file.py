@@ -28,6 +28,7 @@ from dpvision.encoders.encoder import Encoder, FeatureFunction
 from dpvision.encoders.feature_cache import FeatureCache, features_key, score_key
 from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
+from dpvision.privacy.printed import size
 from dpvision.synthetic.textures import textures
 
 _CPU_ROWS = 32
@@ -104,7 +105,7 @@ def feature_array(
     if num_bytes > _WHOLE_BYTES:
         raise DataError(
             f"features: no space under {store.path}/confidential; expected "
-            f"{num_bytes / 1e9:,.1f} GB free. Free space, or move the store."
+            f"{size(num_bytes)} free. Free space, or move the store."
         )
     blocks = list(_blocks(encoder, pooling, width, store, rows, 0, dtype, how))
     return np.concatenate(blocks) if blocks else np.empty((0, width), dtype)
