@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Annotated
 
 from rich.console import Console
 
-from dpvision.cli.output import RunPath, StorePath, emit, may_show, parse
+from dpvision.cli.output import FLAT, Reading, RunPath, StorePath, emit, may_show, parse
 from dpvision.cli.paths import check_run, check_store
 from dpvision.errors import OPERATOR_ONLY
+
+_READING = Reading()
 
 
 def run(argv: Sequence[str]) -> None:
@@ -21,8 +24,7 @@ def calibrate(
     recall: float | None = None,
     encoder: str | None = None,
     ema: bool = False,
-    batch_size: int = 256,
-    workers: int = 2,
+    reading: Annotated[Reading, FLAT] = _READING,
     json: bool = False,
 ) -> None:
     """Fit a classifier's temperature, and for a multi-label run its thresholds, on public images.
@@ -42,10 +44,10 @@ def calibrate(
         encoder: The head's encoder, as for `dpvision adapt --encoder`, if it has moved since the
             run.
         ema: Calibrate the averaged weights.
-        batch_size: Images in one forward pass.
-        workers: Threads that read images.
+        reading: How images are read.
         json: Print JSON.
     """
+    reading.check("calibrate")
     check_run(run)
     check_store(store)
     import torch
@@ -60,8 +62,8 @@ def calibrate(
             recall=recall,
             encoder=encoder,
             ema=ema,
-            batch_size=batch_size,
-            workers=workers,
+            batch_size=reading.batch_size,
+            workers=reading.workers,
             device="cuda" if torch.cuda.is_available() else "cpu",
             progress=lambda n: status.update(f"scores: {n:,} images"),
         )

@@ -1,19 +1,17 @@
 """``dpvision predict``: classify images."""
 
 import contextlib
-import csv
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import RunPath, emit, parse
+from dpvision.cli.output import FLAT, Reading, RunPath, emit, parse
 from dpvision.cli.paths import check_run
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
-from dpvision.files import replacing
 from dpvision.runs.folder import require_confidential
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ Places = Annotated[
     tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES [IMAGES ...]")
 ]
 _NAMED_AT_MOST = 20
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_READING = Reading(batch_size=32)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -38,8 +36,7 @@ def predict(
     csv: Path | None = None,
     encoder: str | None = None,
     ema: bool = False,
-    batch_size: int = 32,
-    workers: int = 2,
+    reading: Annotated[Reading, FLAT] = _READING,
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
@@ -64,17 +61,13 @@ def predict(
         encoder: The head's encoder, as for `dpvision adapt --encoder`, if it has moved since the
             run.
         ema: Use the averaged weights.
-        batch_size: Images in one forward pass. The last digits of a probability may depend on it.
-        workers: Threads that read images.
+        reading: How images are read. The last digits of a probability may depend on the images in
+            one forward pass.
         release_private_outputs: Write predictions on private images anywhere. You decide this for
             the people shown; no epsilon covers it.
         json: Print JSON.
     """
-    for name, value in (("batch_size", batch_size), ("workers", workers)):
-        if not value >= 1:
-            raise ConfigError(
-                f"predict: {name}={value}; expected at least 1. Omit it for the default."
-            )
+    reading.check("predict")
     if csv is not None:
         _check_out(csv)
     check_run(run)
@@ -82,12 +75,14 @@ def predict(
 
     from dpvision.data.image_files import find_images
     from dpvision.encoders.classifier import load_classifier
-    from dpvision.encoders.predict import predict_files
+    from dpvision.encoders.predict import predict_files, predictions_writer
 
     classifier = load_classifier(
         run, encoder=encoder, ema=ema, device="cuda" if torch.cuda.is_available() else "cpu"
     )
-    found = find_images(images, "predict", "classifier", workers=workers, window=classifier.window)
+    found = find_images(
+        images, "predict", "classifier", workers=reading.workers, window=classifier.window
+    )
     private = classifier.confidential or found.visibility == "private"
     if csv is not None and private and not release_private_outputs:
         require_confidential(
@@ -103,8 +98,10 @@ def predict(
             if csv is None and not json
             else stack.enter_context(Console(stderr=True).status("reading"))
         )
-        write = None if csv is None else stack.enter_context(_table(csv, classifier))
-        for one in predict_files(classifier, found.samples, batch_size=batch_size, workers=workers):
+        write = None if csv is None else stack.enter_context(predictions_writer(classifier, csv))
+        for one in predict_files(
+            classifier, found.samples, batch_size=reading.batch_size, workers=reading.workers
+        ):
             if write is not None:
                 write(one)
             if one.problem is not None:
@@ -178,51 +175,3 @@ def _check_out(out: Path) -> None:
         raise ConfigError(
             f"predict: csv={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}."
         )
-
-
-@contextlib.contextmanager
-def _table(out: Path, classifier: "ImageClassifier") -> Iterator[Callable[["Prediction"], None]]:
-    """Yield a function that writes a row to a temporary file, renamed to ``out`` on success and
-    deleted on failure.
-
-    Bytes of a file name that are no UTF-8 are written as escapes: \\udce9 is the byte 0xe9.
-    """
-    names, unknown = classifier.class_names, [""] * len(classifier.class_names)
-    decided = names if classifier.multi_label and classifier.thresholds_K is not None else ()
-
-    def write(one: "Prediction") -> None:
-        rows.writerow(
-            (
-                _text(one.name),
-                _text("; ".join(one.classes)),
-                one.problem or "",
-                *([f"{p:.9g}" for p in one.probabilities] or unknown),
-                *("" if one.problem else int(name in one.classes) for name in decided),
-            )
-        )
-
-    try:
-        with (
-            replacing(out) as partial,
-            partial.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file,
-        ):
-            rows = csv.writer(file)
-            rows.writerow(
-                (
-                    "image",
-                    "predicted",
-                    "problem",
-                    *(f"probability:{name}" for name in names),
-                    *(f"decision:{name}" for name in decided),
-                )
-            )
-            yield write
-    except OSError as error:
-        raise DataError(
-            f"predict: {out} ({error.strerror or error}); expected a writable path with free "
-            "space. Choose another --csv."
-        ) from None
-
-
-def _text(value: str) -> str:
-    return f"'{value}" if value.startswith(_FORMULA) else value

@@ -6,7 +6,9 @@
 Legend: B images of a batch, K classes, C channels, H height, W width.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import csv
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +21,12 @@ from dpvision.data.decode import BadImage, decode
 from dpvision.data.image_files import ImageFile, find_images
 from dpvision.data.ordered import ordered_map
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
-from dpvision.errors import ConfigError
+from dpvision.errors import ConfigError, DataError
+from dpvision.files import replacing
 
 PASS = 32
 """Images of a forward pass: those of ``dpvision adapt`` with a network on a CPU."""
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 class Prediction(NamedTuple):
@@ -112,6 +116,57 @@ def predict_files(
                 yield _prediction(classifier, file.name, next(made))
 
 
+@contextlib.contextmanager
+def predictions_writer(
+    classifier: ImageClassifier, out: Path
+) -> Iterator[Callable[[Prediction], None]]:
+    """Yield a function that writes a prediction as a row of a CSV file: image, predicted, problem,
+    the probability of each class, and for a run with thresholds the decision for each.
+
+    The file is written under a temporary name, renamed to ``out`` on success and deleted on
+    failure. A name that a spreadsheet would read as a formula gets an apostrophe in front. Bytes of
+    a file name that are no UTF-8 are written as escapes: \\udce9 is the byte 0xe9.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    names, unknown = classifier.class_names, [""] * len(classifier.class_names)
+    decided = names if classifier.multi_label and classifier.thresholds_K is not None else ()
+
+    def write(one: Prediction) -> None:
+        rows.writerow(
+            (
+                _text(one.name),
+                _text("; ".join(one.classes)),
+                one.problem or "",
+                *([f"{p:.9g}" for p in one.probabilities] or unknown),
+                *("" if one.problem else int(name in one.classes) for name in decided),
+            )
+        )
+
+    try:
+        with (
+            replacing(out) as partial,
+            partial.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file,
+        ):
+            rows = csv.writer(file)
+            rows.writerow(
+                (
+                    "image",
+                    "predicted",
+                    "problem",
+                    *(f"probability:{name}" for name in names),
+                    *(f"decision:{name}" for name in decided),
+                )
+            )
+            yield write
+    except OSError as error:
+        raise DataError(
+            f"predict: {out} ({error.strerror or error}); expected a writable path with free "
+            "space. Choose another --csv."
+        ) from None
+
+
 @torch.inference_mode()
 def _probabilities(
     classifier: ImageClassifier, images: Sequence[np.ndarray], batch_size: int
@@ -134,3 +189,7 @@ def _prediction(classifier: ImageClassifier, name: str, probability_K: Tensor) -
     thresholds = classifier.thresholds_K or (1.0,) * len(names)  # no decision without thresholds
     decided = zip(names, probabilities, thresholds, strict=True)
     return Prediction(name, tuple(k for k, p, t in decided if p > t), probabilities)
+
+
+def _text(value: str) -> str:
+    return f"'{value}" if value.startswith(_FORMULA) else value
