@@ -81,6 +81,12 @@ class Scattering:
             )
         return found
 
+    @property
+    def num_paths(self) -> int:
+        """Number of paths, 1 + J L + L^2 J (J - 1) / 2."""
+        scales, directions = self.num_scales, self.num_directions
+        return 1 + scales * directions + directions**2 * scales * (scales - 1) // 2
+
     def __call__(self, x_BCHW: Tensor, *, log: bool = False) -> Tensor:
         """Return coefficients, float32 (B, C, P, H / 2^J, W / 2^J): order 0, order 1 by (j, l),
         order 2 by (j1, l1, j2, l2) with j2 > j1.
