@@ -19,7 +19,7 @@ ORDER = [
     {"encoders"},
     {"eval", "adapt"},
     {"statement"},
-    {"report"},
+    {"export", "report"},
     {"demo", "doctor", "tune"},
     {"cli"},
 ]
@@ -158,6 +158,8 @@ SAME_NAME = {
     "plan": {"cli", "privacy"},
     "tokenizer": {"cli", "data"},
     "verify": {"cli", "statement"},
+    # a classifier: the network that is trained, and the one that is loaded
+    "classifier": {"encoders", "models"},
     # what is opened by its name or place, whatever its kind
     "open": {"data", "encoders"},
     # what the command line takes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpvision.data.store import Store as Store
     from dpvision.dp.clip import clipped_sum as clipped_sum
     from dpvision.dp.noise import privatize as privatize
-    from dpvision.encoders.headed import load_classifier as load_classifier
+    from dpvision.encoders.classifier import load_classifier as load_classifier
     from dpvision.encoders.open import open_encoder as load
     from dpvision.eval.probes.suite import evaluate as evaluate
     from dpvision.privacy.plan import make_plan as make_plan
@@ -40,7 +40,7 @@ _HOME = {
     "fit": "dpvision.train.loop",
     "fit_head": "dpvision.adapt.session:adapt",
     "load": "dpvision.encoders.open:open_encoder",
-    "load_classifier": "dpvision.encoders.headed",
+    "load_classifier": "dpvision.encoders.classifier",
     "make_plan": "dpvision.privacy.plan",
     "make_report": "dpvision.report.page",
     "make_statement": "dpvision.statement.statement",

@@ -24,7 +24,7 @@ from dpvision.adapt.defaults import MOST_STEPS, with_rate
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import DataConfig, HeadConfig, OptimConfig, RunConfig, with_settings
+from dpvision.config import HeadConfig, OptimConfig, RunConfig, with_settings
 from dpvision.config.heads import HEADS
 from dpvision.config.plain import setting
 from dpvision.config.resolve import with_head
@@ -33,8 +33,9 @@ from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
+from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.feature_file import texture_centre
-from dpvision.encoders.headed import load_classifier
+from dpvision.encoders.fixed import fixed_encoder
 from dpvision.encoders.open import open_frozen
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.probes.own_head import score_own_head
@@ -108,12 +109,13 @@ def test_what_predicts_is_what_was_saved_on_what_one_image_shows(
     root = _run(head_config(private, "prototypes"), tmp_path / "run")
     classifier = load_classifier(root)
     saved = load_checkpoint(root).model
-    data = DataConfig(mean=classifier.encoder.mean, std=classifier.encoder.std)
-    x_BCHW, row_B, _ = next(image_batches(public_test, None, 8, data, batch_size=64, workers=1))
+    x_BCHW, row_B, _ = next(
+        image_batches(public_test, None, 8, classifier.data, batch_size=64, workers=1)
+    )
     x_BD = x_BCHW.flatten(1)
     x_BD = x_BD - saved["centre"]
     assert (
-        torch.allclose(saved["centre"], texture_centre(classifier.encoder, "pixels"))
+        torch.allclose(saved["centre"], texture_centre(fixed_encoder("pixels", 8), "pixels"))
         and saved["centre"].abs().sum() > 0
     )
     expected = (x_BD / x_BD.norm(dim=1, keepdim=True)) @ saved["weight"].T + saved["bias"]
@@ -131,10 +133,11 @@ def test_without_noise_least_squares_is_ridge_regression(private: Store, tmp_pat
         not (root / "checkpoints").exists() and (root / "confidential" / "checkpoints").exists()
     ), "no guarantee, private images"
     classifier = load_classifier(root)
-    data = DataConfig(mean=classifier.encoder.mean, std=classifier.encoder.std)
     found = [
         (x.flatten(1), label)
-        for x, _, label in image_batches(private, None, 8, data, batch_size=400, workers=1)
+        for x, _, label in image_batches(
+            private, None, 8, classifier.data, batch_size=400, workers=1
+        )
     ]
     x_ND, label_N = (torch.cat(part) for part in zip(*found, strict=True))
     raw_ND, x_ND = x_ND, x_ND - classifier.head.centre

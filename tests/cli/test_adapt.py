@@ -22,8 +22,8 @@ from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.encoders import open as open_module
+from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.feature_file import feature_array
-from dpvision.encoders.headed import load_classifier
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.recipes import RECIPES
 from dpvision.synthetic.scenes import make_scene

@@ -34,6 +34,7 @@ COMMANDS = {
         "pixels",
     ),
     "embed": ("embed", "write an encoder's features for a store or a folder of images"),
+    "export": ("export", "write a trained model for timm, transformers, ONNX, safetensors or PEFT"),
     "caption": ("caption", "caption images with a trained captioner"),
     "ledger": (
         "ledger",

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.output import FLAT, Reading, RunPath, emit, parse
-from dpvision.cli.paths import check_run
+from dpvision.cli.paths import check_captioner
 from dpvision.config.generation import GenerateSettings
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.eval.captions.settings import Fit
@@ -57,7 +57,8 @@ def caption(
       of"
 
     Args:
-        run: Run folder of a captioner, or one of its checkpoints.
+        run: Run folder of a captioner, one of its checkpoints, or dpcap:FILE@vocab.txt, a file of
+            DP-Cap with BERT's vocabulary.
         images: Image files, folders, stores, .tar or .parquet files.
         settings: How captions are generated.
         prompt: Text that every caption starts with.
@@ -76,7 +77,7 @@ def caption(
         raise ConfigError(f"caption: seed={seed}; expected 0 to 2^31 - 1. Use a small integer.")
     if out is not None:
         _check_out(out)
-    check_run(run)
+    check_captioner(run)
     import torch
 
     from dpvision.eval.captions.caption_images import (

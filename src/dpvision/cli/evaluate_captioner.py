@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 
 from dpvision.cli.output import FLAT, Reading, RunPath, table
-from dpvision.cli.paths import check_run, check_store
+from dpvision.cli.paths import check_captioner, check_store
 from dpvision.cli.scores import Printing, emit_scores, names_of
 from dpvision.eval.captions.settings import (
     Asking,
@@ -47,7 +47,8 @@ def evaluate_captioner(
     them.
 
     Args:
-        run: Run or checkpoint folder of a captioner.
+        run: Run or checkpoint folder of a captioner, or dpcap:FILE@vocab.txt, a file of DP-Cap with
+            BERT's vocabulary.
         store: Store with labels or captions, disjoint from the training images.
         tests: The tests.
         files: Files of benchmarks.
@@ -64,7 +65,7 @@ def evaluate_captioner(
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     square = checked_fit(fit)
     tests.check(store is not None)
-    check_run(run)
+    check_captioner(run)
     check_store(store)
     import torch
 

@@ -80,14 +80,14 @@ def check_places(root: Path, config: RunConfig, *, dry_run: bool) -> None:
         CheckpointError: a run with this name exists, or the run that this one starts from does not.
         DataError: there is no store.
     """
-    from dpvision.runs.folder import require_new, require_parent
+    from dpvision.runs.folder import OTHERS_WEIGHTS, require_new, require_parent
 
     if not dry_run:
         require_new(root)
     if config.data.store is None:
         return  # refused later, with what is missing
     check_store(Path(config.data.store))
-    if config.init_from is not None and not config.init_from.startswith("timm:"):
+    if config.init_from is not None and not config.init_from.startswith(OTHERS_WEIGHTS):
         require_parent(config.init_from)
 
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,6 +33,48 @@ ENLARGEMENT = 1.25
 """Largest enlargement in ``own_size``: 28 px may become 32, 56 px may become 64."""
 CROP_NUMBERS = 2 * CROP_TRIES + 2
 """Uniform numbers that one crop consumes: an area and a shape for each try, then a position."""
+
+_STRIP = 50
+"""Ratio of sides above which an image is a strip."""
+Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
+"""Pillow's filters, in the order of their numbers."""
+
+
+@dataclass(frozen=True)
+class LibraryResize:
+    """How another library resizes an image for evaluation, before it cuts out the centre."""
+
+    side: int
+    """In pixels; at least the side of the centre."""
+    keep_aspect: bool
+    """Whether only the shorter side becomes ``side``; else the whole image becomes a square."""
+    filter: Filter = "bicubic"
+
+    def view(self, image: Image.Image, image_size: int) -> np.ndarray:
+        """Return the centre of an RGB image resized as the library does: to whole pixels, rounded
+        down; uint8 (image_size, image_size, 3).
+
+        Two steps, because one resampling of the centre alone rounds some pixels the other way; but
+        one for a strip so long that the whole of it would not fit into memory.
+        """
+        short, how = min(image.size), Image.Resampling[self.filter.upper()]
+        w, h = (int(self.side * n / short) if self.keep_aspect else self.side for n in image.size)
+        left, top = (w - image_size) // 2, (h - image_size) // 2
+        right, bottom = left + image_size, top + image_size
+        if max(w, h) > _STRIP * min(w, h):
+            x, y = image.width / w, image.height / h
+            box = (left * x, top * y, right * x, bottom * y)
+            return np.asarray(image.resize((image_size, image_size), how, box=box))
+        return np.asarray(image.resize((w, h), how))[top:bottom, left:right]
+
+
+@dataclass(frozen=True)
+class LibraryData(DataConfig):
+    """Preprocessing of a published encoder as its library does it. Frozen encoders have it; the
+    config of a run cannot.
+    """
+
+    library: LibraryResize = field(kw_only=True)
 
 
 def crop_box(
@@ -239,9 +282,11 @@ def evaluation_view(
     image: Image.Image, image_size: int, data: DataConfig
 ) -> tuple[np.ndarray, int]:
     """``evaluation_box`` of an RGB image, uint8 (image_size, image_size, 3), and the side in px of
-    the square that it fills.
+    the square that it fills; for ``LibraryData`` the library's view of the image.
     """
     side = own_size(*image.size, data.own_sizes) if data.own_sizes else image_size
+    if isinstance(data, LibraryData):
+        return data.library.view(image, image_size), image_size
     pixels = cut(image, evaluation_box(*image.size, side, data), side)
     margin = image_size - side
     return np.pad(pixels, ((0, margin), (0, margin), (0, 0))) if margin else pixels, side

@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from dpvision.data.batch import Batch, mapped, rows_where, take
 from dpvision.data.keys import StepKey
 from dpvision.dp.held_values import Undescribed, held
-from dpvision.dp.interception import CHECKPOINTED
+from dpvision.dp.interception import CHECKPOINTED, RefuseTensorHooks, refuse_backward_hooks
 from dpvision.dp.per_record import LossFn, checked_losses
 from dpvision.errors import PrivacyError
 
@@ -175,6 +175,7 @@ def check_separable(
     Raises:
         PrivacyError: records are mixed; the message names the layer and the remedy.
     """
+    refuse_backward_hooks(model)
     for name, module in model.named_modules():
         check_module(name, module)
     copied = copy.deepcopy(model).cpu().double()
@@ -409,6 +410,8 @@ def blame(
                 "this one's gradient; expected a function of each record alone. Normalise over "
                 "a record's own values: GroupNorm or LayerNorm."
             )
+    with RefuseTensorHooks():
+        loss_fn(model, batch, key)
     return (
         "separability: the loss function mixes records (no layer does); expected a loss of each "
         "record alone. Contrastive terms and means over the batch cannot be trained privately: "

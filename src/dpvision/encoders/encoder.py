@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpvision.config import DataConfig
 from dpvision.data.rgb import Window
-from dpvision.data.transform import Preprocess, preprocess_of
+from dpvision.data.transform import LibraryData, LibraryResize, Preprocess, preprocess_of
 from dpvision.errors import ConfigError
 from dpvision.runs.lineage import shaped_in_confidence
 
@@ -66,6 +66,10 @@ class Encoder:
     """As in ``DataConfig``: for a run that resized its images, the part of an image to use
     (``evaluation_box``).
     """
+    library: LibraryResize | None = None
+    """How the library of a published encoder resizes images; None: as for runs, by ``resize`` and
+    ``crop``.
+    """
     standard_rows: bool = False
     """Whether its features are already centred, whitened and of length 1. A head then subtracts no
     other centre, its rate is not bounded for stability (``adapt.defaults``), and they are stored as
@@ -79,10 +83,14 @@ class Encoder:
     """Declared range of the samples of more than 8 bits that a run was trained on; files are read
     by it.
     """
+    network: nn.Module | None = field(default=None, compare=False)
+    """The module on ``device`` that computes ``poolings``; None if that is another function."""
     licence: str | None = None
-    """Licence of published weights as stated by their library; None if not stated, and for runs,
-    whose manifests have it.
+    """Licence of published weights as stated by their library or folder; None if not stated, and
+    for runs, whose manifests have it.
     """
+    arrays: Callable[[], dict[str, Tensor]] | None = None
+    """Returns the weights by name, on the CPU, of an encoder that is no module; None for others."""
 
     def __call__(self, x_BCHW: Tensor, pooling: str | None = None) -> Tensor:
         """Return features x_BD of normalised images on the encoder's device.
@@ -109,13 +117,12 @@ class Encoder:
     @property
     def data(self) -> DataConfig:
         """Preprocessing of its input images."""
-        return DataConfig(
-            mean=self.mean,
-            std=self.std,
-            own_sizes=self.own_sizes,
-            resize=self.resize,
-            crop=self.crop,
-        )
+        fields = {
+            name: getattr(self, name) for name in ("mean", "std", "own_sizes", "resize", "crop")
+        }
+        if self.library is None:
+            return DataConfig(**fields)
+        return LibraryData(**fields, library=self.library)
 
     @property
     def preprocess(self) -> Preprocess:
@@ -124,12 +131,17 @@ class Encoder:
         """
         return preprocess_of(self.image_size, self.data, self.window)
 
+    def state(self) -> dict[str, Tensor]:
+        """Return its weights by name, on the CPU; empty for features without weights."""
+        if self.arrays is not None:
+            return self.arrays()
+        return {} if self.backbone is None else self.backbone().state_dict()
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield its weights, on the CPU; nothing for features without weights. Copies them
         lazily.
         """
-        made = () if self.backbone is None else (self.backbone,)
-        return (value for backbone in made for value in backbone().state_dict().values())
+        yield from self.state().values()
 
     @property
     def confidential(self) -> bool:

@@ -9,11 +9,13 @@ Legend: B images, D feature dimension, C channels, H height, W width.
 
 import hashlib
 import json
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpvision.data.transform import LibraryResize
 from dpvision.encoders.encoder import Encoder
 from dpvision.errors import CheckpointError, ConfigError
 
@@ -107,6 +109,7 @@ def describe(
         "std": list(encoder.std),
         "resize": encoder.resize,
         "crop": encoder.crop,
+        "library": None if encoder.library is None else asdict(encoder.library),
         "licence": encoder.licence,
         "weights": weights_digest(encoder),
         "fingerprint": fingerprint(encoder, device),
@@ -129,9 +132,11 @@ def check_same(
         CheckpointError: image size, normalisation, weights or features differ.
     """
     remedy = "Give the encoder that the head was trained on (encoder=, or --model.encoder.spec)."
-    about = {"resize": None, "crop": "random"} | about  # older descriptions lack these
-    for name in ("image_size", "mean", "std", "resize", "crop"):
+    # older descriptions lack these
+    about = {"resize": None, "crop": "random", "library": None} | about
+    for name in ("image_size", "mean", "std", "resize", "crop", "library"):
         got: Any = getattr(encoder, name)
+        got = asdict(got) if isinstance(got, LibraryResize) else got
         if (list(got) if isinstance(got, tuple) else got) != about[name]:
             raise CheckpointError(
                 f"encoder: {name}={got} of {encoder.name}; expected {about[name]}, as in "
@@ -209,6 +214,7 @@ def fingerprint(encoder: Encoder, device: str | torch.device = "cpu") -> str:
         encoder.std,
         encoder.resize,
         encoder.crop,
+        *(() if encoder.library is None else (asdict(encoder.library),)),
     ]
     digest = hashlib.sha256(json.dumps(about).encode())
     _add_weights(digest, encoder)
@@ -225,7 +231,7 @@ def weights_digest(encoder: Encoder) -> str | None:
     """Return a digest of an encoder's weights, the same on every machine; None for encoders without
     weights.
     """
-    if encoder.backbone is None:
+    if encoder.backbone is None and encoder.arrays is None:
         return None
     digest = hashlib.sha256()
     _add_weights(digest, encoder)
@@ -233,9 +239,8 @@ def weights_digest(encoder: Encoder) -> str | None:
 
 
 def _add_weights(digest: Any, encoder: Encoder) -> None:
-    if encoder.backbone is not None:
-        for name, value in encoder.backbone().state_dict().items():
-            digest.update(
-                name.encode()
-                + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            )
+    for name, value in encoder.state().items():
+        digest.update(
+            name.encode()
+            + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )

@@ -48,7 +48,11 @@ class MAE(nn.Module):
         self.decoder_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.head = nn.Linear(width, target_size(cfg.target, cfg.encoder.patch_size, CHANNELS))
         grid = cfg.encoder.image_size // cfg.encoder.patch_size
-        self.register_buffer("decoder_position_LD", sincos_positions(grid, width), persistent=False)
+        self.register_buffer(
+            "decoder_position_LD",
+            sincos_positions(grid, width),
+            persistent=cfg.encoder.positions == "loaded",
+        )
 
     @property
     def num_patches(self) -> int:

@@ -245,6 +245,10 @@ def _runs_in(folder: Path) -> str:
     )
 
 
+OTHERS_WEIGHTS = ("timm:", "vip:", "mae:", "dpcap:")
+"""Starts of ``RunConfig.init_from`` that name weights of others, not a run."""
+
+
 def require_parent(init_from: str | None) -> None:
     """Refuse initial weights from a run that is not there.
 

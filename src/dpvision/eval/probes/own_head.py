@@ -17,8 +17,8 @@ from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.class_names import numbered_as
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
+from dpvision.encoders.classifier import is_head, open_head
 from dpvision.encoders.feature_file import Extraction, Progress, feature_blocks
-from dpvision.encoders.headed import is_head, load_classifier
 from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels, same_numbers
@@ -197,7 +197,7 @@ def _scores_of_head(
     """Return config, store with the run's class numbers, rows, and scores from cached features,
     float32 (N, K): NaN if unreadable.
     """
-    headed = load_classifier(checkpoint, ema=ema, device=hardware.device)
+    headed = open_head(checkpoint, ema=ema, device=hardware.device)
     assert isinstance(headed.config.model, HeadConfig)
     store, rows = scorable(headed.config, store, checkpoint.manifest, any_is_right=any_is_right)
     keep = not headed.encoder.confidential or store.visibility == "private"

@@ -162,6 +162,7 @@ def _controls(
             poolings=raw_pixels,
             family="fixed",
             backbone=None,
+            arrays=None,
             blocks=None,
             lineage=(),
             own_sizes=(),
