@@ -31,19 +31,16 @@ class _Generation(GenerateSettings):
     prompt: Annotated[tuple[int, ...], tyro.conf.Suppress] = ()
 
 
-_SETTINGS, _READING = _Generation(), Reading(32)
-
-
 def caption(
     run: RunPath,
     images: Places,
-    settings: Annotated[_Generation, FLAT] = _SETTINGS,
+    settings: Annotated[_Generation, FLAT] = _Generation(),
     prompt: str = "",
     fit: Fit = "squash",
     ema: bool = False,
     seed: int = 0,
     out: Path | None = None,
-    reading: Annotated[Reading, FLAT] = _READING,
+    reading: Annotated[Reading, FLAT] = Reading(32),
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:

@@ -11,8 +11,6 @@ from dpvision.cli.output import FLAT, Reading, SourcePath, emit, parse
 from dpvision.cli.paths import check_source
 from dpvision.errors import OPERATOR_ONLY
 
-_READING = Reading()
-
 
 def embed(
     encoder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER")],
@@ -20,7 +18,7 @@ def embed(
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     pooling: str | None = None,
     ema: bool = False,
-    reading: Annotated[Reading, FLAT] = _READING,
+    reading: Annotated[Reading, FLAT] = Reading(),
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:

@@ -22,20 +22,18 @@ from dpvision.runs.folder import run_base
 if TYPE_CHECKING:
     from dpvision.eval.captions.suite import ScoredOn
 
-_TESTS, _FILES, _READING, _PRINTING = CaptionTests(), ChoiceFiles(), Reading(32), Printing()
-
 
 def evaluate_captioner(
     run: RunPath,
     store: Path | None = None,
-    tests: Annotated[CaptionTests, FLAT] = _TESTS,
-    files: Annotated[ChoiceFiles, FLAT] = _FILES,
+    tests: Annotated[CaptionTests, FLAT] = CaptionTests(),
+    files: Annotated[ChoiceFiles, FLAT] = ChoiceFiles(),
     against: str = "random,other",
     fit: str = "squash",
     out: Path | None = None,
     ema: bool = False,
-    reading: Annotated[Reading, FLAT] = _READING,
-    printing: Annotated[Printing, FLAT] = _PRINTING,
+    reading: Annotated[Reading, FLAT] = Reading(32),
+    printing: Annotated[Printing, FLAT] = Printing(),
 ) -> None:
     """Evaluate a captioner: zero-shot classification, choice between true and false captions, and
     CIDEr of generated captions.
