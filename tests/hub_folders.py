@@ -124,7 +124,7 @@ def write_folder(path: Path, kind: str, *, name: str | None = None) -> Path:
     return path
 
 
-def write_tokenizer(path: Path) -> None:
+def write_tokenizer(path: Path, vocab_size: int = 300) -> None:
     """Write a tokenizer of characters and a few words, with the special tokens of ``_TEXT``."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -132,10 +132,13 @@ def write_tokenizer(path: Path) -> None:
     made = Tokenizer(models.BPE(unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    more = [chr(0x4E00 + number) for number in range(vocab_size - 300)]
     made.train_from_iterator(
-        ["this is a photo of a red green blue yellow square on the left right", *letters],
+        ["this is a photo of a red green blue yellow square on the left right", *letters, *more],
         trainers.BpeTrainer(
-            vocab_size=300, special_tokens=["[PAD]", "[BOS]", "[EOS]", "[UNK]"], show_progress=False
+            vocab_size=vocab_size,
+            special_tokens=["[PAD]", "[BOS]", "[EOS]", "[UNK]"],
+            show_progress=False,
         ),
     )
     made.post_processor = processors.TemplateProcessing(

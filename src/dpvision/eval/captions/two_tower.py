@@ -21,6 +21,7 @@ from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.runs.lineage import shaped_in_confidence
 
 _MODELS = {"clip": "CLIPModel", "siglip": "SiglipModel"}
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
 _PREFIX = "hf:"
 _TEXTS_AT_ONCE = 64
 
@@ -128,14 +129,17 @@ def open_asker(spec: str | Path, *, ema: bool = False, device: str | torch.devic
             f"captioner: --ema with {spec}; expected a run, which has averaged weights. Drop --ema."
         )
     found = read_folder(Path(str(spec).removeprefix(_PREFIX)), tuple(_MODELS))
+    text = found.config.text_config
     model = found.model(_MODELS[found.kind], found.config).to(device).requires_grad_(False)
     with quiet_transformers() as transformers, fitting(found.path, "tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             found.path, local_files_only=True, trust_remote_code=False
         )
-        if tokenizer.pad_token_id is None:
-            raise ValueError("no padding token")
-    length = int(found.config.text_config.max_position_embeddings)
+        # without files transformers makes an empty one
+        if not any((found.path / name).is_file() for name in _TOKENIZERS):
+            raise ValueError(f"none of {', '.join(_TOKENIZERS)}")
+        if tokenizer.pad_token_id is None or len(tokenizer) > text.vocab_size:
+            raise ValueError(f"{len(tokenizer)} entries for {text.vocab_size}, or no padding")
     images = dict(found.images)
     size = images.pop("image_size")
     return TwoTower(
@@ -144,6 +148,6 @@ def open_asker(spec: str | Path, *, ema: bool = False, device: str | torch.devic
         tokenizer=tokenizer,
         data=LibraryData(**images),
         image_size=size,
-        num_tokens=length,
+        num_tokens=int(text.max_position_embeddings),
         confidential=shaped_in_confidence(found.weights.lineage),
     )
