@@ -11,13 +11,14 @@ from timm.models.vision_transformer import VisionTransformer
 
 from dpvision.config import PAD_ID, CaptionerConfig, MAEConfig, from_dict
 from dpvision.encoders.open import open_encoder
-from dpvision.encoders.papers import PUBLISHED, paper_checkpoint
+from dpvision.encoders.papers import MEAN, PUBLISHED, STD, paper_checkpoint
 from dpvision.encoders.released import released_encoder
 from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.eval.dense.dense_vit import dense_backbone
 from dpvision.models import make_model
 from dpvision.models.captioner import losses as caption_losses
 from dpvision.models.mae import losses as mae_losses
+from dpvision.recipes import RECIPES
 
 from . import paper_files as files
 
@@ -318,3 +319,18 @@ def test_a_kind_counts_only_before_a_colon(tmp_path, monkeypatch, kind):
         open_encoder(kind)
     with pytest.raises(ConfigError, match=f"expected {kind}:FILE"):
         open_encoder(f"{kind}:")
+
+
+@pytest.mark.parametrize(("kind", "size"), [(k, s) for k in ("vip", "dpcap") for s in PUBLISHED[k]])
+def test_a_recipe_of_each_size_can_start_from_its_published_file(kind, size):
+    """Heads, widths and normalisation are what a run compares; depths show in the tensors."""
+    config = RECIPES[f"{kind}.{size}"]()
+    encoder = config.model.encoder
+    decoder = (
+        (config.model.decoder_width, config.model.decoder_num_heads)
+        if kind == "vip"
+        else (config.model.decoder.width, config.model.decoder.num_heads)
+    )
+    assert PUBLISHED[kind][size] == ((encoder.width, encoder.num_heads), decoder)
+    assert (config.data.mean, config.data.std) == (MEAN, STD)
+    assert (encoder.qkv_bias, encoder.positions) == (kind == "vip", "fixed")
