@@ -2,8 +2,8 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,29 +26,21 @@ Places = Annotated[
 _NAMED_AT_MOST = 20
 
 
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(caption, "caption", argv)
-
-
 @dataclass(frozen=True)
 class _Generation(GenerateSettings):
     prompt: Annotated[tuple[int, ...], tyro.conf.Suppress] = ()
 
 
-_SETTINGS, _READING = _Generation(), Reading(32)
-
-
 def caption(
     run: RunPath,
     images: Places,
-    settings: Annotated[_Generation, FLAT] = _SETTINGS,
+    settings: Annotated[_Generation, FLAT] = _Generation(),
     prompt: str = "",
     fit: Fit = "squash",
     ema: bool = False,
     seed: int = 0,
     out: Path | None = None,
-    reading: Annotated[Reading, FLAT] = _READING,
+    reading: Annotated[Reading, FLAT] = Reading(32),
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
@@ -179,3 +171,6 @@ def _check_out(out: Path) -> None:
         raise ConfigError(
             f"caption: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}."
         )
+
+
+run = partial(parse, caption, "caption")

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 
 _NAMED = 4
 """Number of names that the text lists before "and N more"; JSON has all."""
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(doctor, "doctor", argv)
 
 
 def doctor(
@@ -209,3 +205,6 @@ def _few(names: Sequence[str]) -> str:
 
 def _share(part: float) -> str:
     return f"{part:.1%}" if part >= 0.001 else "< 0.1%"
+
+
+run = partial(parse, doctor, "doctor")

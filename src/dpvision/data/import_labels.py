@@ -75,11 +75,6 @@ class LabelRule:
     that it contributes exactly zero in training.
     """
 
-    @property
-    def field(self) -> str:
-        """The field with the label."""
-        return self.label_from or "label"
-
     def read(self) -> "LabelRule":
         """Return the rule with the classes of its file. Raises as ``read_classes``."""
         if isinstance(self.classes, str | Path):
@@ -234,7 +229,7 @@ class ImportedLabels:
                 f"data import: label_separator={separator!r}; expected a character that no class "
                 "name contains. Use '|'."
             )
-        self.field, self._separator = rule.field, separator
+        self.field, self._separator = rule.label_from or "label", separator
         self._names = None if names is None else [canonical(name) for name in names]
         self._private, self.may_be_unlabelled = private, rule.unknown_classes == "unlabelled"
         """bool: whether records of undeclared classes are kept without a label."""

@@ -176,8 +176,12 @@ def import_samples(
             more |= caption_file.summary()
             build.write_missed(caption_file.missed())
         more |= {} if window is None else {"window": list(window)}
-        about = {"licence": licence or source.licence, "metric": source.metric}
-        build.finish({"visibility": "public" if public else "private"} | about, done, more)
+        about = {
+            "visibility": "public" if public else "private",
+            "licence": licence or source.licence,
+            "metric": source.metric,
+        }
+        build.finish(about, done, more)
     return open_store(target)
 
 

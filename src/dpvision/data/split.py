@@ -1,6 +1,6 @@
 """Split a store into two without copying images; all images of a person go to the same half."""
 
-import os
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -88,20 +88,13 @@ def other_half(store: Store) -> Store | None:
         return None
     wanted = {**split, "half": "b" if split["half"] == "a" else "a"}
     for file in sorted(store.path.resolve().parent.glob("*/store.json")):
-        if not os.access(file, os.R_OK):
-            continue
-        try:
+        with contextlib.suppress(OSError, ValueError, DPVisionError):
             meta = parse_json(file.read_bytes())
-            if not isinstance(meta, dict) or (meta.get("store_id"), meta.get("split")) != (
-                store.store_id,
-                wanted,
-            ):
+            ours = store.store_id, wanted
+            if not isinstance(meta, dict) or (meta.get("store_id"), meta.get("split")) != ours:
                 continue
             found = open_store(file.parent)
-        except (OSError, ValueError, DPVisionError):
-            continue
-        if not len(
-            np.intersect1d(found.index["id"], store.index["id"])
-        ):  # a part of a part may have the same numbers
-            return found
+            # A part of a part may have the same numbers.
+            if not len(np.intersect1d(found.index["id"], store.index["id"])):
+                return found
     return None

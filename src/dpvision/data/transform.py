@@ -278,18 +278,6 @@ def _scale_and_shift(mean: Sequence[float], std: Sequence[float]) -> tuple[np.nd
     )[:, None, None]
 
 
-def to_uint8(x_CHW: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Invert ``normalise`` for display: a float array or CPU tensor (..., 3, H, W) to uint8 (...,
-    H, W, 3), clipped.
-    """
-    x = np.asarray(x_CHW, dtype=np.float32)
-    scale, shift = (
-        np.asarray(std, dtype=np.float32)[:, None, None],
-        np.asarray(mean, dtype=np.float32)[:, None, None],
-    )
-    return np.moveaxis((x * scale + shift) * 255, -3, -1).round().clip(0, 255).astype(np.uint8)
-
-
 def evaluation_view(
     image: Image.Image, image_size: int, data: DataConfig
 ) -> tuple[np.ndarray, int]:
