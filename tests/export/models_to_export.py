@@ -58,6 +58,8 @@ MODELS: dict[str, ModelConfig] = {
     "FiLM on a timm model": classifier(encoder=_TIMM, pooling="cls", tuned="film"),
 }
 """Name of a row of docs/export.md -> the run's model."""
+NUM_RECORDS, NUM_DECLARED = 203, 204
+"""Private digits of a head's store, and their declared number."""
 HEADS: dict[str, tuple[str, bool]] = {
     "head on a timm model, any scale": ("timm:test_vit@{timm}", False),
     "head on a timm model, length 1": ("timm:test_vit@{timm}", True),
@@ -110,7 +112,7 @@ def make_head(root: Path, name: str, mae: Path) -> Path:
         save_file(timm.create_model("test_vit").state_dict(), files["timm"])
     if "{torchvision}" in spec:
         save_file(torchvision.models.resnet18().state_dict(), files["torchvision"])
-    store = write_digits(root.parent / f"{root.name}-digits", 0, 200)
+    store = write_digits(root.parent / f"{root.name}-digits", 0, NUM_RECORDS)
     config = head_config(store, "many_steps", spec=spec.format(**files))
     assert isinstance(config.model, HeadConfig)
     encoder = replace(config.model.encoder, image_size=0)
@@ -118,7 +120,10 @@ def make_head(root: Path, name: str, mae: Path) -> Path:
     features = replace(config.model.features, unit=unit, centre=centre)
     declared = "made here; MIT; this test" if "@" in spec else None
     model = replace(config.model, encoder=encoder, features=features)
-    config = replace(config, model=model, public_weights=declared)
+    privacy = replace(
+        config.privacy, dataset_size=NUM_DECLARED, expected_batch_size=float(NUM_DECLARED)
+    )
+    config = replace(config, model=model, privacy=privacy, public_weights=declared)
     with new_head_session(config, root) as session:
         adapt(session)
     return root
