@@ -130,7 +130,7 @@ def main() -> None:
     for source, files in zip(sources, trees, strict=True):
         if not any(functions(files)):
             parser.error(
-                f"{source} has no Python function; expected a package's folder. Name one, as {HERE}."
+                f"{source} has no Python function; expected a package's folder. Name {HERE}."
             )
         print(source)
     packages = [sizes(files) for files in trees]
