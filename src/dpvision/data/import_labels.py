@@ -74,9 +74,11 @@ def read_classes(path: str | Path) -> tuple[str, ...]:
 
 
 def read_rule(path: str | Path, unknown: UnknownClasses = "refuse") -> ClassRule:
-    """Read declared classes from a file: names, one per line or as a JSON list, in the order of
-    their numbers; or a JSON object from the labels of the source to names, {"1": "cat", "2":
-    "dog"}, in the order of the labels if these are numbers, else of the file.
+    """Read declared classes from a file.
+
+    The file has names, one per line or as a JSON list, in the order of their numbers; or a JSON
+    object from the labels of the source to names, {"1": "cat", "2": "dog"}, in the order of the
+    labels if these are numbers, else of the file.
 
     Raises:
         DataError: the file cannot be read, is empty, or repeats a name.
@@ -172,8 +174,9 @@ class _Declared:
         return number if number < len(self.names) else None
 
     def check(self, field: str) -> None:
-        """Refuse numbers that may count from 0 or from 1. Which of the two never follows from the
-        numbers found, which may be private.
+        """Refuse numbers that may count from 0 or from 1.
+
+        Which of the two never follows from the numbers found, which may be private.
         """
         if not self.places or 0 in self.places:
             return
@@ -288,8 +291,9 @@ class ImportedLabels:
         raise AssertionError("no name")
 
     def number(self, key: str, value: Any) -> int:
-        """Provisional number of a value's class, or set of classes, for ``finish``; -1 for no
-        label.
+        """Provisional number of a value's class, or set of classes; -1 for no label.
+
+        ``finish`` takes it.
 
         Raises:
             DataError: the value is neither a class nor a list of different classes, or some records

@@ -18,8 +18,9 @@ from dpvision.privacy.store_marks import StoreLedgers
 def split_store(
     store_dir: str | Path, out_a: str | Path, out_b: str | Path, fraction: float, seed: int = 0
 ) -> tuple[Store, Store]:
-    """Split a store by units: each unit (a record without one is its own) goes to A with
-    probability ``fraction``, else to B.
+    """Split a store by units.
+
+    Each unit (a record without one is its own) goes to A with probability ``fraction``, else to B.
 
     A unit's half follows from a keyed hash of (seed, unit), so it does not depend on other units;
     the sizes are therefore only close to the fraction. Both halves read the parent's shards in

@@ -1,5 +1,6 @@
-"""Convert uint8 pixels to model inputs: random crops and flips for training, a centre crop for
-everything else.
+"""Convert uint8 pixels to model inputs.
+
+Random crops and flips for training, a centre crop for everything else.
 
 Every resize is antialiased and bicubic. A box drawn in the pixels of the image is cut out and
 resized by torch on uint8 (``resized``), as torchvision's ``RandomResizedCrop`` does, faster than
@@ -74,16 +75,18 @@ def crop_box(
 def cut(
     image: Image.Image, box: tuple[float, float, float, float], image_size: int, flip: bool = False
 ) -> np.ndarray:
-    """Resize a box of an RGB image to a square, uint8 of shape (image_size, image_size, 3), and
-    mirror it left to right if ``flip``.
+    """Resize a box of an RGB image to a square; mirror it left to right if ``flip``.
+
+    uint8 of shape (image_size, image_size, 3).
     """
     pixels = np.asarray(image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box))
     return pixels[:, ::-1] if flip else pixels
 
 
 def resized(pixels_HWC: np.ndarray, box: tuple[int, int, int, int], image_size: int) -> np.ndarray:
-    """Resize a box of uint8 pixels (H, W, 3) to a square, uint8 (image_size, image_size, 3), by
-    torch's antialiased bicubic filter.
+    """Resize a box of uint8 pixels (H, W, 3) to a square, uint8 (image_size, image_size, 3).
+
+    By torch's antialiased bicubic filter.
 
     One image at a time: torch then starts no threads of its own, and the pixels depend on nothing
     else.
@@ -100,8 +103,9 @@ def resized(pixels_HWC: np.ndarray, box: tuple[int, int, int, int], image_size: 
 
 
 def centre_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """The centred square over the shorter side: what a resize of that side and a centre crop
-    keep.
+    """The centred square over the shorter side.
+
+    What a resize of that side and a centre crop keep.
     """
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
@@ -144,8 +148,9 @@ def training_view(
 def random_views(
     files: Sequence[bytes], record_id_B: np.ndarray, key: StepKey, data: DataConfig, image_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a step's training views of image files: uint8 pixels (B, V, C, H, W), and bool (B,),
-    False and zeros if a file does not decode.
+    """Draw a step's training views of image files.
+
+    uint8 pixels (B, V, C, H, W), and bool (B,), False and zeros if a file does not decode.
 
     Crop (``training_box``, bicubic) and flip are drawn from ``key`` and the record's id in the
     streams "crop.V" and "flip.V".
@@ -218,8 +223,9 @@ def normalise(
 
 
 def normalise_tensor(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """``normalise`` of uint8 (..., 3, H, W) on the tensor's device, the same float32 numbers bit
-    for bit.
+    """``normalise`` of uint8 (..., 3, H, W) on the tensor's device.
+
+    The same float32 numbers bit for bit.
     """
     scale, shift = (
         send(torch.from_numpy(constant), pixels.device) for constant in _scale_and_shift(mean, std)
@@ -236,8 +242,9 @@ def _scale_and_shift(mean: Sequence[float], std: Sequence[float]) -> tuple[np.nd
 
 
 def to_uint8(x_CHW: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Invert ``normalise`` for display: a float array or CPU tensor (..., 3, H, W) to uint8 (...,
-    H, W, 3), clipped.
+    """Invert ``normalise`` for display.
+
+    A float array or CPU tensor (..., 3, H, W) to uint8 (..., H, W, 3), clipped.
     """
     x = np.asarray(x_CHW, dtype=np.float32)
     scale, shift = (
@@ -250,8 +257,9 @@ def to_uint8(x_CHW: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> 
 def evaluation_view(
     image: Image.Image, image_size: int, data: DataConfig
 ) -> tuple[np.ndarray, int]:
-    """``evaluation_box`` of an RGB image, uint8 (image_size, image_size, 3), and the side in px of
-    the square that it fills.
+    """``evaluation_box`` of an RGB image, and the side in px of the square that it fills.
+
+    uint8 (image_size, image_size, 3).
     """
     side = own_size(*image.size, data.own_sizes) if data.own_sizes else image_size
     pixels = cut(image, evaluation_box(*image.size, side, data), side)
@@ -260,8 +268,10 @@ def evaluation_view(
 
 
 def own_size(width: int, height: int, sizes: Sequence[int]) -> int:
-    """The resolution at which an image is encoded: the largest of ``sizes`` (ascending) that
-    enlarges its shorter side by at most a quarter, or the smallest. A function of this image alone.
+    """The resolution at which an image is encoded.
+
+    The largest of ``sizes`` (ascending) that enlarges its shorter side by at most a quarter, or the
+    smallest. A function of this image alone.
     """
     return max(
         (size for size in sizes if size <= ENLARGEMENT * min(width, height)), default=sizes[0]
@@ -275,8 +285,9 @@ def normalise_canvas(
     std: Sequence[float],
     out_CHW: np.ndarray,
 ) -> None:
-    """``normalise`` a uint8 image that fills the upper left ``side`` pixels of its canvas; the rest
-    becomes NaN.
+    """``normalise`` a uint8 image that fills the upper left ``side`` pixels of its canvas.
+
+    The rest becomes NaN.
     """
     normalise(pixels_HWC, mean, std, out_CHW)
     out_CHW[:, side:], out_CHW[:, :, side:] = np.nan, np.nan
@@ -289,8 +300,9 @@ def blank_margin(x_BCHW: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The evaluation transform: ``evaluation_box`` resized to ``image_size``, normalised. Made by
-    ``preprocess`` or ``preprocess_of``.
+    """The evaluation transform: ``evaluation_box`` resized to ``image_size``, normalised.
+
+    Made by ``preprocess`` or ``preprocess_of``.
 
     With ``data.own_sizes`` the image keeps its own resolution, in the upper left corner of a canvas
     of ``image_size``.
@@ -307,8 +319,9 @@ class Preprocess:
     def __call__(
         self, image: str | Path | bytes | Image.Image | np.ndarray, window: Window | None = None
     ) -> np.ndarray:
-        """Transform an image to float32 x_CHW. The path, or the bytes, of a file give what training
-        and evaluation see of it.
+        """Transform an image to float32 x_CHW.
+
+        The path, or the bytes, of a file give what training and evaluation see of it.
 
         Args:
             image: path, bytes, Pillow image, or uint8 RGB pixels (H, W, 3); see
@@ -331,8 +344,9 @@ class Preprocess:
 def preprocess(
     image_size: int, mean: Sequence[float], std: Sequence[float], own_sizes: tuple[int, ...] = ()
 ) -> Preprocess:
-    """Make the evaluation transform of a model: shorter side to ``image_size``, centre crop,
-    normalised.
+    """Make the evaluation transform of a model.
+
+    Shorter side to ``image_size``, centre crop, normalised.
     """
     return Preprocess(image_size, tuple(mean), tuple(std), DataConfig(own_sizes=own_sizes))
 
