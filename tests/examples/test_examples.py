@@ -24,7 +24,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = {
     "adapt_digits": "adapt_digits/adapt_digits.py",
     "command_line": "command_line/walk_through.sh",
+    "lightning": "lightning/lightning_digits.py",
     "paper_row": "paper_row/paper_row.py",
+    "peft_lora": "peft_lora/peft_digits.py",
     "private_captioner": "private_captioner/private_captioner.py",
     "serve": "serve/serve.py",
     "your_own_loop": "your_own_loop/your_own_loop.py",
@@ -108,11 +110,19 @@ def test_an_example_is_short(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "epsilon"),
-    [("adapt_digits", 3.0), ("your_own_loop", 3.0), ("your_own_transformer", 8.0)],
+    [
+        ("adapt_digits", 3.0),
+        ("lightning", 3.0),
+        ("peft_lora", 8.0),
+        ("your_own_loop", 3.0),
+        ("your_own_transformer", 8.0),
+    ],
 )
 def test_digits_are_learned_at_the_epsilon_that_is_printed(
     example, name: str, epsilon: float
 ) -> None:
+    for module in {"lightning": ["lightning"], "peft_lora": ["peft"]}.get(name, []):
+        pytest.importorskip(module, reason="needs pip install 'dpvision[loops]'")
     done = example(name)
     (accuracy,), ((spent, planned),) = done.found(r"accuracy ([\d.]+)%"), done.spent("digits")
     # Draws and noise are new in every run; five times chance is below all runs seen (75% and more)

@@ -182,8 +182,9 @@ class _Declared:
         return number if number < len(self.names) else None
 
     def check(self, field: str) -> None:
-        """Refuse numbers that may count from 0 or from 1. Which of the two never follows from the
-        numbers found, which may be private.
+        """Refuse numbers that may count from 0 or from 1.
+
+        Which of the two never follows from the numbers found, which may be private.
         """
         if not self.places or 0 in self.places:
             return
@@ -291,8 +292,9 @@ class ImportedLabels:
         raise AssertionError("no name")
 
     def number(self, key: str, value: Any) -> int:
-        """Provisional number of a value's class, or set of classes, for ``finish``; -1 for no
-        label.
+        """Provisional number of a value's class, or set of classes; -1 for no label.
+
+        ``finish`` takes it.
 
         Raises:
             DataError: the value is neither a class nor a list of different classes, or some records

@@ -51,14 +51,14 @@ _CHECKED: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDict
 def require_separable(
     loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, public: Batch | None = None
 ) -> bool:
-    """Run ``check_separable`` on three random records of the shapes of ``batch``, once for each
-    model and loss; ``clipped_sum`` calls it.
+    """Run ``check_separable`` on three random records, once for each model and loss.
+
+    ``clipped_sum`` calls it. The records have the shapes of ``batch``.
 
     The records are random because ``batch`` may be private: whether the check passes must not
     depend on it. Zero parameters are perturbed. It is repeated for other layers, for other numbers
     that the loss holds, captures or reads, and each time if one of them cannot be described
-    (``held_values``). A term that is absent until a
-    later step is looked for at ``_OTHER_STEPS``.
+    (``held_values``). A term that is absent until a later step is looked for at ``_OTHER_STEPS``.
 
     Args:
         public: public records to check in place of random ones.

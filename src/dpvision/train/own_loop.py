@@ -153,7 +153,8 @@ class PrivateLoop:
 
     def spent(self) -> PrivacySpent:
         """Return the privacy stated for the run: that of all planned steps from the first one on
-        (``DPPlan.stated_steps``).
+        (``DPPlan.stated_steps``). Weights that began in another run on this data set have both:
+        ``dpvision ledger FOLDER`` adds them up.
         """
         return self.plan.spent(self.plan.stated_steps(self.ledger.steps))
 
