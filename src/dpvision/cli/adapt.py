@@ -319,10 +319,16 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     lines += lost_words(session.lost, "releases")
     if scores:
         lines.append(_scores_text(args, scores, root))
-    lines += after_run(
-        root, made.store, made.config, released=session.run.folder.base == root, scored=bool(scores)
-    )
-    lines.append(f"In Python: dpvision.load_classifier({str(root)!r})")
+    lines += [
+        *after_run(
+            root,
+            made.store,
+            made.config,
+            released=session.run.folder.base == root,
+            scored=bool(scores),
+        ),
+        f"In Python: dpvision.load_classifier({str(root)!r})",
+    ]
     result |= {
         "head": chosen["candidate"] if chosen else made.model.head,
         "reason": made.model.choice.reason,
