@@ -136,7 +136,10 @@ def run(argv: Sequence[str]) -> None:
     recipe = first.recipe or _recipe(first)
     saved = saved_config("adapt", first.root(recipe), recipe) if first.resume else None
     default = saved or recipe_on(first, recipe)
-    args, typed = parse_run(AdaptArgs(recipe=recipe), default, argv, "adapt", _DOC + _recipes())
+    doc = "\n".join(
+        [_DOC, "", "recipes, of heads and of networks:", "", *recipe_lines("transfer.")]
+    )
+    args, typed = parse_run(AdaptArgs(recipe=recipe), default, argv, "adapt", doc)
     short = {
         "privacy.guarantee": "none" if args.non_private else None,
         "model.candidates": args.select and _candidates(args.select),
@@ -320,10 +323,16 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     lines += lost_words(session.lost, "releases")
     if scores:
         lines.append(_scores_text(args, scores, root))
-    lines += after_run(
-        root, made.store, made.config, released=session.run.folder.base == root, scored=bool(scores)
-    )
-    lines.append(f"In Python: dpvision.load_classifier({str(root)!r})")
+    lines += [
+        *after_run(
+            root,
+            made.store,
+            made.config,
+            released=session.run.folder.base == root,
+            scored=bool(scores),
+        ),
+        f"In Python: dpvision.load_classifier({str(root)!r})",
+    ]
     result |= {
         "head": chosen["candidate"] if chosen else made.model.head,
         "reason": made.model.choice.reason,
@@ -465,7 +474,3 @@ def _candidates(typed: str) -> tuple[str, ...]:
                 "Separate them with commas."
             )
     return names
-
-
-def _recipes() -> str:
-    return "\n\nrecipes, of heads and of networks:\n\n" + "\n".join(recipe_lines("transfer."))

@@ -15,6 +15,7 @@ from dpvision.cli.paths import check_captioner
 from dpvision.config.generation import GenerateSettings
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.eval.captions.settings import Fit
+from dpvision.files import check_out
 from dpvision.runs.folder import require_confidential
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def caption(
     if not 0 <= seed < 2**31:
         raise ConfigError(f"caption: seed={seed}; expected 0 to 2^31 - 1. Use a small integer.")
     if out is not None:
-        _check_out(out)
+        check_out(out, "caption", ".jsonl", ".csv")
     check_captioner(run)
     import torch
 
@@ -160,17 +161,6 @@ def _unreadable_text(unreadable: "list[Captioned]") -> str:
         else ""
     )
     return f"{len(unreadable):,} could not be read: {named}{more}"
-
-
-def _check_out(out: Path) -> None:
-    if out.suffix not in (".jsonl", ".csv") or out.is_dir():
-        raise ConfigError(
-            f"caption: out={str(out)!r}; expected a file that ends in .jsonl or .csv. Rename it."
-        )
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"caption: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}."
-        )
 
 
 run = partial(parse, caption, "caption")

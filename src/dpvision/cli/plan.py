@@ -312,8 +312,10 @@ def _text(r: dict[str, Any]) -> str:
         ),
     ]
     if r["signal"]:
-        lines.append("signal (a heuristic: docs/privacy.md)")
-        lines.append(pairs({name.replace("_", " "): value for name, value in r["signal"].items()}))
+        lines += [
+            "signal (a heuristic: docs/privacy.md)",
+            pairs({name.replace("_", " "): value for name, value in r["signal"].items()}),
+        ]
     if r["draws"]:
         lines.append(_draws_table(r["draws"]))
     if r["advice"]:

@@ -119,6 +119,8 @@ def import_source(
     )
     found = opened()
     if people.unit_from is not None and "refuse" in (people.unmatched, people.shared_images):
+        if captions.captions is not None:
+            CaptionFile(captions.captions)  # refused before a pass over all images
         named = ImportedLabels(labels, found.label_names, private=not public)
         counts = partial(_counts, people=people, require_captions=False)
         check_persons(lambda: with_classes(opened().samples, named, counts), people)

@@ -102,12 +102,11 @@ def other_half(store: Store) -> Store | None:
     split = store.meta.get("split")
     if not split:
         return None
-    wanted = {**split, "half": "b" if split["half"] == "a" else "a"}
+    wanted = store.store_id, {**split, "half": "b" if split["half"] == "a" else "a"}
     for file in sorted(store.path.resolve().parent.glob("*/store.json")):
         with contextlib.suppress(OSError, ValueError, DPVisionError):
             meta = parse_json(file.read_bytes())
-            ours = store.store_id, wanted
-            if not isinstance(meta, dict) or (meta.get("store_id"), meta.get("split")) != ours:
+            if not isinstance(meta, dict) or (meta.get("store_id"), meta.get("split")) != wanted:
                 continue
             found = open_store(file.parent)
             # A part of a part may have the same numbers.
