@@ -27,10 +27,10 @@ from dpvision.config import (
     ViTConfig,
     to_dict,
 )
-from dpvision.encoders.classifier import ImageClassifier, load_classifier
+from dpvision.encoders.classifier import ImageClassifier, OnePooling, load_classifier
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.fixed import FixedNetwork, fixed_encoder
 from dpvision.encoders.open import open_encoder
-from dpvision.encoders.pooled import PooledNetwork
 from dpvision.errors import ConfigError
 from dpvision.models import make_model
 from dpvision.models.classifier import Classifier
@@ -189,18 +189,21 @@ def test_frozen_encoders_can_be_traced_and_exported(
     x_BCHW = torch.rand(5, 3, side, side, generator=torch.Generator().manual_seed(0))
     for i, own in enumerate(encoder.own_sizes[:-1]):
         x_BCHW[2 * i, :, own:], x_BCHW[2 * i, :, :, own:] = torch.nan, torch.nan
-    network = encoder.network
-    assert isinstance(network, PooledNetwork | FixedNetwork)
+    _check_records(OnePooling(encoder, pooling).eval(), x_BCHW)
 
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network
 
-        def forward(self, x: Tensor) -> Tensor:
-            return network.poolings(x)[pooling]
+def test_an_encoder_that_torch_does_not_compute_is_not_recorded() -> None:
+    """A record would hold one image's features as a constant."""
 
-    _check_records(One().eval(), x_BCHW)
+    def poolings(x_BCHW: Tensor) -> dict[str, Tensor]:
+        return {"mean": torch.from_numpy(x_BCHW.numpy().mean(axis=(2, 3)))}
+
+    encoder = Encoder("onnx:made", 8, (0.0,) * 3, (1.0,) * 3, poolings, "convnet")
+    network = OnePooling(encoder, "mean")
+    x_BCHW = torch.rand(2, 3, 8, 8)
+    assert torch.equal(network(x_BCHW), poolings(x_BCHW)["mean"])
+    with pytest.raises(ConfigError, match=r"onnx:made is not computed by torch; expected"):
+        torch.jit.trace(network, x_BCHW)
 
 
 @pytest.mark.parametrize("name", ["pixels", "hog", "scattering", "patches", "patches+scattering"])

@@ -33,6 +33,7 @@ from dpvision.models.classifier import Classifier, head_input
 from dpvision.models.layers import LinearHead
 from dpvision.runs.folder import settings_of_checkpoint
 from dpvision.runs.lineage import shaped_in_confidence
+from dpvision.threads import is_traced
 
 Loss = Literal["softmax", "sigmoid"]
 
@@ -241,7 +242,7 @@ def probability_of(score: float) -> float:
 def _of_head(opened: OpenHead, checkpoint: Checkpoint, ema: bool) -> ImageClassifier:
     model = opened.config.model
     assert isinstance(model, HeadConfig)
-    network, encoder = _OnePooling(opened.encoder, opened.pooling), opened.encoder
+    network, encoder = OnePooling(opened.encoder, opened.pooling), opened.encoder
     return _made(network, opened.head, encoder.image_size, encoder.data, checkpoint, model, ema)
 
 
@@ -312,15 +313,20 @@ def _statement_digest(checkpoint: Path) -> str | None:
         return None
 
 
-class _OnePooling(nn.Module):
+class OnePooling(nn.Module):
     """One pooling of an encoder as a module."""
 
     def __init__(self, encoder: Encoder, pooling: str) -> None:
         super().__init__()
-        self.network, self.pooling = encoder.network, pooling
+        self.network, self.pooling, self._name = encoder.network, pooling, encoder.name
         self._poolings = encoder.poolings  # a method of ``network``
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
+        if self.network is None and is_traced():
+            raise ConfigError(
+                f"classifier: {self._name} is not computed by torch; expected an encoder that is, "
+                "whose operations can be recorded. Train the head on another encoder."
+            )
         return self._poolings(x_BCHW)[self.pooling].float()
 
 
