@@ -154,8 +154,10 @@ SAME_NAME = {
     # a command, and what it does
     "demo": {".", "cli", "recipes"},
     "ledger": {"cli", "privacy"},
+    "calibrate": {"cli", "eval/probes"},
     "overlap": {"cli", "data"},
     "plan": {"cli", "privacy"},
+    "predict": {"cli", "encoders"},
     "tokenizer": {"cli", "data"},
     "verify": {"cli", "statement"},
     # a classifier: the network that is trained, and the one that is loaded

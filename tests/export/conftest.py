@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .models_to_export import Made, make_exportable
+from .models_to_export import HEADS, Made, make_exportable, make_head
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +14,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     def run(name: str) -> Path:
         if name not in runs:
-            runs[name] = make_exportable(root / f"run-{len(runs)}", name)
+            place = root / f"run-{len(runs)}"
+            if name in HEADS:
+                runs[name] = make_head(place, name, run("masked autoencoder (`vip.*`)"))
+            else:
+                runs[name] = make_exportable(place, name)
         return runs[name]
 
     return run

@@ -5,12 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
+import torchvision
+from safetensors.torch import save_file
 
+from dpvision.adapt.session import adapt, new_head_session
 from dpvision.config import (
     ClassifierConfig,
     CrossDecoderConfig,
     CrossMAEConfig,
+    HeadConfig,
     ModelConfig,
     ResNetConfig,
     TimmConfig,
@@ -18,6 +23,7 @@ from dpvision.config import (
 )
 from dpvision.models import make_model
 
+from ..adapt.runs_of_heads import head_config, write_digits
 from ..captioners import make_config, make_tokenizer, train_captioner
 from ..statement.runs import MODEL, make_run, make_store
 
@@ -52,6 +58,21 @@ MODELS: dict[str, ModelConfig] = {
     "FiLM on a timm model": classifier(encoder=_TIMM, pooling="cls", tuned="film"),
 }
 """Name of a row of docs/export.md -> the run's model."""
+NUM_RECORDS, NUM_DECLARED = 203, 204
+"""Private digits of a head's store, and their declared number."""
+HEADS: dict[str, tuple[str, bool]] = {
+    "head on a timm model, any scale": ("timm:test_vit@{timm}", False),
+    "head on a timm model, length 1": ("timm:test_vit@{timm}", True),
+    "head on a masked autoencoder, any scale": ("{mae}", False),
+    "head on a masked autoencoder, length 1": ("{mae}", True),
+    "head on a torchvision model": ("torchvision:resnet18@{torchvision}", True),
+    "head on hog": ("hog", True),
+    "head on pixels": ("pixels", True),
+    "head on patches": ("patches", True),
+}
+"""Name of a row -> the encoder of a head (``dpvision adapt``), and whether features are scaled to
+length 1.
+"""
 
 
 def make_exportable(root: Path, name: str, **more: Any) -> Path:
@@ -75,6 +96,37 @@ def make_exportable(root: Path, name: str, **more: Any) -> Path:
         more["more"] = {"class_names": CLASSES} | more.get("more", {})
     run_id = f"{sorted(MODELS).index(name):016x}"
     return make_run(root, root.parent / "store", run_id=run_id, model=cfg, tensors=tensors, **more)
+
+
+def make_head(root: Path, name: str, mae: Path) -> Path:
+    """Make the run ``root`` of one of ``HEADS`` by a private step on digits.
+
+    Args:
+        mae: a run of a masked autoencoder.
+    """
+    spec, unit = HEADS[name]
+    files = {"timm": root.parent / f"{root.name}-timm.safetensors", "mae": mae}
+    files["torchvision"] = root.parent / f"{root.name}-torchvision.safetensors"
+    torch.manual_seed(0)
+    if "{timm}" in spec:
+        save_file(timm.create_model("test_vit").state_dict(), files["timm"])
+    if "{torchvision}" in spec:
+        save_file(torchvision.models.resnet18().state_dict(), files["torchvision"])
+    store = write_digits(root.parent / f"{root.name}-digits", 0, NUM_RECORDS)
+    config = head_config(store, "many_steps", spec=spec.format(**files))
+    assert isinstance(config.model, HeadConfig)
+    encoder = replace(config.model.encoder, image_size=0)
+    centre = "none" if "@" in spec else "textures"  # a centre takes minutes at 224 px
+    features = replace(config.model.features, unit=unit, centre=centre)
+    declared = "made here; MIT; this test" if "@" in spec else None
+    model = replace(config.model, encoder=encoder, features=features)
+    privacy = replace(
+        config.privacy, dataset_size=NUM_DECLARED, expected_batch_size=float(NUM_DECLARED)
+    )
+    config = replace(config, model=model, privacy=privacy, public_weights=declared)
+    with new_head_session(config, root) as session:
+        adapt(session)
+    return root
 
 
 Made = Callable[[str], Path]

@@ -66,6 +66,7 @@ def make_run(
     saved: int | None = None,
     parents: tuple[dict[str, Any], ...] = (),
     model: ModelConfig = MODEL,
+    data: DataConfig | None = None,
     tensors: dict[str, Tensor] | None = None,
     files: dict[str, bytes] | None = None,
     more: dict[str, Any] | None = None,
@@ -84,7 +85,7 @@ def make_run(
         recipe="vip.micro",
         privacy=privacy,
         model=model,
-        data=DataConfig(store=str(store)),
+        data=replace(data or DataConfig(), store=str(store)),
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=5),
     )
     confidential = root / "confidential"

@@ -55,8 +55,9 @@ declare three public numbers: records, classes and epsilon.
   dpvision report runs/first
 
 An ENCODER is a dpvision run folder, timm:NAME (weights in timm's cache) or timm:NAME@FILE,
-torchvision:NAME@FILE, vip:FILE, mae:FILE, simclr:FILE, tan:FILE, or one that needs no file:
-patches+scattering (the default), patches, scattering, hog, pixels. Nothing is downloaded.
+torchvision:NAME@FILE, hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE, simclr:FILE,
+tan:FILE, or one that needs no file: patches+scattering (the default), patches, scattering, hog,
+pixels. Nothing is downloaded (docs/weights.md).
 
 --head auto (the default) chooses a head by the declared numbers and prints the reason;
 docs/heads.md has the rules. To train the network itself, name a recipe that does (dpvision adapt

@@ -81,16 +81,12 @@ def caption(
     check_captioner(run)
     import torch
 
-    from dpvision.eval.captions.caption_images import (
-        caption_files,
-        captions_writer,
-        find_images,
-        prompt_ids,
-    )
+    from dpvision.data.image_files import find_images
+    from dpvision.eval.captions.caption_images import caption_files, captions_writer, prompt_ids
     from dpvision.eval.captions.open_captioner import open_captioner
 
     captioner = open_captioner(run, ema=ema, device="cuda" if torch.cuda.is_available() else "cpu")
-    found = find_images(images, reading.workers, captioner.window)
+    found = find_images(images, workers=reading.workers, window=captioner.window)
     private = captioner.confidential or found.visibility == "private"
     if out is not None and private and not release_private_outputs:
         require_confidential(

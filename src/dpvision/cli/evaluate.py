@@ -75,8 +75,8 @@ def evaluate(
     """Score encoders on labelled images, against random weights and raw pixels.
 
     An ENCODER is a run folder, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights),
-    vip:FILE, mae:FILE, simclr:FILE, tan:FILE, pixels, hog, scattering, patches or
-    patches+scattering.
+    hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE, simclr:FILE, tan:FILE, pixels, hog,
+    scattering, patches or patches+scattering.
 
       dpvision evaluate runs/first --train stores/pets-train --test stores/pets-test
       dpvision evaluate runs/a runs/b hog --train stores/pets --protocols ridge,few_shot_probe

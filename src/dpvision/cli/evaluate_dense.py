@@ -36,8 +36,8 @@ def evaluate_detection(
 ) -> None:
     """Train Mask R-CNN on each encoder as in ViTDet, and score its boxes and masks by COCO's AP.
 
-    An ENCODER is a run of a vision transformer, random:RUN (its architecture, untrained), vip:FILE
-    or mae:FILE.
+    An ENCODER is a run of a vision transformer, random:RUN (its architecture, untrained), vip:FILE,
+    mae:FILE or dpcap:FILE.
 
       dpvision evaluate detection vip:vip_base.pth --train instances_train2017.json
           --train-images train2017 --test instances_val2017.json --test-images val2017 --public
@@ -90,8 +90,8 @@ def evaluate_segmentation(
     """Train UPerNet on an encoder with images whose pixels are labelled, and score mIoU on others
     (ViP, Table 4).
 
-    An ENCODER is a run folder of a vision transformer, random:RUN, vip:FILE or mae:FILE; several
-    are trained in sequence.
+    An ENCODER is a run folder of a vision transformer, random:RUN, vip:FILE, mae:FILE or
+    dpcap:FILE; several are trained in sequence.
 
       dpvision evaluate segmentation vip:vip.pth --ade20k ADEChallengeData2016 --public
           --work work --dry-run

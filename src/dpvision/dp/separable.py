@@ -290,11 +290,14 @@ def check_module(name: str, module: nn.Module) -> None:
             "record for itself. Replace it by GroupNorm or LayerNorm, or put it in eval mode "
             "with public running statistics."
         )
-    if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+    # Stochastic depth is a class of each library's own.
+    drops = isinstance(module, _DropoutNd) or kind.endswith(("DropPath", "StochasticDepth"))
+    setting = "drop_prob" if hasattr(module, "drop_prob") else "p"
+    if drops and module.training and (getattr(module, setting, None) or 0.0) > 0:
         raise PrivacyError(
             f"separability: layer {name!r} ({kind}) draws from the global random state; expected "
-            "draws keyed by record. Set p=0, put it in eval mode, or draw the mask from StepKey "
-            "and record_id_B."
+            f"draws keyed by record. Set {setting}=0, put it in eval mode, or draw the mask from "
+            "StepKey and record_id_B."
         )
 
 

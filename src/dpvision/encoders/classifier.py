@@ -23,6 +23,7 @@ from dpvision.data.class_names import all_names
 from dpvision.data.declared import window_of
 from dpvision.data.rgb import Window
 from dpvision.data.transform import Preprocess, preprocess_of
+from dpvision.encoders.calibration import read_calibration
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_same
 from dpvision.encoders.open import open_encoder
@@ -56,8 +57,8 @@ class ImageClassifier(nn.Module):
         run: ``run_id``, ``recipe``, and ``statement``: the SHA-256 of the run's statement.json, or
             None if there is none.
         temperature: divides the scores; 1 without calibration.
-        thresholds_K: probability from which a class of a multi-label run is predicted. None if the
-            run has no thresholds: its scores only define an order.
+        thresholds_K: probability above which each class of a multi-label run is predicted. None if
+            the run has no thresholds: its scores only define an order.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class ImageClassifier(nn.Module):
         return self.network(x_BCHW)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Return the scores before calibration, float32 (B, K), of normalised images, float32."""
+        """Return the scores, float32 (B, K), of normalised images, float32. The temperature is not
+        applied; an offset of the calibration is part of the head's bias.
+        """
         return self.head(self.network(x_BCHW)).float()
 
     def probabilities(self, x_BCHW: Tensor) -> Tensor:
@@ -159,8 +162,8 @@ def load_classifier(
 
     Raises:
         ConfigError: the run is of another kind, or has no encoder apart from its own.
-        CheckpointError: there is no checkpoint, it was altered, or its encoder is missing or
-            another one.
+        CheckpointError: there is no checkpoint, it was altered, its encoder is missing or another
+            one, or its calibration is damaged or for other weights.
     """
     checkpoint = (
         run_or_checkpoint
@@ -169,7 +172,7 @@ def load_classifier(
     )
     if is_head(checkpoint):
         opened = open_head(checkpoint, encoder=encoder, ema=ema, device=device)
-        classifier = _of_head(opened, checkpoint)
+        classifier = _of_head(opened, checkpoint, ema)
     elif encoder is None:
         classifier = _of_network(checkpoint, ema).to(device)
     else:
@@ -213,20 +216,33 @@ def open_head(
     return OpenHead(config, opened, about["pooling"], head)
 
 
-def _of_head(opened: OpenHead, checkpoint: Checkpoint) -> ImageClassifier:
-    model = opened.config.model
-    assert isinstance(model, HeadConfig)
+def loss_of(model: HeadConfig | ClassifierConfig) -> Loss:
+    """Return the loss whose probabilities a run's scores are to give."""
+    if isinstance(model, ClassifierConfig):
+        return model.loss
     loss: Any = getattr(model.settings, "loss", "auto")
     if loss == "auto":  # a head that is computed from moments
-        loss = "sigmoid" if model.multi_label else "softmax"
-    return ImageClassifier(
-        _OnePooling(opened.encoder, opened.pooling),
-        opened.head,
-        image_size=opened.encoder.image_size,
-        data=opened.encoder.data,
-        loss=loss,
-        **_about(checkpoint, model, model.settings.threshold),
-    )
+        return "sigmoid" if model.multi_label else "softmax"
+    return loss
+
+
+def threshold_of(model: HeadConfig | ClassifierConfig) -> float | None:
+    """Return the score above which a multi-label run predicts a class, or None if its scores only
+    define an order.
+    """
+    return 0.0 if isinstance(model, ClassifierConfig) else model.settings.threshold
+
+
+def probability_of(score: float) -> float:
+    """Return the sigmoid of a score."""
+    return 1 / (1 + math.exp(-score))
+
+
+def _of_head(opened: OpenHead, checkpoint: Checkpoint, ema: bool) -> ImageClassifier:
+    model = opened.config.model
+    assert isinstance(model, HeadConfig)
+    network, encoder = _OnePooling(opened.encoder, opened.pooling), opened.encoder
+    return _made(network, opened.head, encoder.image_size, encoder.data, checkpoint, model, ema)
 
 
 def _of_network(checkpoint: Checkpoint, ema: bool) -> ImageClassifier:
@@ -240,46 +256,50 @@ def _of_network(checkpoint: Checkpoint, ema: bool) -> ImageClassifier:
     network, config = load_model(checkpoint, ema=ema)
     assert isinstance(network, Classifier) and isinstance(config.model, ClassifierConfig)
     data = config.data
-    return ImageClassifier(
-        _HeadInput(network),
-        network.head,
-        image_size=config.model.encoder.image_size,
-        data=DataConfig(
-            mean=data.mean,
-            std=data.std,
-            own_sizes=data.own_sizes,
-            resize=data.resize,
-            crop=data.crop,
-        ),
-        loss=config.model.loss,
-        **_about(checkpoint, config.model, 0.0),  # a score of 0 is probability 1/2
+    seen = DataConfig(
+        mean=data.mean, std=data.std, own_sizes=data.own_sizes, resize=data.resize, crop=data.crop
     )
+    side = config.model.encoder.image_size
+    return _made(_HeadInput(network), network.head, side, seen, checkpoint, config.model, ema)
 
 
-def _about(
-    checkpoint: Checkpoint, model: HeadConfig | ClassifierConfig, threshold: float | None
-) -> dict[str, Any]:
-    """Return the arguments of ``ImageClassifier`` that a checkpoint's manifest and folder give.
-
-    Args:
-        threshold: score above which a class of a multi-label run is predicted, or None.
-    """
+@torch.no_grad()
+def _made(
+    network: nn.Module,
+    head: LinearHead | nn.Linear,
+    image_size: int,
+    data: DataConfig,
+    checkpoint: Checkpoint,
+    model: HeadConfig | ClassifierConfig,
+    ema: bool,
+) -> ImageClassifier:
+    """Return the classifier with what the manifest and the run's folder say about it."""
     manifest, num_classes = checkpoint.manifest, model.num_classes or 0
-    thresholds_K = None
-    if model.multi_label and threshold is not None:
-        thresholds_K = (1 / (1 + math.exp(-threshold)),) * num_classes
-    return {
-        "class_names": all_names(manifest.get("class_names"), num_classes),
-        "multi_label": model.multi_label,
-        "window": window_of(manifest),
-        "lineage": tuple(manifest["lineage"]),
-        "run": {
+    calibration = read_calibration(checkpoint, ema, num_classes)
+    thresholds_K = None if calibration is None else calibration.thresholds
+    own = threshold_of(model)
+    if calibration is None and model.multi_label and own is not None:
+        thresholds_K = (probability_of(own),) * num_classes
+    if calibration is not None:
+        head.bias.sub_(calibration.offset)
+    return ImageClassifier(
+        network,
+        head,
+        class_names=all_names(manifest.get("class_names"), num_classes),
+        image_size=image_size,
+        data=data,
+        loss=loss_of(model),
+        multi_label=model.multi_label,
+        window=window_of(manifest),
+        lineage=tuple(manifest["lineage"]),
+        run={
             "run_id": manifest["run_id"],
             "recipe": manifest["config"]["recipe"],
             "statement": _statement_digest(checkpoint.path),
         },
-        "thresholds_K": thresholds_K,
-    }
+        temperature=1.0 if calibration is None else calibration.temperature,
+        thresholds_K=thresholds_K,
+    )
 
 
 def _statement_digest(checkpoint: Path) -> str | None:

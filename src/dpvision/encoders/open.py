@@ -16,7 +16,6 @@ from dpvision.encoders.fixed import FIXED, fixed_encoder
 from dpvision.encoders.identity import check_alone
 from dpvision.encoders.trained import run_encoder
 from dpvision.errors import ConfigError
-from dpvision.models.timm_cache import find_timm_weights
 from dpvision.runs.lineage import runs_with_these_weights
 
 _FORMS = (
@@ -109,6 +108,8 @@ def open_frozen(
     encoder = open_encoder(cfg.spec, device=device, image_size=cfg.image_size or None)
     kind, _, name = cfg.spec.partition(":")
     if encoder.weights == "random" and kind != "random":
+        from dpvision.models.timm_cache import find_timm_weights
+
         places = find_timm_weights(name)[1] if kind == "timm" else ["nowhere, without a file"]
         raise ConfigError(
             f"encoder: {cfg.spec} has no weights on this machine (looked for "

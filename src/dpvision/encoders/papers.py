@@ -292,8 +292,10 @@ def _autoencoder(
         for name in ("head.weight", "head.bias"):
             by_pixel = made[name].unflatten(0, (vit.patch_size, vit.patch_size, 3))
             made[name] = by_pixel.movedim(2, 0).flatten(0, 2)
+    about: dict[str, Any] = to_dict(cfg) if whole else {"kind": "mae", "encoder": to_dict(vit)}
     # ViP predicts plain pixels; a file of MAE does not say whether its pixels are normalised.
-    about = to_dict(cfg) | ({} if asked.kind == "vip" else {"target": None})
+    if not whole or asked.kind == "mae":
+        about["target"] = None
     return about, made | (loaded if vit.positions == "loaded" else {})
 
 

@@ -1,4 +1,5 @@
-"""Models exported from dpvision, in plain PyTorch: needs torch, safetensors and Pillow.
+"""Models exported from dpvision, in plain PyTorch: needs torch, safetensors and Pillow; timm for a
+head on one of its models.
 
     model = load("FOLDER")
     x_BCHW = model.preprocess(PIL.Image.open("photo.jpg"))[None]
@@ -26,6 +27,10 @@ def load(folder: str | Path) -> "Network":
     config = json.loads((Path(folder) / "config.json").read_text())
     model = (Captioner if config["kind"] == "captioner" else Network)(config)
     model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+    if config["encoder"]["kind"] == "timm":
+        import timm
+
+        model.encoder = timm.create_model(f"local-dir:{Path(folder) / 'encoder'}", pretrained=True)
     return model.eval()
 
 
@@ -90,16 +95,23 @@ class Network(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
-        self.encoder = ViT(config["encoder"])
-        width = config["encoder"]["width"]
-        classes = len(config.get("class_names") or ())
-        self.head = nn.Linear(width, classes) if classes else nn.Identity()
-        self.centre = nn.Parameter(torch.zeros(width)) if config.get("unit") else None
+        ours = config["encoder"]["kind"] == "vit"
+        self.encoder: Any = ViT(config["encoder"]) if ours else None
+        self.centre = nn.Parameter(torch.zeros(config["width"])) if config["unit"] else None
+        self.head: nn.Module = nn.Identity()
+        if config["kind"] == "classifier":
+            self.head = nn.Linear(config["width"], len(config["class_names"]))
+
+    def features(self, x_BCHW: Tensor) -> Tensor:
+        """Return the pooled features of normalised images, (B, D)."""
+        found = self.encoder(x_BCHW)
+        if self.config["encoder"]["kind"] == "timm":
+            return found
+        return found[:, 0] if self.config["pooling"] == "cls" else found[:, 1:].mean(1)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return features (B, D) or logits (B, K) of normalised images."""
-        token_BSD = self.encoder(x_BCHW)
-        x_BD = token_BSD[:, 0] if self.config["pooling"] == "cls" else token_BSD[:, 1:].mean(1)
+        x_BD = self.features(x_BCHW)
         if self.centre is not None:
             x_BD = F.normalize(x_BD - self.centre, dim=1)
         return self.head(x_BD)

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
-from dpvision.config import BOS_ID, EOS_ID, ClassifierConfig, DataConfig
-from dpvision.data.class_names import all_names
+from dpvision.config import BOS_ID, EOS_ID, DataConfig
 from dpvision.data.declared import window_of
 from dpvision.data.rgb import Window
+from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.pooled import PooledNetwork, pooled_model
-from dpvision.encoders.trained import filled, load_model
+from dpvision.encoders.trained import load_model
 from dpvision.errors import CheckpointError, ConfigError
-from dpvision.models import Model, make_model
 from dpvision.models.captioner import Captioner
-from dpvision.models.classifier import Classifier
+from dpvision.models.layers import LinearHead
 from dpvision.models.tuned import merged
 from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import shaped_in_confidence
@@ -73,7 +72,7 @@ class Product:
     loss: Literal["softmax", "sigmoid"] = "softmax"
     temperature: float = 1.0
     thresholds_K: tuple[float, ...] | None = None
-    tokenizer: bytes | None
+    tokenizer: bytes | None = None
     lineage: Lineage
     statement: dict[str, Any] | None
     """The run's statement; None for weights shaped by private images without a guarantee."""
@@ -113,11 +112,6 @@ class Product:
         module = Features(pooled_model(self.trained), self.pooling).eval()
         return replace(self, kind="encoder", trained=self.encoder, module=module, tokenizer=None)
 
-    def probabilities(self, logit_BK: Tensor) -> Tensor:
-        """Return a classifier's probabilities of its logits, by its loss and temperature."""
-        scaled_BK = logit_BK / self.temperature
-        return scaled_BK.softmax(1) if self.loss == "softmax" else scaled_BK.sigmoid()
-
     @torch.inference_mode()
     def reference(self, x_BCHW: Tensor) -> Tensor:
         """Return what a format must reproduce: features, logits, or a captioner's logits of
@@ -127,9 +121,7 @@ class Product:
             token_BL = captions_to_check(self.trained, len(x_BCHW))
             memory_BSD = self.trained.encode(x_BCHW)
             return self.trained.logits(self.trained.decode(token_BL, memory_BSD))
-        if isinstance(self.trained, Classifier):
-            return self.trained(x_BCHW)
-        return self.module(x_BCHW)
+        return (self.trained if self.kind == "classifier" else self.module)(x_BCHW)
 
 
 def captions_to_check(model: Captioner, num: int) -> Tensor:
@@ -145,68 +137,105 @@ def open_product(run: Path, *, ema: bool = False, encoder: str | None = None) ->
 
     Args:
         ema: whether to take the averaged weights.
+        encoder: spec of a head's encoder, if it has moved since the run.
 
     Raises:
-        CheckpointError: there is no run or checkpoint, or it was altered.
+        ConfigError: ``encoder`` is given for a run that is not of a head.
+        CheckpointError: there is no run or checkpoint, it was altered, or a head's encoder is
+            missing or another one.
         PrivacyError: the run cannot be stated (``make_statement``).
     """
-    _, _, about = read_run(run)
+    _, config, about = read_run(run)
     checkpoint = load_checkpoint(run)
     lineage = checkpoint.manifest["lineage"]
-    shaped = shaped_in_confidence(lineage)
-    return _of_network(
-        checkpoint,
-        ema,
-        run_id=about["run_id"],
-        lineage=lineage,
-        statement=None if shaped else _statement(run),
-    )
+    shared = {
+        "recipe": config.recipe,
+        "run_id": about["run_id"],
+        "lineage": lineage,
+        "statement": None if shaped_in_confidence(lineage) else _statement(run),
+    }
+    if config.model.kind in ("head", "classifier"):
+        return _of_classifier(checkpoint, ema, encoder, shared)
+    if encoder is not None:
+        raise ConfigError(
+            f"export: encoder={encoder!r} with {run}, which is not a head; expected none, because "
+            "its encoder is among its weights. Leave it out."
+        )
+    return _of_network(checkpoint, ema, shared)
 
 
-def _of_network(checkpoint: Checkpoint, ema: bool, **about: Any) -> Product:
-    trained, config = load_model(checkpoint, ema=ema)
-    trained = trained.eval().requires_grad_(False)
-    plain = _merged(trained, checkpoint, ema)
-    pooled = pooled_model(plain)
-    kind: Kind = "encoder"
-    module: nn.Module = Features(pooled, "mean")
-    if isinstance(plain, Classifier):
-        kind, module = "classifier", plain
-    elif isinstance(plain, Captioner):
-        kind, module = "captioner", plain
-    classes: dict[str, Any] = {}
-    if isinstance(config.model, ClassifierConfig):
-        names = checkpoint.manifest.get("class_names")
-        classes = {
-            "pooling": config.model.pooling,
-            "class_names": all_names(names, config.model.num_classes),
-            "loss": config.model.loss,
-        }
+def _of_network(checkpoint: Checkpoint, ema: bool, shared: dict[str, Any]) -> Product:
+    model, config = load_model(checkpoint, ema=ema)
+    model.eval().requires_grad_(False)
+    captions = isinstance(model, Captioner)
     return Product(
-        kind=kind,
-        recipe=config.recipe,
-        module=module.eval(),
-        trained=trained,
-        encoder=plain.encoder,
-        head=plain.head if isinstance(plain, Classifier) else None,
+        kind="captioner" if captions else "encoder",
+        module=model if captions else Features(pooled_model(model), "mean"),
+        trained=model,
+        encoder=model.encoder,
         image_size=config.model.encoder.image_size,
         data=config.data,
         window=window_of(checkpoint.manifest),
-        tokenizer=_tokenizer(checkpoint) if kind == "captioner" else None,
-        **classes,
-        **about,
+        tokenizer=_tokenizer(checkpoint) if captions else None,
+        **shared,
     )
 
 
-def _merged(trained: Model, checkpoint: Checkpoint, ema: bool) -> Model:
-    """Return the network without additions (LoRA, FiLM), which are merged into its weights."""
-    if not isinstance(trained, Classifier) or trained.cfg.tuned not in ("lora", "film"):
-        return trained
-    plain = make_model(replace(trained.cfg, tuned="whole"), 0)
-    weights = checkpoint.ema if ema else checkpoint.model
-    assert weights is not None
-    together = replace(checkpoint, model=merged(weights, trained.cfg.lora_scale), ema=None)
-    return filled(plain, together).eval().requires_grad_(False)
+def _of_classifier(
+    checkpoint: Checkpoint, ema: bool, encoder: str | None, shared: dict[str, Any]
+) -> Product:
+    trained = load_classifier(checkpoint, encoder=encoder, ema=ema)
+    tuned = checkpoint.manifest["config"]["model"].get("tuned", "whole")
+    merges = tuned in ("lora", "film")
+    plain = load_classifier(_without_additions(checkpoint), ema=ema) if merges else trained
+    network: Any = plain.network
+    inner = network.network if isinstance(plain.head, LinearHead) else network.encoder
+    return Product(
+        kind="classifier",
+        module=plain,
+        trained=trained,
+        encoder=inner.network if isinstance(inner, PooledNetwork) else inner,
+        pooling=network.pooling,
+        head=_linear(plain.head),
+        unit=isinstance(plain.head, LinearHead) and plain.head.unit,
+        image_size=plain.image_size,
+        data=plain.data,
+        window=plain.window,
+        class_names=plain.class_names,
+        loss=plain.loss,
+        temperature=plain.temperature,
+        thresholds_K=plain.thresholds_K,
+        **shared,
+    )
+
+
+def _without_additions(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint of a plain classifier: additions (LoRA, FiLM) merged into weights."""
+    config = checkpoint.manifest["config"]
+    plain = {**config, "model": {**config["model"], "tuned": "whole"}}
+
+    def together(weights: dict[str, Tensor] | None) -> Any:
+        return None if weights is None else merged(weights, config["model"]["lora_scale"])
+
+    return replace(
+        checkpoint,
+        manifest={**checkpoint.manifest, "config": plain},
+        model=together(checkpoint.model),
+        ema=together(checkpoint.ema),
+    )
+
+
+def _linear(head: nn.Module) -> nn.Linear:
+    """Return the linear map of a head. Centring is folded in, W (x - c) + b = W x + (b - W c),
+    unless scaling to length 1 stands between.
+    """
+    if isinstance(head, nn.Linear):
+        return head
+    assert isinstance(head, LinearHead)
+    linear = nn.Linear(head.weight.shape[1], head.weight.shape[0]).requires_grad_(False)
+    linear.weight.copy_(head.weight)
+    linear.bias.copy_(head.bias if head.unit else head.bias - head.weight @ head.centre)
+    return linear
 
 
 def _tokenizer(checkpoint: Checkpoint) -> bytes:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from dpvision.encoders.classifier import ImageClassifier
 from dpvision.errors import ConfigError
 from dpvision.export.product import Product, captions_to_check, refused
 from dpvision.models.captioner import Cache, Captioner
@@ -48,14 +49,13 @@ texts = [tokenizers.Tokenizer.from_file("tokenizer.json").decode(row) for row in
 
 
 class _Classified(nn.Module):
-    def __init__(self, product: Product) -> None:
+    def __init__(self, classifier: ImageClassifier) -> None:
         super().__init__()
-        self.module = product.module
-        self._probabilities = product.probabilities
+        self.classifier = classifier
 
     def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-        logit_BK = self.module(x_BCHW)
-        return logit_BK, self._probabilities(logit_BK)
+        logit_BK = self.classifier(x_BCHW)
+        return logit_BK, self.classifier.calibrated(logit_BK)
 
 
 class _Remember(nn.Module):
@@ -99,8 +99,9 @@ def write(product: Product, folder: Path, metadata: dict[str, str]) -> None:
     batch, side = Dim("batch", min=1), product.image_size
     images = ("images", torch.zeros(2, 3, side, side), {0: batch})
     if not isinstance(product.trained, Captioner):
-        outputs = ["features"] if product.kind == "encoder" else ["logits", "probabilities"]
-        network = product.module if product.kind == "encoder" else _Classified(product)
+        network, outputs = product.module, ["features"]
+        if isinstance(network, ImageClassifier):
+            network, outputs = _Classified(network), ["logits", "probabilities"]
         _save(network, [images], outputs, folder / "model.onnx", product, metadata)
         return
     memory = _Remember(product.trained)(images[1])
@@ -163,23 +164,26 @@ def _save(
     dynamic = tuple(dims for _, _, dims in inputs)
     try:
         traced = torch.export.export(network.eval(), examples, dynamic_shapes=dynamic, strict=False)
+        with warnings.catch_warnings(action="ignore"):  # about the names of dynamic dimensions
+            program = torch.onnx.export(
+                traced,
+                examples,
+                dynamo=True,
+                input_names=names,
+                output_names=outputs,
+                dynamic_shapes=dynamic,
+                verbose=False,
+            )
     except Exception as error:  # torch's own types are many, and differ between versions
-        why = str(error).partition("\n")[0]
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        why = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
         raise refused(
             "onnx",
-            f"the model cannot be traced ({type(error).__name__}: {why})",
+            f"the model cannot be traced ({why})",
             "Use another encoder, or timm for one of timm's models.",
         ) from None
-    with warnings.catch_warnings(action="ignore"):  # about the names of dynamic dimensions
-        program = torch.onnx.export(
-            traced,
-            examples,
-            dynamo=True,
-            input_names=names,
-            output_names=outputs,
-            dynamic_shapes=dynamic,
-            verbose=False,
-        )
     assert program is not None
     model: Any = program.model
     for node in model.graph.all_nodes():

@@ -3,8 +3,8 @@
 Legend: B images, C channels, H height, W width.
 """
 
-import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dpvision.errors import ConfigError
 from dpvision.export.product import Product, refused
-from dpvision.export.to_timm import with_head
-from dpvision.models.classifier import Classifier
+from dpvision.export.to_timm import pooled_timm, with_head
 from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.tuned import LoRA
 from dpvision.weights import pack
@@ -32,7 +31,7 @@ logit_BK = model(x_BCHW)  # images as under Preprocessing
 
 def how_to_load(product: Product) -> str:
     """Return Python that loads the export, run in its folder."""
-    cfg = _lora_run(product).encoder.cfg
+    cfg = _lora_encoder(product).cfg
     arguments: dict[str, Any] = dict(cfg.arguments)
     known = timm.get_pretrained_cfg(cfg.name)
     if known is not None and known.fixed_input_size:
@@ -49,19 +48,20 @@ def write(product: Product, folder: Path, metadata: dict[str, str]) -> None:
     Raises:
         ConfigError: the run has no LoRA on one of timm's models, or PEFT is not installed.
     """
-    peft, run = _library(), _lora_run(product)
-    found = {n: m for n, m in run.encoder.model.named_modules() if isinstance(m, LoRA)}
+    peft, encoder = _library(), _lora_encoder(product)
+    found = {n: m for n, m in encoder.model.named_modules() if isinstance(m, LoRA)}
+    rank, scale = next((len(lora.down), lora.scale) for lora in found.values())
     base = _base(product)
     head = next(name for name, part in base.named_modules() if part is base.get_classifier())
     asked = peft.LoraConfig(
-        r=run.cfg.lora_rank,
-        lora_alpha=run.cfg.lora_scale * run.cfg.lora_rank,
+        r=rank,
+        lora_alpha=scale * rank,
         target_modules=list(found),
         modules_to_save=[head],
         inference_mode=True,
     )
     adapted = peft.get_peft_model(base, asked)
-    adapted.peft_config["default"].base_model_name_or_path = run.encoder.cfg.name
+    adapted.peft_config["default"].base_model_name_or_path = encoder.cfg.name
     with torch.no_grad():
         for name, lora in found.items():
             theirs = adapted.base_model.model.get_submodule(name)
@@ -79,23 +79,19 @@ def read(product: Product, folder: Path) -> Callable[[Tensor], Tensor]:
     return _library().PeftModel.from_pretrained(base, str(folder)).eval()
 
 
-def _lora_run(product: Product) -> Any:
-    trained = product.trained
-    fits = (
-        isinstance(trained, Classifier)
-        and trained.cfg.tuned == "lora"
-        and isinstance(trained.encoder, TimmEncoder)
-        and timm.is_model(trained.encoder.cfg.name)
-    )
-    if not fits:
+def _lora_encoder(product: Product) -> TimmEncoder:
+    """Return the encoder with its additions."""
+    encoder: Any = getattr(getattr(product.trained, "network", None), "encoder", None)
+    known = isinstance(encoder, TimmEncoder) and timm.is_model(encoder.cfg.name)
+    if not known or not any(isinstance(part, LoRA) for part in encoder.modules()):
         what = "no low-rank additions (tuned=lora) to one of timm's models"
         raise refused("peft", what, "Use timm, onnx or safetensors, which hold whole models.")
-    return trained
+    return encoder
 
 
 def _base(product: Product) -> Any:
     """Return timm's model with the run's frozen weights, without additions."""
-    model: Any = copy.deepcopy(_lora_run(product).encoder.model)
+    model = pooled_timm("peft", replace(product, encoder=_lora_encoder(product)))
     for name, part in [*model.named_modules()]:
         if isinstance(part, LoRA):
             owner, _, child = name.rpartition(".")

@@ -1,4 +1,5 @@
-"""Our own architectures as safetensors, with one modelling file that needs no dpvision.
+"""Safetensors with one modelling file in plain PyTorch, which needs no dpvision: our vision
+transformers and captioners, and heads on timm's models (in timm's layout, in a folder below).
 
 Legend: B images, C channels, H height, W width.
 """
@@ -8,18 +9,19 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dpvision.encoders.classifier import ImageClassifier
 from dpvision.export import modelling
 from dpvision.export.product import Product, captions_to_check, refused
+from dpvision.export.to_timm import pooled_timm, save
 from dpvision.models.captioner import Captioner
-from dpvision.models.layers import LinearHead
 from dpvision.models.vit import ViT
 from dpvision.weights import pack
 
-LOADS = """from modelling import load  # in this folder; needs torch, safetensors and Pillow
+LOADS = """from modelling import load  # in this folder
 
 model = load(".")
 """
@@ -28,43 +30,44 @@ USES = {
     "classifier": "probability_BK = model.probabilities(model.preprocess(image)[None])",
     "captioner": "ids = model.caption(model.preprocess(image)[None])  # for tokenizer.json",
 }
-_NAMES = ("cls_token", "patch_embed", "blocks", "norm")
 
 
 def write(product: Product, folder: Path, metadata: dict[str, str]) -> None:
-    """Write model.safetensors, config.json and modelling.py, and a captioner's tokenizer.json.
+    """Write model.safetensors, config.json and modelling.py; a captioner's tokenizer.json; one of
+    timm's models under encoder/.
 
     Raises:
-        ConfigError: the encoder or its pooling is not of modelling.py.
+        ConfigError: the encoder is neither ours nor timm's, or its pooling cannot be expressed.
     """
     vit = product.encoder
-    if not isinstance(vit, ViT):
-        raise refused(
-            "safetensors",
-            f"the encoder is a {type(vit).__name__}",
-            "Use onnx, or timm for one of timm's models; safetensors holds dpvision's vision "
-            "transformers and captioners.",
-        )
-    if product.pooling not in ("mean", "cls"):
-        raise refused("safetensors", f"pooling={product.pooling!r}", "Use onnx.")
-    tensors = {f"encoder.{n}": t for n, t in vit.state_dict().items() if n.startswith(_NAMES)}
-    tensors["encoder.position"] = vit.position_LD
+    tensors: dict[str, Tensor] = {}
+    about: dict[str, Any] = {"kind": "timm"}
+    if isinstance(vit, ViT):
+        if product.pooling not in ("mean", "cls"):
+            raise refused("safetensors", f"pooling={product.pooling!r}", "Use onnx.")
+        tensors = {f"encoder.{n}": t for n, t in vit.named_parameters()}
+        tensors["encoder.position"] = vit.position_LD
+        about = asdict(vit.cfg)
+    else:
+        save(pooled_timm("safetensors", product), product, folder / "encoder", metadata)
     config = {
         "kind": product.kind,
-        "encoder": asdict(vit.cfg),
+        "encoder": about,
         "pooling": product.pooling,
         "unit": product.unit,
+        "width": about["width"] if product.head is None else product.head.in_features,
         **product.properties,
     }
     if product.head is not None:
-        tensors |= {f"head.{n}": t for n, t in product.head.state_dict().items()}
+        tensors |= {f"head.{n}": t for n, t in product.head.named_parameters()}
     if product.unit:
-        tensors["centre"] = _centre(product.trained)
+        assert isinstance(product.trained, ImageClassifier)
+        tensors["centre"] = product.trained.head.get_buffer("centre")
     if isinstance(product.trained, Captioner):
         made = product.trained
         for part in ("word_embed", "word_norm", "word_head"):
-            tensors |= {f"{part}.{n}": t for n, t in getattr(made, part).state_dict().items()}
-        tensors |= {n: t for n, t in made.decoder.state_dict().items() if n != "position_LD"}
+            tensors |= {f"{part}.{n}": t for n, t in getattr(made, part).named_parameters()}
+        tensors |= dict(made.decoder.named_parameters())
         tensors["position"] = made.decoder.position_LD
         tensors["word_position"] = made.word_position_LD
         config |= {
@@ -93,7 +96,3 @@ def read(product: Product, folder: Path) -> Callable[[Tensor], Tensor]:
     assert isinstance(product.trained, Captioner)
     trained = product.trained
     return lambda x: model.decode(captions_to_check(trained, len(x)), model.encode(x))
-
-
-def _centre(trained: nn.Module) -> Tensor:
-    return next((m.centre for m in trained.modules() if isinstance(m, LinearHead)), torch.zeros(0))

@@ -38,43 +38,20 @@ _NAMES = {"attention.out": "attn.proj", "attention.qkv": "attn.qkv", "mlp.0": "m
 
 
 def write(product: Product, folder: Path, metadata: dict[str, str]) -> None:
-    """Write timm's layout with timm's own function, then the tensors again with their lineage.
+    """Write timm's layout.
 
     Raises:
         ConfigError: timm has no such model, pooling or scaling.
     """
     if product.unit:
-        raise refused("timm", "features are scaled to length 1 before the head", "Use onnx.")
-    if product.data.own_sizes:
-        raise refused("timm", "images are used at their own sizes", "Use another encoder.")
-    encoder = product.encoder
-    if isinstance(encoder, ViT):
-        model = as_timm(encoder)
-    else:
-        model = copy.deepcopy(encoder.model if isinstance(encoder, TimmEncoder) else encoder)
-    if not timm.is_model((getattr(model, "pretrained_cfg", None) or {}).get("architecture", "")):
-        what = getattr(getattr(encoder, "cfg", None), "name", type(encoder).__name__)
-        raise refused("timm", f"the encoder {what} is none of timm's models", "Use onnx.")
+        raise refused(
+            "timm",
+            "features are scaled to length 1 before the head",
+            "Use safetensors or onnx, or adapt with --model.no-unit.",
+        )
+    model = pooled_timm("timm", product)
     with_head(model, product)
-    data = product.data
-    squashed = data.resize is not None
-    share = min(1.0, product.image_size / data.resize) if data.resize is not None else 1.0
-    save_for_hf(
-        model,
-        str(folder),
-        model_config={"label_names": list(product.class_names), "dpvision": dict(metadata)},
-        data_config={
-            "input_size": (3, product.image_size, product.image_size),
-            "mean": data.mean,
-            "std": data.std,
-            "interpolation": "bicubic",
-            "crop_pct": share if data.crop == "centre" else 1.0,
-            "crop_mode": "squash" if squashed else "center",
-        },
-        safe_serialization=True,
-    )
-    packed = pack(model.state_dict(), product.lineage, metadata)
-    (folder / "model.safetensors").write_bytes(packed)
+    save(model, product, folder, metadata)
 
 
 def how_to_load(product: Product) -> str:
@@ -87,24 +64,41 @@ def read(product: Product, folder: Path) -> Callable[[Tensor], Tensor]:
     return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
 
 
-def with_head(model: Any, product: Product) -> None:
-    """Give a timm model the product's pooling and head, in place.
+def pooled_timm(to: str, product: Product) -> Any:
+    """Return the product's encoder as timm's model with its pooling, without a classifier.
+
+    Args:
+        to: the format, for the error.
 
     Raises:
-        ConfigError: timm cannot pool this model so.
+        ConfigError: timm has no such model or pooling.
     """
-    classes, pool = len(product.class_names), _POOLS.get(product.pooling)
-    try:
-        if product.pooling == "own":
-            model.reset_classifier(classes)
-        else:
-            model.reset_classifier(classes, global_pool=pool)
-    except (AssertionError, TypeError, ValueError):
-        pool = None
-    if pool is None and product.pooling != "own":
-        raise refused("timm", f"pooling={product.pooling!r}", "Use onnx.")
+    encoder: Any = product.encoder
+    if isinstance(encoder, ViT):
+        model = _as_timm(encoder)
+    else:
+        model = copy.deepcopy(encoder.model if isinstance(encoder, TimmEncoder) else encoder)
+    about = getattr(model, "pretrained_cfg", None) or {}
+    if not timm.is_model(about.get("architecture", "")):
+        what = getattr(getattr(encoder, "cfg", None), "name", type(encoder).__name__)
+        raise refused(to, f"the encoder ({what}) is none of timm's models", "Use onnx.")
+    if product.pooling != "own":
+        try:
+            model.reset_classifier(0, global_pool=_POOLS[product.pooling])
+        except (KeyError, AssertionError, TypeError, ValueError):
+            raise refused(to, f"pooling={product.pooling!r}", "Use onnx.") from None
+    return model
+
+
+def with_head(model: Any, product: Product) -> None:
+    """Give a timm model the product's head, in place.
+
+    Raises:
+        ConfigError: its classifier is no linear map.
+    """
     if product.head is None:
         return
+    model.reset_classifier(len(product.class_names))
     target = model.get_classifier()
     if not isinstance(target, nn.Linear | nn.Conv2d) or target.bias is None:
         raise refused("timm", f"the model's classifier is a {type(target).__name__}", "Use onnx.")
@@ -113,7 +107,29 @@ def with_head(model: Any, product: Product) -> None:
         target.bias.copy_(product.head.bias)
 
 
-def as_timm(vit: ViT) -> Any:
+def save(model: Any, product: Product, folder: Path, metadata: dict[str, str]) -> None:
+    """Write a timm model by timm's own function, then its tensors again with their lineage."""
+    data, side = product.data, product.image_size
+    centred = data.resize is not None and data.crop == "centre"
+    save_for_hf(
+        model,
+        str(folder),
+        model_config={"label_names": list(product.class_names), "dpvision": metadata},
+        data_config={
+            "input_size": (3, side, side),
+            "mean": data.mean,
+            "std": data.std,
+            "interpolation": "bicubic",
+            "crop_pct": min(1.0, side / (data.resize or side)) if centred else 1.0,
+            "crop_mode": "center" if data.resize is None else "squash",
+        },
+        safe_serialization=True,
+    )
+    packed = pack(model.state_dict(), product.lineage, metadata)
+    (folder / "model.safetensors").write_bytes(packed)
+
+
+def _as_timm(vit: ViT) -> Any:
     """Return our vision transformer as timm's, its fixed positions as trained ones."""
     cfg: ViTConfig = vit.cfg
     model: Any = timm.create_model(
@@ -127,7 +143,7 @@ def as_timm(vit: ViT) -> Any:
         mlp_ratio=cfg.mlp_ratio,
         qkv_bias=cfg.qkv_bias,
     )
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in vit.named_parameters():
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)

@@ -15,7 +15,7 @@ import torch
 
 from dpvision.errors import CheckpointError, ConfigError, remedy_for
 from dpvision.export.card import model_card
-from dpvision.export.product import Product, dumped, open_product
+from dpvision.export.product import Product, dumped, open_product, refused
 from dpvision.files import new_folder
 from dpvision.runs.folder import require_confidential
 
@@ -72,6 +72,12 @@ def export(
     if product.statement is None:
         require_confidential(
             folder, "export", "weights trained on private images without a guarantee"
+        )
+    if product.data.own_sizes:
+        raise refused(
+            to,
+            "every image is used at a resolution of its own (patches)",
+            "Use a head on another encoder.",
         )
     if product.kind == "captioner" and to in ("timm", "transformers"):
         product = product.encoder_alone()  # neither has a decoder like ours

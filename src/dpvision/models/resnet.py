@@ -20,7 +20,6 @@ map.
 import math
 
 import torch
-from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import Tensor, nn
 
 from dpvision.config import ResNetConfig
@@ -144,8 +143,8 @@ def init_resnet(network: ResNet, generator: torch.Generator) -> None:
             )
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
-            if isinstance(part, ScaledStdConv2d):
-                nn.init.ones_(part.gain)
+            if isinstance(gain := getattr(part, "gain", None), nn.Parameter):
+                nn.init.ones_(gain)
         elif isinstance(part, nn.GroupNorm):
             nn.init.ones_(part.weight)
             nn.init.zeros_(part.bias)
@@ -167,6 +166,8 @@ def _conv(
         after_relu: False for the stem, whose input is the image; timm uses the gain of a ReLU there
             too.
     """
+    from timm.layers import ScaledStdConv2d, StdConv2d  # takes seconds, so only for such networks
+
     padding = kernel // 2
     if cfg.norm == "none":
         gamma = _RELU_GAIN if after_relu else 1.0

@@ -5,17 +5,16 @@ Legend: B records, L positions, D width, C channels, H height, W width.
 
 import re
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import timm
-from timm.layers import StdConv2d, resample_abs_pos_embed
-from timm.models import VisionTransformer
-from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpvision.config import TimmConfig
 from dpvision.errors import ConfigError
+
+if TYPE_CHECKING:
+    from timm.models.resnetv2 import ResNetV2
 
 _BIT = re.compile(r"resnetv2_(50|101|152)x(\d+)_bit")
 _BIT_DEPTHS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
@@ -81,6 +80,9 @@ class TimmEncoder(nn.Module):
 
         Only a vision transformer's position table is interpolated.
         """
+        from timm.layers import resample_abs_pos_embed
+        from timm.models import VisionTransformer
+
         model: Any = self.model
         given = weights.get(_POSITIONS)
         if (
@@ -100,6 +102,8 @@ class TimmEncoder(nn.Module):
 
 def is_timm_name(name: str) -> bool:
     """Return whether ``TimmConfig`` accepts a name."""
+    import timm
+
     return timm.is_model(name) or _BIT.fullmatch(name) is not None
 
 
@@ -109,6 +113,8 @@ def make_timm(cfg: TimmConfig) -> Any:
     Raises:
         ConfigError: timm does not accept the name, the options or the image size.
     """
+    import timm  # takes seconds, so only for such networks
+
     try:
         known = timm.get_pretrained_cfg(cfg.name) if timm.is_model(cfg.name) else None
         if known is None:
@@ -127,10 +133,13 @@ def make_timm(cfg: TimmConfig) -> Any:
     return model
 
 
-def _bit(cfg: TimmConfig) -> ResNetV2:
+def _bit(cfg: TimmConfig) -> "ResNetV2":
     """Make a Big Transfer ResNet of any width (Kolesnikov et al. 2020); timm registers only
     some.
     """
+    from timm.layers import StdConv2d
+    from timm.models.resnetv2 import ResNetV2
+
     match = _BIT.fullmatch(cfg.name)
     if match is None:
         raise ConfigError(

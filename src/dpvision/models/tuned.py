@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import RmsNorm, RmsNorm2d
 from torch import Tensor, nn
 
 from dpvision.config import ClassifierConfig
@@ -30,7 +29,6 @@ from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.vit import ViT
 
 Encoder = ViT | ResNet | TimmEncoder
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, RmsNorm, RmsNorm2d)
 _FROZEN = ".frozen."
 
 
@@ -123,10 +121,13 @@ def tune(
                     )
                 setattr(owner, name, LoRA(linear, cfg.lora_rank, cfg.lora_scale, generator))
         case "film":
+            from timm.layers import RmsNorm, RmsNorm2d  # takes seconds, so only now
+
+            kinds = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, RmsNorm, RmsNorm2d)
             norms = [
                 (owner, name, part)
                 for owner, name, part in _children(encoder)
-                if isinstance(part, _NORMS)
+                if isinstance(part, kinds)
             ]
             norms = [
                 (owner, name, part)
