@@ -1,7 +1,7 @@
 """``dpvision calibrate``: fit the temperature and the thresholds of a classifier."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 from rich.console import Console
@@ -11,11 +11,6 @@ from dpvision.cli.paths import check_run, check_store
 from dpvision.errors import OPERATOR_ONLY
 
 _READING = Reading()
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(calibrate, "calibrate", argv)
 
 
 def calibrate(
@@ -83,3 +78,6 @@ def calibrate(
         low, high = min(fitted.thresholds), max(fitted.thresholds)
         text += f"\n  thresholds of {fitted.rule}: {low:.3g} to {high:.3g}"
     emit({"out": str(path), **asdict(fitted)}, json, (OPERATOR_ONLY if private else "") + text)
+
+
+run = partial(parse, calibrate, "calibrate")

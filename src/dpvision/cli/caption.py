@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import FLAT, Reading, RunPath, emit, parse
+from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse, unreadable_text
 from dpvision.cli.paths import check_captioner
 from dpvision.config.generation import GenerateSettings
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
@@ -21,11 +21,6 @@ from dpvision.runs.folder import require_confidential
 if TYPE_CHECKING:
     from dpvision.eval.captions.caption_images import Captioned
 
-Places = Annotated[
-    tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES [IMAGES ...]")
-]
-_NAMED_AT_MOST = 20
-
 
 @dataclass(frozen=True)
 class _Generation(GenerateSettings):
@@ -34,7 +29,7 @@ class _Generation(GenerateSettings):
 
 def caption(
     run: RunPath,
-    images: Places,
+    images: Images,
     settings: Annotated[_Generation, FLAT] = _Generation(),
     prompt: str = "",
     fit: Fit = "squash",
@@ -124,11 +119,11 @@ def caption(
                 status.update(f"captions: {num_done:,} images")
         if num_done == 0:
             raise DataError(
-                f"caption: {_unreadable_text(unreadable) or 'no images'}; expected at least one "
+                f"caption: {unreadable_text(unreadable) or 'no images'}; expected at least one "
                 "readable image. Give other paths."
             )
     if unreadable:
-        print((OPERATOR_ONLY if private else "") + _unreadable_text(unreadable), file=sys.stderr)
+        print((OPERATOR_ONLY if private else "") + unreadable_text(unreadable), file=sys.stderr)
     if json:
         result = {
             "captions": [one.to_dict() for one in made],
@@ -149,18 +144,6 @@ def _print_lines(one: "Captioned") -> None:
     ).decode()  # a file name may have bytes that are no UTF-8
     for said in one.captions:
         print(f"{name}: {said.text}", flush=True)
-
-
-def _unreadable_text(unreadable: "list[Captioned]") -> str:
-    if not unreadable:
-        return ""
-    named = ", ".join(f"{one.name} ({one.problem})" for one in unreadable[:_NAMED_AT_MOST])
-    more = (
-        f", and {len(unreadable) - _NAMED_AT_MOST:,} more"
-        if len(unreadable) > _NAMED_AT_MOST
-        else ""
-    )
-    return f"{len(unreadable):,} could not be read: {named}{more}"
 
 
 run = partial(parse, caption, "caption")

@@ -1,6 +1,6 @@
 """``dpvision export``: write a trained model in another program's format."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,11 +8,7 @@ import tyro
 
 from dpvision.cli.output import RunPath, emit, pairs, parse
 from dpvision.cli.paths import check_run
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(export, "export", argv)
+from dpvision.privacy.printed import size
 
 
 def export(
@@ -47,7 +43,7 @@ def export(
         [
             f"{made.folder}, for {to}; largest difference from the run's outputs "
             f"{made.difference:.1e}",
-            pairs({name: f"{size:,} bytes" for name, size in made.files.items()}),
+            pairs({name: size(num_bytes) for name, num_bytes in made.files.items()}),
             *([made.headline] if made.headline else []),
             "To load it, in that folder:",
             made.how_to_load.rstrip(),
@@ -64,3 +60,6 @@ def export(
         json,
         text,
     )
+
+
+run = partial(parse, export, "export")

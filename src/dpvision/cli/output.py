@@ -25,6 +25,9 @@ FLAT = tyro.conf.arg(name="")
 StorePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
 RunPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 SourcePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+Images = Annotated[
+    tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES [IMAGES ...]")
+]
 RecipeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
 
 
@@ -91,6 +94,15 @@ def private_scores(text: str, written: Sequence[str], asked: bool) -> str:
         f"Scores on private images are not printed where others may read them; {where}. "
         "--show-confidential prints them."
     )
+
+
+def unreadable_text(images: Sequence[Any]) -> str:
+    """Return how many images could not be read, and the names and problems of the first 20."""
+    if not images:
+        return ""
+    named = ", ".join(f"{one.name} ({one.problem})" for one in images[:20])
+    more = f", and {len(images) - 20:,} more" if len(images) > 20 else ""
+    return f"{len(images):,} could not be read: {named}{more}"
 
 
 def pairs(rows: Mapping[str, Any]) -> str:

@@ -2,41 +2,30 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
 from rich.console import Console
 
-from dpvision.cli.output import FLAT, Reading, RunPath, emit, parse
+from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse, unreadable_text
 from dpvision.cli.paths import check_run
-from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
+from dpvision.errors import OPERATOR_ONLY, DataError
+from dpvision.files import check_out
 from dpvision.runs.folder import require_confidential
 
 if TYPE_CHECKING:
     from dpvision.encoders.classifier import ImageClassifier
     from dpvision.encoders.predict import Prediction
 
-Places = Annotated[
-    tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES [IMAGES ...]")
-]
-_NAMED_AT_MOST = 20
-_READING = Reading(batch_size=32)
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(predict, "predict", argv)
-
 
 def predict(
     run: RunPath,
-    images: Places,
+    images: Images,
     csv: Path | None = None,
     encoder: str | None = None,
     ema: bool = False,
-    reading: Annotated[Reading, FLAT] = _READING,
+    reading: Annotated[Reading, FLAT] = Reading(32),
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
@@ -69,7 +58,7 @@ def predict(
     """
     reading.check("predict")
     if csv is not None:
-        _check_out(csv)
+        check_out(csv, "predict", ".csv", name="csv")
     check_run(run)
     import torch
 
@@ -116,11 +105,11 @@ def predict(
                 status.update(f"predictions: {num_done:,} images")
         if num_done == 0:
             raise DataError(
-                f"predict: {_failed_text(failed) or 'no images'}; expected at least one readable "
-                "image. Give other paths."
+                f"predict: {unreadable_text(failed) or 'no images'}; expected at least one "
+                "readable image. Give other paths."
             )
     if failed:
-        print((OPERATOR_ONLY if private else "") + _failed_text(failed), file=sys.stderr)
+        print((OPERATOR_ONLY if private else "") + unreadable_text(failed), file=sys.stderr)
     if json:
         result: dict[str, Any] = {
             "predictions": [_plain(one, classifier) for one in made],
@@ -158,20 +147,4 @@ def _print_line(one: "Prediction", classifier: "ImageClassifier") -> None:
     print(f"{name}: {said}", flush=True)
 
 
-def _failed_text(failed: "list[Prediction]") -> str:
-    if not failed:
-        return ""
-    named = ", ".join(f"{one.name} ({one.problem})" for one in failed[:_NAMED_AT_MOST])
-    more = f", and {len(failed) - _NAMED_AT_MOST:,} more" if len(failed) > _NAMED_AT_MOST else ""
-    return f"{len(failed):,} could not be read: {named}{more}"
-
-
-def _check_out(out: Path) -> None:
-    if out.suffix != ".csv" or out.is_dir():
-        raise ConfigError(
-            f"predict: csv={str(out)!r}; expected a file that ends in .csv. Rename it."
-        )
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"predict: csv={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}."
-        )
+run = partial(parse, predict, "predict")

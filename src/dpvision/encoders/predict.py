@@ -21,8 +21,8 @@ from dpvision.data.decode import BadImage, decode
 from dpvision.data.image_files import ImageFile, find_images
 from dpvision.data.ordered import ordered_map
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
-from dpvision.errors import ConfigError, DataError
-from dpvision.files import replacing
+from dpvision.errors import ConfigError
+from dpvision.files import writing_text
 
 PASS = 32
 """Images of a forward pass: those of ``dpvision adapt`` with a network on a CPU."""
@@ -123,9 +123,8 @@ def predictions_writer(
     """Yield a function that writes a prediction as a row of a CSV file: image, predicted, problem,
     the probability of each class, and for a run with thresholds the decision for each.
 
-    The file is written under a temporary name, renamed to ``out`` on success and deleted on
-    failure. A name that a spreadsheet would read as a formula gets an apostrophe in front. Bytes of
-    a file name that are no UTF-8 are written as escapes: \\udce9 is the byte 0xe9.
+    It is written as by ``files.writing_text``. A name that a spreadsheet would read as a formula
+    gets an apostrophe in front.
 
     Raises:
         DataError: the file cannot be written.
@@ -144,27 +143,18 @@ def predictions_writer(
             )
         )
 
-    try:
-        with (
-            replacing(out) as partial,
-            partial.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file,
-        ):
-            rows = csv.writer(file)
-            rows.writerow(
-                (
-                    "image",
-                    "predicted",
-                    "problem",
-                    *(f"probability:{name}" for name in names),
-                    *(f"decision:{name}" for name in decided),
-                )
+    with writing_text(out, "predict", "csv") as file:
+        rows = csv.writer(file)
+        rows.writerow(
+            (
+                "image",
+                "predicted",
+                "problem",
+                *(f"probability:{name}" for name in names),
+                *(f"decision:{name}" for name in decided),
             )
-            yield write
-    except OSError as error:
-        raise DataError(
-            f"predict: {out} ({error.strerror or error}); expected a writable path with free "
-            "space. Choose another --csv."
-        ) from None
+        )
+        yield write
 
 
 @torch.inference_mode()

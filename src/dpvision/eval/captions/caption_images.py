@@ -21,10 +21,9 @@ from dpvision.data.image_files import ImageFile
 from dpvision.data.keys import StepKey
 from dpvision.data.ordered import ordered_map
 from dpvision.data.transform import centre_box, cut, normalise
-from dpvision.errors import DataError
 from dpvision.eval.captions.open_captioner import OpenCaptioner
 from dpvision.eval.captions.settings import Fit
-from dpvision.files import replacing
+from dpvision.files import writing_text
 from dpvision.models.generate import GenerateSettings, generate
 
 _MOST_ROWS = 256
@@ -111,30 +110,20 @@ def captions_writer(out: Path) -> Iterator[Callable[[Captioned], None]]:
     """Yield a function that writes captions to ``out``: a .csv file (a line per caption), or lines
     of JSON (a line per image).
 
-    The file appears when the block ends without an error. Bytes of a file name that are no UTF-8
-    are written as escapes: \\udce9 is the byte 0xe9.
+    It is written as by ``files.writing_text``.
 
     Raises:
         DataError: the file cannot be written.
     """
-    try:
-        with (
-            replacing(out) as partial,
-            partial.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file,
-        ):
-            if out.suffix != ".csv":
-                yield lambda one: print(json.dumps(one.to_dict(), ensure_ascii=False), file=file)
-                return
-            rows = csv.writer(file)
-            rows.writerow(("image", "caption", "log_probability"))
-            yield lambda one: rows.writerows(
-                (one.name, said.text, f"{said.log_probability:.6g}") for said in one.captions
-            )
-    except OSError as error:
-        raise DataError(
-            f"caption: {out} ({error.strerror or error}); expected a writable path with free "
-            "space. Choose another --out."
-        ) from None
+    with writing_text(out, "caption") as file:
+        if out.suffix != ".csv":
+            yield lambda one: print(json.dumps(one.to_dict(), ensure_ascii=False), file=file)
+            return
+        rows = csv.writer(file)
+        rows.writerow(("image", "caption", "log_probability"))
+        yield lambda one: rows.writerows(
+            (one.name, said.text, f"{said.log_probability:.6g}") for said in one.captions
+        )
 
 
 @torch.inference_mode()
