@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = {
     "adapt_digits": "adapt_digits/adapt_digits.py",
     "command_line": "command_line/walk_through.sh",
+    "export_everywhere": "export_everywhere/export_everywhere.py",
     "paper_row": "paper_row/paper_row.py",
     "private_captioner": "private_captioner/private_captioner.py",
     "your_own_loop": "your_own_loop/your_own_loop.py",
@@ -146,3 +147,15 @@ def test_the_walk_through_ends_with_a_statement_that_holds(example) -> None:
     ((spent, _),) = done.spent("mine")
     statement = json.loads((done.folder / "runs/first/statement.json").read_text())
     assert statement["guarantee"]["epsilon"] == pytest.approx(spent) and spent <= 2
+
+
+@pytest.mark.slow
+def test_three_formats_predict_what_the_run_predicts(example) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript is of an extra")
+    done = example("export_everywhere")
+    assert re.findall(r"^(\w+): 50 of 50 predictions equal", done.out, re.MULTILINE) == [
+        "timm",
+        "onnx",
+        "safetensors",
+    ]
+    assert max(done.found(r"predictions equal, largest difference (\S+)")) < 1e-5
