@@ -152,7 +152,7 @@ class _Walk:
         elif isinstance(value, types.ModuleType):
             self.found.append(number_of(value))
             self._parts([vars(value).get("__getattr__")])
-            if not _of_library(getattr(value, "__file__", None), value.__name__):
+            if not _of_library(vars(value).get("__file__"), value.__name__):
                 self._modules.append(value)
         elif isinstance(value, type):
             self._class(value)
@@ -170,7 +170,6 @@ class _Walk:
         elif (
             value.device.type == "cpu"
             and value.layout == torch.strided
-            and not value.is_quantized
             and value.numel() * value.element_size() <= _SMALL
         ):
             numbers = value.detach().resolve_conj().resolve_neg().contiguous().flatten()
