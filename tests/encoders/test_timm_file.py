@@ -141,7 +141,7 @@ def test_efficientnet_pytorchs_names_open_as_timms_model(tmp_path):
             module.running_var.uniform_(0.5, 1.5)
     published = _published_names(model)
     assert len(published) == len(model.state_dict()) == 296
-    torch.save({f"module.{n}": t for n, t in published.items()}, tmp_path / "lite0.pth")
+    save_file({f"module.{n}": t for n, t in published.items()}, tmp_path / "wrapped.safetensors")
     save_file(published, tmp_path / "lite0.safetensors")
     encoder = open_encoder(f"timm:{LITE}@{tmp_path / 'lite0.safetensors'}")
     x_BCHW = torch.randn(2, 3, 224, 224)
@@ -149,7 +149,7 @@ def test_efficientnet_pytorchs_names_open_as_timms_model(tmp_path):
         expected = model.forward_features(x_BCHW).mean((2, 3))
     assert torch.allclose(encoder(x_BCHW), expected, atol=1e-5)
     assert encoder.mean == encoder.std == (0.5, 0.5, 0.5)
-    wrapped = open_encoder(f"timm:{LITE}@{tmp_path / 'lite0.pth'}")
+    wrapped = open_encoder(f"timm:{LITE}@{tmp_path / 'wrapped.safetensors'}")
     assert torch.equal(wrapped(x_BCHW), encoder(x_BCHW))
     save_file(
         {n: t for n, t in published.items() if n != "_blocks.3._bn1.bias"},
@@ -164,3 +164,9 @@ def test_squeeze_and_excitation_has_timms_names():
         names = timm.create_model("tf_efficientnet_b0").state_dict()
     given = {"_conv_stem.weight": torch.ones(1), "_blocks.1._se_reduce.bias": torch.ones(1)}
     assert set(from_efficientnet_pytorch("tf_efficientnet_b0", given)) <= set(names)
+
+
+def test_training_does_not_start_from_encoders_that_stay_frozen():
+    for spec in ("hf:folder", "onnx:z@m.onnx"):
+        with pytest.raises(ConfigError, match=r"stay frozen\. Train a head on it"):
+            open_parent(spec)

@@ -28,6 +28,7 @@ from dpvision.models.timm_encoder import TimmEncoder, is_timm_name
 from dpvision.runs.lineage import named_weights, undeclared_weights
 
 _TIMM = "timm:"
+_FROZEN = ("hf:", "onnx:")
 _CLASSIFIERS = ("head.", "fc.", "classifier.")
 
 
@@ -48,9 +49,15 @@ def open_parent(init_from: str) -> Checkpoint:
         caches, undeclared for weights from a file.
 
     Raises:
-        ConfigError: timm has no model of that name.
+        ConfigError: timm has no model of that name, or the encoder stays frozen.
         CheckpointError: the weights are missing, unreadable, or do not fit the model.
     """
+    if init_from.startswith(_FROZEN):
+        raise ConfigError(
+            f"run: init_from={init_from!r}; expected a run or a timm model: encoders of "
+            f"{' and '.join(_FROZEN)} stay frozen. Train a head on it: dpvision adapt "
+            "--encoder."
+        )
     kind, colon, rest = init_from.partition(":")
     if colon and kind in PUBLISHED:
         return paper_checkpoint(kind, rest)
