@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpvision.errors import CheckpointError, remedy_for
+from dpvision.errors import CheckpointError, ConfigError, remedy_for
 
 
 @contextlib.contextmanager
@@ -127,3 +127,16 @@ def make_folders(folder: Path) -> None:
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{os.getpid()}")
+
+
+def check_out(path: Path, where: str, *suffixes: str) -> None:
+    """Raise ConfigError for a file to write that is of another kind, or in no folder."""
+    if path.suffix not in suffixes or path.is_dir():
+        raise ConfigError(
+            f"{where}: out={str(path)!r}; expected a file that ends in {' or '.join(suffixes)}. "
+            "Rename it."
+        )
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{where}: out={str(path)!r}; expected an existing folder. Run mkdir -p {path.parent}."
+        )

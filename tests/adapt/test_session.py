@@ -160,7 +160,7 @@ def _killed(config: RunConfig, root: Path, last: int) -> None:
                 return real(total, plan, step, key, **settings)
 
             release.privatize = killed
-            _run(config, root)
+            run_head(config, root)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -11,12 +11,14 @@ from timm.models.vision_transformer import VisionTransformer
 
 from dpvision.config import PAD_ID, CaptionerConfig, MAEConfig, from_dict
 from dpvision.encoders.open import open_encoder
-from dpvision.encoders.papers import PUBLISHED, paper_checkpoint
+from dpvision.encoders.papers import MEAN, PUBLISHED, STD, paper_checkpoint
 from dpvision.encoders.released import released_encoder
 from dpvision.errors import CheckpointError, ConfigError, DataError
+from dpvision.eval.dense.dense_vit import dense_backbone
 from dpvision.models import make_model
 from dpvision.models.captioner import losses as caption_losses
 from dpvision.models.mae import losses as mae_losses
+from dpvision.recipes import RECIPES
 
 from . import paper_files as files
 
@@ -51,6 +53,19 @@ def test_an_encoder_gives_the_features_of_its_layout(tmp_path, kind, decoder, tr
         copied = encoder.backbone().eval().double().output(x_BCHW)
     torch.testing.assert_close(found, last_BLD[:, 1:].mean(1), atol=1e-5, rtol=0)
     torch.testing.assert_close(copied, last_BLD, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["vip", "dpcap"])
+def test_detection_and_segmentation_start_from_the_same_blocks_and_positions(tmp_path, kind):
+    tensors = files.mae_file(trained=True) if kind == "vip" else files.dpcap_file()
+    files.write(tmp_path / "a.safetensors", tensors)
+    dense = dense_backbone(open_encoder(f"{kind}:{tmp_path / 'a.safetensors'}@heads=3,4"))
+    x_BCHW = _images(2, 12)
+    truth = files.encoder_blocks(files.double(tensors), x_BCHW, num_heads=3)[1][:, 1:]
+    with torch.no_grad():
+        (found,) = dense.double().eval()(x_BCHW, (1,))
+    torch.testing.assert_close(found.flatten(2).transpose(1, 2), truth, atol=1e-6, rtol=0)
+    assert dense.position_LD.requires_grad
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -304,3 +319,18 @@ def test_a_kind_counts_only_before_a_colon(tmp_path, monkeypatch, kind):
         open_encoder(kind)
     with pytest.raises(ConfigError, match=f"expected {kind}:FILE"):
         open_encoder(f"{kind}:")
+
+
+@pytest.mark.parametrize(("kind", "size"), [(k, s) for k in ("vip", "dpcap") for s in PUBLISHED[k]])
+def test_a_recipe_of_each_size_can_start_from_its_published_file(kind, size):
+    """Heads, widths and normalisation are what a run compares; depths show in the tensors."""
+    config = RECIPES[f"{kind}.{size}"]()
+    encoder = config.model.encoder
+    decoder = (
+        (config.model.decoder_width, config.model.decoder_num_heads)
+        if kind == "vip"
+        else (config.model.decoder.width, config.model.decoder.num_heads)
+    )
+    assert PUBLISHED[kind][size] == ((encoder.width, encoder.num_heads), decoder)
+    assert (config.data.mean, config.data.std) == (MEAN, STD)
+    assert (encoder.qkv_bias, encoder.positions) == (kind == "vip", "fixed")

@@ -55,8 +55,9 @@ declare three public numbers: records, classes and epsilon.
   dpvision report runs/first
 
 An ENCODER is a dpvision run folder, timm:NAME (weights in timm's cache) or timm:NAME@FILE,
-torchvision:NAME@FILE, vip:FILE, mae:FILE, simclr:FILE, tan:FILE, or one that needs no file:
-patches+scattering (the default), patches, scattering, hog, pixels. Nothing is downloaded.
+torchvision:NAME@FILE, hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE, simclr:FILE,
+tan:FILE, or one that needs no file: patches+scattering (the default), patches, scattering, hog,
+pixels. Nothing is downloaded (docs/weights.md).
 
 --head auto (the default) chooses a head by the declared numbers and prints the reason;
 docs/heads.md has the rules. To train the network itself, name a recipe that does (dpvision adapt
@@ -106,10 +107,6 @@ class AdaptArgs(RunArgs, _What):
 
     non_private: bool = False
     """Train the same head without noise, for comparison: short for --privacy.guarantee none."""
-    resume: bool = False
-    """Continue a stopped run with its own settings, the releases left, and new secret keys."""
-    dry_run: bool = False
-    """Print the plan, run all checks and stop: no features are computed, nothing is charged."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -139,7 +136,10 @@ def run(argv: Sequence[str]) -> None:
     recipe = first.recipe or _recipe(first)
     saved = saved_config("adapt", first.root(recipe), recipe) if first.resume else None
     default = saved or recipe_on(first, recipe)
-    args, typed = parse_run(AdaptArgs(recipe=recipe), default, argv, "adapt", _DOC + _recipes())
+    doc = "\n".join(
+        [_DOC, "", "recipes, of heads and of networks:", "", *recipe_lines("transfer.")]
+    )
+    args, typed = parse_run(AdaptArgs(recipe=recipe), default, argv, "adapt", doc)
     short = {
         "privacy.guarantee": "none" if args.non_private else None,
         "model.candidates": args.select and _candidates(args.select),
@@ -198,25 +198,18 @@ def head_text(made: "Prepared") -> str:
     from dpvision.adapt.fit import kind_of
 
     cfg, choice = made.model, made.model.choice
-    why = f"\n  {cfg.head}: {choice.reason}" if choice.reason else ""
-    text = plan_text(made.config, made.plan, made.store, made.lineage)
-    text += (
-        "\n"
-        f"  encoder              {made.encoder.name}, {cfg.encoder.pooling}: "
-        f"{cfg.encoder.width:,} dimensions per image, frozen"
-    )
-    text += f"\n  features             {_features_cost(made)}"
-    head = f"{cfg.head} for {cfg.num_classes:,} classes{' (chosen)' if choice.reason else ''}{why}"
     if choice.candidates:
-        head = (
-            f"the best of {', '.join(choice.candidates)} by a private score, for "
-            f"{cfg.num_classes:,} classes"
-        )
-    text += f"\n  head                 {head}"
-    if not choice.candidates:
-        text += "".join(
-            f"\n  {line}" for line in kind_of(made.config).plan_lines(made.config, made.plan)
-        )
+        head, more = f"the best of {', '.join(choice.candidates)} by a private score,", []
+    else:
+        head, more = cfg.head, kind_of(made.config).plan_lines(made.config, made.plan)
+    chosen = f" (chosen)\n  {cfg.head}: {choice.reason}" if choice.reason else ""
+    lines = [
+        f"encoder              {made.encoder.name}, {cfg.encoder.pooling}: "
+        f"{cfg.encoder.width:,} dimensions per image, frozen",
+        f"features             {_features_cost(made)}",
+        f"head                 {head} for {cfg.num_classes:,} classes{chosen}",
+        *more,
+    ]
     if made.store.results_visibility == "public":
         # Unlabelled records have -1, or NOT_KNOWN for every class.
         one, several = made.label[made.label >= 0], made.label == 1
@@ -227,12 +220,12 @@ def head_text(made: "Prepared") -> str:
         )
         if (empty := np.flatnonzero(counts == 0)).size:
             shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")
-            text += (
-                "\n"
-                f"  note                 {empty.size} declared classes have no image in this "
+            lines.append(
+                f"note                 {empty.size} declared classes have no image in this "
                 f"public store: {shown}"
             )
-    return text
+    text = plan_text(made.config, made.plan, made.store, made.lineage)
+    return "\n  ".join([text, *lines])
 
 
 def _features_cost(made: "Prepared") -> str:
@@ -330,10 +323,16 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     lines += lost_words(session.lost, "releases")
     if scores:
         lines.append(_scores_text(args, scores, root))
-    lines += after_run(
-        root, made.store, made.config, released=session.run.folder.base == root, scored=bool(scores)
-    )
-    lines.append(f"In Python: dpvision.load_classifier({str(root)!r})")
+    lines += [
+        *after_run(
+            root,
+            made.store,
+            made.config,
+            released=session.run.folder.base == root,
+            scored=bool(scores),
+        ),
+        f"In Python: dpvision.load_classifier({str(root)!r})",
+    ]
     result |= {
         "head": chosen["candidate"] if chosen else made.model.head,
         "reason": made.model.choice.reason,
@@ -475,7 +474,3 @@ def _candidates(typed: str) -> tuple[str, ...]:
                 "Separate them with commas."
             )
     return names
-
-
-def _recipes() -> str:
-    return "\n\nrecipes, of heads and of networks:\n\n" + "\n".join(recipe_lines("transfer."))

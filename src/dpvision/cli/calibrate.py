@@ -75,8 +75,9 @@ def calibrate(
     images = f"{fitted.store['images']:,} public images of {fitted.store['name']}"
     text = (
         f"calibration in {path}, from {images}\n"
-        f"  temperature {fitted.temperature:.4g}; mean negative log likelihood "
-        f"{fitted.loss_before:.4g} before, {fitted.loss_after:.4g} after"
+        f"  temperature {fitted.temperature:.4g}, offset {fitted.offset:.4g}\n"
+        f"  mean negative log likelihood {fitted.loss_before:.4g} before, "
+        f"{fitted.loss_after:.4g} after"
     )
     if fitted.thresholds is not None:
         low, high = min(fitted.thresholds), max(fitted.thresholds)

@@ -2,8 +2,8 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +15,7 @@ from dpvision.cli.paths import check_captioner
 from dpvision.config.generation import GenerateSettings
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.eval.captions.settings import Fit
+from dpvision.files import check_out
 from dpvision.runs.folder import require_confidential
 
 if TYPE_CHECKING:
@@ -26,29 +27,21 @@ Places = Annotated[
 _NAMED_AT_MOST = 20
 
 
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(caption, "caption", argv)
-
-
 @dataclass(frozen=True)
 class _Generation(GenerateSettings):
     prompt: Annotated[tuple[int, ...], tyro.conf.Suppress] = ()
 
 
-_SETTINGS, _READING = _Generation(), Reading(32)
-
-
 def caption(
     run: RunPath,
     images: Places,
-    settings: Annotated[_Generation, FLAT] = _SETTINGS,
+    settings: Annotated[_Generation, FLAT] = _Generation(),
     prompt: str = "",
     fit: Fit = "squash",
     ema: bool = False,
     seed: int = 0,
     out: Path | None = None,
-    reading: Annotated[Reading, FLAT] = _READING,
+    reading: Annotated[Reading, FLAT] = Reading(32),
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
@@ -84,7 +77,7 @@ def caption(
     if not 0 <= seed < 2**31:
         raise ConfigError(f"caption: seed={seed}; expected 0 to 2^31 - 1. Use a small integer.")
     if out is not None:
-        _check_out(out)
+        check_out(out, "caption", ".jsonl", ".csv")
     check_captioner(run)
     import torch
 
@@ -170,12 +163,4 @@ def _unreadable_text(unreadable: "list[Captioned]") -> str:
     return f"{len(unreadable):,} could not be read: {named}{more}"
 
 
-def _check_out(out: Path) -> None:
-    if out.suffix not in (".jsonl", ".csv") or out.is_dir():
-        raise ConfigError(
-            f"caption: out={str(out)!r}; expected a file that ends in .jsonl or .csv. Rename it."
-        )
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"caption: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}."
-        )
+run = partial(parse, caption, "caption")

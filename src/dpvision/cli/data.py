@@ -15,6 +15,7 @@ from dpvision.cli.output import CONFIG, FLAT, SourcePath, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
+from dpvision.cli.typed import words_of
 from dpvision.data.captions import CaptionRule
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.person_names import SHARED_FILE, PersonRule
@@ -71,17 +72,14 @@ class _Range:
     """
 
 
-_PEOPLE, _LABELS, _CAPTIONS, _RANGE = PersonRule(), _Labels(), CaptionRule(), _Range()
-
-
 def import_(
     source: SourcePath,
     store: StorePath,
     public: bool = False,
-    people: Annotated[PersonRule, FLAT] = _PEOPLE,
-    labels: Annotated[_Labels, FLAT] = _LABELS,
-    captions: Annotated[CaptionRule, FLAT] = _CAPTIONS,
-    range: Annotated[_Range, FLAT] = _RANGE,
+    people: Annotated[PersonRule, FLAT] = PersonRule(),
+    labels: Annotated[_Labels, FLAT] = _Labels(),
+    captions: Annotated[CaptionRule, FLAT] = CaptionRule(),
+    range: Annotated[_Range, FLAT] = _Range(),
     licence: str | None = None,
     dataset: str | None = None,
     split: str | None = None,
@@ -156,7 +154,7 @@ def _check_fixed(
     """Raise DataError for an option that --dataset decides."""
     for given, problem in (
         (
-            captions != _CAPTIONS,
+            captions != CaptionRule(),
             "captions with --dataset, whose images have labels only; expected none. Drop "
             "--dataset.",
         ),
@@ -166,7 +164,7 @@ def _check_fixed(
             "Drop it.",
         ),
         (
-            replace(people, unit_from=None) != _PEOPLE,
+            replace(people, unit_from=None) != PersonRule(),
             "--unmatched or --shared-images with --dataset, whose images have no persons; "
             "expected neither. Drop them.",
         ),
@@ -432,13 +430,15 @@ def _said(store: "Store", as_json: bool, more: Mapping[str, Any] = MappingProxyT
     }
     labels = ", several labels per record" if store.multi_label else ""
     lines = [
-        f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"
+        f"{_label(store)}{store.num_records:,} records in {store.path} "
+        f"({store.visibility}{labels})",
+        pairs(_flat({**summary, **more})),
+        *_left_out_lines(store, summary),
+        *_range_lines(summary),
+        *_caption_lines(summary),
+        *(_unit_lines(store) if has_units(store) else []),
+        *to_train(store),
     ]
-    lines.append(pairs(_flat({**summary, **more})))
-    lines += _left_out_lines(store, summary)
-    lines += [*_range_lines(summary), *_caption_lines(summary)]
-    lines += _unit_lines(store) if has_units(store) else []
-    lines += to_train(store)
     emit(result, as_json, "\n".join(lines))
 
 
@@ -450,21 +450,19 @@ def _unit_lines(store: "Store") -> list[str]:
     from dpvision.data.declared import numbers_to_declare, rounded_up
 
     field, numbers = store.meta["unit_field"], numbers_to_declare(store)
-    lines = [
+    people: dict[str, Any] = {
+        "sampling_unit": "person",
+        "num_units": numbers[0]["num_units"],
+        "dataset_size": rounded_up(store.num_records),
+    }
+    return [
         f"{_label(store)}The guarantee will be for a {field} with all its images. Declare one of "
-        "these (see docs/data.md, persons):"
+        "these (see docs/data.md, persons):",
+        *(
+            "  " + " ".join(word for name in one for word in words_of(f"privacy.{name}", one[name]))
+            for one in [*numbers, people]
+        ),
     ]
-    for one in numbers:
-        lines.append(
-            "  "
-            + " ".join(f"--privacy.{name.replace('_', '-')} {value}" for name, value in one.items())
-        )
-    people = (
-        f"--privacy.num-units {numbers[0]['num_units']} --privacy.dataset-size "
-        f"{rounded_up(store.num_records)}"
-    )
-    lines.append(f"  --privacy.sampling-unit person {people}")
-    return lines
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

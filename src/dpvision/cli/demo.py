@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from dpvision.cli.output import emit, parse, private_scores
@@ -10,11 +10,6 @@ from dpvision.cli.paths import check_source
 from dpvision.cli.run_args import STOPPED
 from dpvision.errors import ConfigError, DataError, RunStopped
 from dpvision.privacy.printed import duration
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(demo, "demo", argv)
 
 
 def demo(
@@ -100,3 +95,6 @@ def demo(
     seconds = time.monotonic() - start
     lines[0] = f"Done in {duration(seconds)}. {lines[0]}"
     emit({**found, "seconds": seconds}, json, "\n".join(lines))
+
+
+run = partial(parse, demo, "demo")

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 
 _NAMED = 4
 """Number of names that the text lists before "and N more"; JSON has all."""
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(doctor, "doctor", argv)
 
 
 def doctor(
@@ -174,12 +170,13 @@ def _ways_table(ways: dict[str, dict[str, int]], total: int) -> list[str]:
 
 def _measured_text(measured: dict[str, Any]) -> str:
     oracle, largest, step = measured["oracle"], measured["largest_physical_batch"], measured["step"]
-    lines = ["", f"measured on {measured['device']}, {measured['precision']}:"]
-    lines.append(
+    lines = [
+        "",
+        f"measured on {measured['device']}, {measured['precision']}:",
         f"  exact    sum of {oracle['records']} records within {oracle['difference']:.1e} of the "
         f"oracle's, norms within {oracle['norm_difference']:.1e} ({oracle['tolerance']:.0e} "
-        f"allowed); float64 gates: {oracle['float64']}"
-    )
+        f"allowed); float64 gates: {oracle['float64']}",
+    ]
     if largest is not None:
         told = f"  fits     {largest['records']:,} records in one physical batch ({largest['how']}"
         if "record_bytes" in largest:
@@ -189,16 +186,14 @@ def _measured_text(measured: dict[str, Any]) -> str:
             )
         lines.append(told + ")")
     price, private, plain = step["price"], step["private_s"], step["non_private_s"]
-    lines.append(
+    lines += [
         f"  step     {step['physical_batch_size']:,} records in {private['median']:.3g} s "
         f"[{private['low']:.3g} to {private['high']:.3g}], {shown(step['records_per_s'])} "
         f"records/s; non-private {plain['median']:.3g} s [{plain['low']:.3g} to "
-        f"{plain['high']:.3g}]"
-    )
-    lines.append(
+        f"{plain['high']:.3g}]",
         f"  overhead {price['median']:.2f} times a non-private step [{price['low']:.2f} to "
-        f"{price['high']:.2f}], {step['rounds']} rounds"
-    )
+        f"{price['high']:.2f}], {step['rounds']} rounds",
+    ]
     return "\n".join(lines)
 
 
@@ -209,3 +204,6 @@ def _few(names: Sequence[str]) -> str:
 
 def _share(part: float) -> str:
     return f"{part:.1%}" if part >= 0.001 else "< 0.1%"
+
+
+run = partial(parse, doctor, "doctor")

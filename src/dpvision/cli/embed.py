@@ -1,6 +1,6 @@
 """``dpvision embed``: write features to a file."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +11,6 @@ from dpvision.cli.output import FLAT, Reading, SourcePath, emit, parse
 from dpvision.cli.paths import check_source
 from dpvision.errors import OPERATOR_ONLY
 
-_READING = Reading()
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(embed, "embed", argv)
-
 
 def embed(
     encoder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER")],
@@ -25,7 +18,7 @@ def embed(
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     pooling: str | None = None,
     ema: bool = False,
-    reading: Annotated[Reading, FLAT] = _READING,
+    reading: Annotated[Reading, FLAT] = Reading(),
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
@@ -37,8 +30,8 @@ def embed(
 
     Args:
         encoder: A run folder or one of its checkpoints, random:RUN, timm:NAME or torchvision:NAME
-            (@FILE for weights), vip:FILE, mae:FILE, simclr:FILE, tan:FILE, pixels, hog, scattering,
-            patches or patches+scattering.
+            (@FILE for weights), hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE,
+            simclr:FILE, tan:FILE, pixels, hog, scattering, patches or patches+scattering.
         source: Store, folder of images, parquet file or tar file.
         out: File to write: .npz or .safetensors. For private images its path needs a folder named
             confidential.
@@ -82,3 +75,6 @@ def embed(
         json,
         text,
     )
+
+
+run = partial(parse, embed, "embed")

@@ -41,7 +41,6 @@ class _Measure:
     """
 
 
-_MEASURE, _SETTINGS, _READING, _PRINTING = _Measure(), ProtocolSettings(), Reading(), Printing()
 _OWN = {
     "captioner": "dpvision.cli.evaluate_captioner",
     "detection": "dpvision.cli.evaluate_dense",
@@ -65,19 +64,19 @@ def evaluate(
     test: Path | None = None,
     protocols: str = "knn,linear",
     against: str = "random,pixels",
-    measure: Annotated[_Measure, FLAT] = _MEASURE,
+    measure: Annotated[_Measure, FLAT] = _Measure(),
     out: Path | None = None,
     ema: bool = False,
     no_cache: bool = False,
-    reading: Annotated[Reading, FLAT] = _READING,
-    settings: Annotated[ProtocolSettings, FLAT] = _SETTINGS,
-    printing: Annotated[Printing, FLAT] = _PRINTING,
+    reading: Annotated[Reading, FLAT] = Reading(),
+    settings: Annotated[ProtocolSettings, FLAT] = ProtocolSettings(),
+    printing: Annotated[Printing, FLAT] = Printing(),
 ) -> None:
     """Score encoders on labelled images, against random weights and raw pixels.
 
     An ENCODER is a run folder, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights),
-    vip:FILE, mae:FILE, simclr:FILE, tan:FILE, pixels, hog, scattering, patches or
-    patches+scattering.
+    hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE, simclr:FILE, tan:FILE, pixels, hog,
+    scattering, patches or patches+scattering.
 
       dpvision evaluate runs/first --train stores/pets-train --test stores/pets-test
       dpvision evaluate runs/a runs/b hog --train stores/pets --protocols ridge,few_shot_probe

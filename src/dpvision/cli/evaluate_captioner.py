@@ -12,6 +12,7 @@ from dpvision.eval.captions.settings import (
     Asking,
     CaptionTests,
     ChoiceFiles,
+    Square,
     checked_controls,
     checked_fit,
 )
@@ -22,20 +23,18 @@ from dpvision.runs.folder import run_base
 if TYPE_CHECKING:
     from dpvision.eval.captions.suite import ScoredOn
 
-_TESTS, _FILES, _READING, _PRINTING = CaptionTests(), ChoiceFiles(), Reading(32), Printing()
-
 
 def evaluate_captioner(
     run: RunPath,
     store: Path | None = None,
-    tests: Annotated[CaptionTests, FLAT] = _TESTS,
-    files: Annotated[ChoiceFiles, FLAT] = _FILES,
+    tests: Annotated[CaptionTests, FLAT] = CaptionTests(),
+    files: Annotated[ChoiceFiles, FLAT] = ChoiceFiles(),
     against: str = "random,other",
-    fit: str = "squash",
+    fit: str | None = None,
     out: Path | None = None,
     ema: bool = False,
-    reading: Annotated[Reading, FLAT] = _READING,
-    printing: Annotated[Printing, FLAT] = _PRINTING,
+    reading: Annotated[Reading, FLAT] = Reading(32),
+    printing: Annotated[Printing, FLAT] = Printing(),
 ) -> None:
     """Evaluate a captioner: zero-shot classification, choice between true and false captions, and
     CIDEr of generated captions.
@@ -49,14 +48,15 @@ def evaluate_captioner(
     them.
 
     Args:
-        run: Run or checkpoint folder of a captioner, or dpcap:FILE@vocab.txt, a file of DP-Cap with
-            BERT's vocabulary.
+        run: Run or checkpoint folder of a captioner; dpcap:FILE@vocab.txt, a file of DP-Cap with
+            BERT's vocabulary; or hf:DIR, a CLIP or SigLIP model with its tokenizer.
         store: Store with labels or captions, disjoint from the training images.
         tests: The tests.
         files: Files of benchmarks.
         against: Baselines: random (untrained weights), other (shown another image), both with a
             comma, or none.
-        fit: How to make images square: squash or crop.
+        fit: How to make images square: squash (the default for captioners) or crop. The default for
+            hf:DIR is the folder's own preprocessing.
         out: Also write all scores here. Scores on private images need a folder named confidential
             in the path.
         ema: Use the averaged weights.
@@ -65,17 +65,20 @@ def evaluate_captioner(
     """
     reading.check("evaluate")
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
-    square = checked_fit(fit)
+    square: Square = "squash" if fit is None else checked_fit(fit)
     tests.check(store is not None)
-    check_captioner(run)
+    if not str(run).startswith("hf:"):
+        check_captioner(run)
     check_store(store)
     import torch
 
     from dpvision.data.open import open_store
-    from dpvision.eval.captions.open_captioner import open_captioner
     from dpvision.eval.captions.suite import make_tests, score_captioner
+    from dpvision.eval.captions.two_tower import TwoTower, open_asker
 
-    ready = open_captioner(run, ema=ema)  # fail fast if the run is not a captioner
+    ready = open_asker(run, ema=ema)  # fail fast if the run is not a captioner
+    if fit is None and isinstance(ready, TwoTower):
+        square = "own preprocessing"
     opened = open_store(store) if store is not None else None
     made, notes = make_tests(ready, tests, files, opened)
     if out is not None:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 PublicPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PUBLIC")]
 PrivatePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PRIVATE")]
 
-_READING = Reading()
-
 
 def overlap(
     public: PublicPath,
@@ -32,7 +30,7 @@ def overlap(
     threshold: float | None = None,
     exact: bool = False,
     out: Path | None = None,
-    reading: Annotated[Reading, FLAT] = _READING,
+    reading: Annotated[Reading, FLAT] = Reading(),
     json: bool = False,
 ) -> None:
     """Find images of a public store that are also in a private one, exactly or nearly.
@@ -153,28 +151,25 @@ def _text(result: dict[str, Any], public: "Store", out: Path | None) -> str:
     count = result["public_pictures_with_a_match"]
     lines = [
         f"{OPERATOR_ONLY}{count:,} of {public.num_records:,} public images have a match among "
-        "the private ones."
+        "the private ones.",
+        pairs({f"by {how}": number for how, number in result["by"].items()}),
     ]
-    lines.append(pairs({f"by {how}": number for how, number in result["by"].items()}))
     if "threshold" in result:
-        lines.append(
+        recall = result["recall_on_public_copies"]
+        lines += [
             f"Features match above a cosine of {result['threshold']:.3f}, which finds these "
-            "shares of copied public images:"
-        )
-        lines.append(
-            pairs(
-                {name: f"{share:.0%}" for name, share in result["recall_on_public_copies"].items()}
-            )
-        )
-    lines.append(f"Side by side: {result['page']}")
-    lines.append("Matches and their number depend on private images: do not release them.")
+            "shares of copied public images:",
+            pairs({name: f"{share:.0%}" for name, share in recall.items()}),
+        ]
+    lines += [
+        f"Side by side: {result['page']}",
+        "Matches and their number depend on private images: do not release them.",
+    ]
     if out is not None:
-        lines.append(
+        lines += [
             f"Without them: {out}, readable only by you. The images missing there reveal who is "
-            "in the private store: do not share it."
-        )
-        lines.append(
-            "Scores on it reveal how many are missing, so they are written under confidential/."
-        )
-        lines += to_train(open_store(out))
+            "in the private store: do not share it.",
+            "Scores on it reveal how many are missing, so they are written under confidential/.",
+            *to_train(open_store(out)),
+        ]
     return "\n".join(lines)

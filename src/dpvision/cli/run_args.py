@@ -20,23 +20,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Where:
-    name: str | None = None
-    """Name of the run's folder; if omitted, the recipe's name."""
-    runs: Path = Path("runs")
-    """Folder that holds the runs."""
-
-    def root(self, recipe: str) -> Path:
-        """The run's folder."""
-        return self.runs / (self.name or recipe)
-
-
-@dataclass(frozen=True)
-class RunArgs(Where):
+class RunArgs:
     """Options shown last in a command's help. A command lists this base class before its own
     options, so that those come first.
     """
 
+    name: str | None = None
+    """Name of the run's folder; if omitted, the recipe's name."""
+    runs: Path = Path("runs")
+    """Folder that holds the runs."""
     resume: bool = False
     """Continue an existing run with its own settings (only --hardware.* may change) and new secret
     keys.
@@ -51,6 +43,10 @@ class RunArgs(Where):
     """
     json: bool = False
     """Print the result as JSON."""
+
+    def root(self, recipe: str) -> Path:
+        """The run's folder."""
+        return self.runs / (self.name or recipe)
 
     def say(self, text: str) -> None:
         """Print text before the result, unless --json or --quiet is given."""

@@ -49,7 +49,9 @@ class DataConfig:
     caption if the record has several.
     """
     tokenizer: str | None = None
-    """File made by ``dpvision data tokenizer``; needed by a captioner, unused by others."""
+    """File made by ``dpvision data tokenizer``, or BERT's vocab.txt; needed by a captioner, unused
+    by others.
+    """
 
     def __post_init__(self) -> None:
         check_choices(self)

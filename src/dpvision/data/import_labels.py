@@ -75,11 +75,6 @@ class LabelRule:
     that it contributes exactly zero in training.
     """
 
-    @property
-    def field(self) -> str:
-        """The field with the label."""
-        return self.label_from or "label"
-
     def read(self) -> "LabelRule":
         """Return the rule with the classes of its file. Raises as ``read_classes``."""
         if isinstance(self.classes, str | Path):
@@ -187,8 +182,9 @@ class _Declared:
         return number if number < len(self.names) else None
 
     def check(self, field: str) -> None:
-        """Refuse numbers that may count from 0 or from 1. Which of the two never follows from the
-        numbers found, which may be private.
+        """Refuse numbers that may count from 0 or from 1.
+
+        Which of the two never follows from the numbers found, which may be private.
         """
         if not self.places or 0 in self.places:
             return
@@ -234,7 +230,7 @@ class ImportedLabels:
                 f"data import: label_separator={separator!r}; expected a character that no class "
                 "name contains. Use '|'."
             )
-        self.field, self._separator = rule.field, separator
+        self.field, self._separator = rule.label_from or "label", separator
         self._names = None if names is None else [canonical(name) for name in names]
         self._private, self.may_be_unlabelled = private, rule.unknown_classes == "unlabelled"
         """bool: whether records of undeclared classes are kept without a label."""
@@ -296,8 +292,9 @@ class ImportedLabels:
         raise AssertionError("no name")
 
     def number(self, key: str, value: Any) -> int:
-        """Provisional number of a value's class, or set of classes, for ``finish``; -1 for no
-        label.
+        """Provisional number of a value's class, or set of classes; -1 for no label.
+
+        ``finish`` takes it.
 
         Raises:
             DataError: the value is neither a class nor a list of different classes, or some records

@@ -72,8 +72,9 @@ def refuse_shared(field: str, found: list[Shared]) -> None:
 
 
 def refuse_alike(field: str, names: Iterable[str]) -> None:
-    """Raise DataError if names of different persons may be spellings of one
-    (``person_names.alike``).
+    """Raise DataError if names of different persons may be spellings of one.
+
+    ``person_names.alike`` compares them.
 
     Args:
         names: from ``person_name``, each once.

@@ -119,6 +119,8 @@ def import_source(
     )
     found = opened()
     if people.unit_from is not None and "refuse" in (people.unmatched, people.shared_images):
+        if captions.captions is not None:
+            CaptionFile(captions.captions)  # refused before a pass over all images
         named = ImportedLabels(labels, found.label_names, private=not public)
         counts = partial(_counts, people=people, require_captions=False)
         check_persons(lambda: with_classes(opened().samples, named, counts), people)
@@ -176,8 +178,12 @@ def import_samples(
             more |= caption_file.summary()
             build.write_missed(caption_file.missed())
         more |= {} if window is None else {"window": list(window)}
-        about = {"licence": licence or source.licence, "metric": source.metric}
-        build.finish({"visibility": "public" if public else "private"} | about, done, more)
+        about = {
+            "visibility": "public" if public else "private",
+            "licence": licence or source.licence,
+            "metric": source.metric,
+        }
+        build.finish(about, done, more)
     return open_store(target)
 
 

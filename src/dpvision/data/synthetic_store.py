@@ -1,5 +1,6 @@
-"""Stores of procedural images: the demo's stand-in for a private set, and public sets for its
-probes.
+"""Stores of procedural images.
+
+The demo's stand-in for a private set, and public sets for its probes.
 """
 
 import contextlib
@@ -41,8 +42,9 @@ def write_scenes(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Make a store of the captioned scenes ``first`` ... ``first + num - 1`` as PNG files, with
-    captions and labels.
+    """Make a store of the captioned scenes ``first`` ... ``first + num - 1``.
+
+    PNG files, with captions and labels.
 
     Scenes are public by nature; ``public=False`` treats them as a private set, with all its
     restrictions.
@@ -88,8 +90,9 @@ def write_textures(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Make a public store of the canonical views of textures ``first`` ... ``first + num - 1`` as
-    PNG files.
+    """Make a public store of textures ``first`` ... ``first + num - 1``.
+
+    Their canonical views, as PNG files.
 
     Args:
         num: textures to make, at least 1.
@@ -118,8 +121,9 @@ def write_textures(
 def _drawn(
     draw: Callable[[range], list[T]], numbers: range, at_once: int, workers: int
 ) -> Iterator[Iterator[T]]:
-    """Yield what ``draw`` makes of the numbers, ``at_once`` in a call, in order; nothing is drawn
-    before it is asked for.
+    """Yield what ``draw`` makes of the numbers, ``at_once`` in a call, in order.
+
+    Nothing is drawn before it is asked for.
     """
     parts = (numbers[i : i + at_once] for i in range(0, len(numbers), at_once))
     if workers == 1:

@@ -51,14 +51,14 @@ _CHECKED: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDict
 def require_separable(
     loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, public: Batch | None = None
 ) -> bool:
-    """Run ``check_separable`` on three random records of the shapes of ``batch``, once for each
-    model and loss; ``clipped_sum`` calls it.
+    """Run ``check_separable`` on three random records, once for each model and loss.
+
+    ``clipped_sum`` calls it. The records have the shapes of ``batch``.
 
     The records are random because ``batch`` may be private: whether the check passes must not
     depend on it. Zero parameters are perturbed. It is repeated for other layers, for other numbers
     that the loss holds, captures or reads, and each time if one of them cannot be described
-    (``held_values``). A term that is absent until a
-    later step is looked for at ``_OTHER_STEPS``.
+    (``held_values``). A term that is absent until a later step is looked for at ``_OTHER_STEPS``.
 
     Args:
         public: public records to check in place of random ones.
@@ -290,11 +290,14 @@ def check_module(name: str, module: nn.Module) -> None:
             "record for itself. Replace it by GroupNorm or LayerNorm, or put it in eval mode "
             "with public running statistics."
         )
-    if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+    # Stochastic depth is a class of each library's own.
+    drops = isinstance(module, _DropoutNd) or kind.endswith(("DropPath", "StochasticDepth"))
+    setting = "drop_prob" if hasattr(module, "drop_prob") else "p"
+    if drops and module.training and (getattr(module, setting, None) or 0.0) > 0:
         raise PrivacyError(
             f"separability: layer {name!r} ({kind}) draws from the global random state; expected "
-            "draws keyed by record. Set p=0, put it in eval mode, or draw the mask from StepKey "
-            "and record_id_B."
+            f"draws keyed by record. Set {setting}=0, put it in eval mode, or draw the mask from "
+            "StepKey and record_id_B."
         )
 
 

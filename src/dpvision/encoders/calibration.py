@@ -26,6 +26,8 @@ class Calibration:
     """SHA-256 of the file of the head's or classifier's weights."""
     temperature: float
     """Divides the scores; above 0."""
+    offset: float
+    """Subtracted from the scores first; 0 with the softmax loss."""
     thresholds: tuple[float, ...] | None
     """Probability above which each class of a multi-label run is predicted; None for one class per
     image.
@@ -35,7 +37,7 @@ class Calibration:
     store: dict[str, Any]
     """The public store: name, store_id, licence, and the number of its images that were used."""
     loss_before: float
-    """Mean negative log likelihood of an image's labels at temperature 1."""
+    """Mean negative log likelihood of an image's labels without calibration."""
     loss_after: float
 
 
@@ -88,11 +90,8 @@ def _checked(values: Any, num_classes: int) -> Calibration:
     if values.pop("format") != FORMAT:
         raise ValueError("another format")
     found = Calibration(**values)
-    numbers = (found.temperature, found.loss_before, found.loss_after)
-    if not all(isinstance(number, float | int) for number in numbers):
-        raise ValueError("temperature and losses are not numbers")
-    if not 0 < found.temperature < math.inf:
-        raise ValueError(f"temperature={found.temperature}")
+    if not (0 < found.temperature < math.inf and -math.inf < found.offset < math.inf):
+        raise ValueError(f"temperature={found.temperature}, offset={found.offset}")
     if not isinstance(found.store, dict):
         raise ValueError("store is not an object")
     if found.thresholds is None:

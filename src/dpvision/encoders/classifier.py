@@ -89,7 +89,9 @@ class ImageClassifier(nn.Module):
         return self.network(x_BCHW)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Return the scores before calibration, float32 (B, K), of normalised images, float32."""
+        """Return the scores, float32 (B, K), of normalised images, float32. The temperature is not
+        applied; an offset of the calibration is part of the head's bias.
+        """
         return self.head(self.network(x_BCHW)).float()
 
     def probabilities(self, x_BCHW: Tensor) -> Tensor:
@@ -224,16 +226,23 @@ def loss_of(model: HeadConfig | ClassifierConfig) -> Loss:
     return loss
 
 
+def threshold_of(model: HeadConfig | ClassifierConfig) -> float | None:
+    """Return the score above which a multi-label run predicts a class, or None if its scores only
+    define an order.
+    """
+    return 0.0 if isinstance(model, ClassifierConfig) else model.settings.threshold
+
+
+def probability_of(score: float) -> float:
+    """Return the sigmoid of a score."""
+    return 1 / (1 + math.exp(-score))
+
+
 def _of_head(opened: OpenHead, checkpoint: Checkpoint, ema: bool) -> ImageClassifier:
     model = opened.config.model
     assert isinstance(model, HeadConfig)
-    return ImageClassifier(
-        _OnePooling(opened.encoder, opened.pooling),
-        opened.head,
-        image_size=opened.encoder.image_size,
-        data=opened.encoder.data,
-        **_about(checkpoint, model, model.settings.threshold, ema),
-    )
+    network, encoder = _OnePooling(opened.encoder, opened.pooling), opened.encoder
+    return _made(network, opened.head, encoder.image_size, encoder.data, checkpoint, model, ema)
 
 
 def _of_network(checkpoint: Checkpoint, ema: bool) -> ImageClassifier:
@@ -247,51 +256,50 @@ def _of_network(checkpoint: Checkpoint, ema: bool) -> ImageClassifier:
     network, config = load_model(checkpoint, ema=ema)
     assert isinstance(network, Classifier) and isinstance(config.model, ClassifierConfig)
     data = config.data
-    return ImageClassifier(
-        _HeadInput(network),
-        network.head,
-        image_size=config.model.encoder.image_size,
-        data=DataConfig(
-            mean=data.mean,
-            std=data.std,
-            own_sizes=data.own_sizes,
-            resize=data.resize,
-            crop=data.crop,
-        ),
-        **_about(checkpoint, config.model, 0.0, ema),  # a score of 0 is probability 1/2
+    seen = DataConfig(
+        mean=data.mean, std=data.std, own_sizes=data.own_sizes, resize=data.resize, crop=data.crop
     )
+    side = config.model.encoder.image_size
+    return _made(_HeadInput(network), network.head, side, seen, checkpoint, config.model, ema)
 
 
-def _about(
+@torch.no_grad()
+def _made(
+    network: nn.Module,
+    head: LinearHead | nn.Linear,
+    image_size: int,
+    data: DataConfig,
     checkpoint: Checkpoint,
     model: HeadConfig | ClassifierConfig,
-    threshold: float | None,
     ema: bool,
-) -> dict[str, Any]:
-    """Return the arguments of ``ImageClassifier`` that a checkpoint's manifest and folder give.
-
-    Args:
-        threshold: score above which a class of a multi-label run is predicted, or None.
-    """
+) -> ImageClassifier:
+    """Return the classifier with what the manifest and the run's folder say about it."""
     manifest, num_classes = checkpoint.manifest, model.num_classes or 0
     calibration = read_calibration(checkpoint, ema, num_classes)
     thresholds_K = None if calibration is None else calibration.thresholds
-    if calibration is None and model.multi_label and threshold is not None:
-        thresholds_K = (1 / (1 + math.exp(-threshold)),) * num_classes
-    return {
-        "class_names": all_names(manifest.get("class_names"), num_classes),
-        "loss": loss_of(model),
-        "multi_label": model.multi_label,
-        "window": window_of(manifest),
-        "lineage": tuple(manifest["lineage"]),
-        "run": {
+    own = threshold_of(model)
+    if calibration is None and model.multi_label and own is not None:
+        thresholds_K = (probability_of(own),) * num_classes
+    if calibration is not None:
+        head.bias.sub_(calibration.offset)
+    return ImageClassifier(
+        network,
+        head,
+        class_names=all_names(manifest.get("class_names"), num_classes),
+        image_size=image_size,
+        data=data,
+        loss=loss_of(model),
+        multi_label=model.multi_label,
+        window=window_of(manifest),
+        lineage=tuple(manifest["lineage"]),
+        run={
             "run_id": manifest["run_id"],
             "recipe": manifest["config"]["recipe"],
             "statement": _statement_digest(checkpoint.path),
         },
-        "temperature": 1.0 if calibration is None else calibration.temperature,
-        "thresholds_K": thresholds_K,
-    }
+        temperature=1.0 if calibration is None else calibration.temperature,
+        thresholds_K=thresholds_K,
+    )
 
 
 def _statement_digest(checkpoint: Path) -> str | None:

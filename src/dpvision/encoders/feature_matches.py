@@ -180,9 +180,11 @@ def measure_threshold(
         if not originals:
             continue
         copies = [make_copies(pixels) for pixels in originals]
-        own.append(_features(encoder, _stacked([prepare(p) for p in originals]), device))
+        own.append(
+            _features(encoder, torch.from_numpy(np.stack([prepare(p) for p in originals])), device)
+        )
         for name in copies[0]:
-            shown = _stacked([prepare(c[name]) for c in copies])
+            shown = torch.from_numpy(np.stack([prepare(c[name]) for c in copies]))
             copied.setdefault(name, []).append(
                 (_features(encoder, shown, device), _features(encoder, shown.flip(-1), device))
             )
@@ -330,10 +332,6 @@ def _unit(x_BD: np.ndarray, centre_D: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", divide="ignore"):
         x_BD = x_BD / np.linalg.norm(x_BD, axis=1, keepdims=True)
     return np.nan_to_num(x_BD, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _stacked(x: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(x))
 
 
 def _pixels(data: bytes) -> np.ndarray | None:

@@ -138,9 +138,9 @@ def _colour(value: Any) -> tuple[float, float, float]:
 
 
 def _side(value: Any) -> int:
-    sides = set(value) if isinstance(value, list) else {value}
-    side = sides.pop()
-    if sides or type(side) is not int or not side >= 1:
+    sides = value if isinstance(value, list) else [value]
+    side = sides[0] if sides and sides.count(sides[0]) == len(sides) else None
+    if type(side) is not int or not side >= 1:
         raise ValueError(json.dumps(value))
     return side
 

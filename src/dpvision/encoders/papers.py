@@ -1,7 +1,7 @@
 """The papers' checkpoints as ours: ViP, masked autoencoders, DP-Cap.
 
-The layouts are those of their authors' code (Yu et al. 2024, He et al. 2022, Sander et al. 2024).
-Three of its constants are added to weights next to them, so that the function is the same:
+The layouts are those of the authors' code (Yu et al. 2024, He et al. 2022, Sander et al. 2024).
+Constants that our networks lack are added to weights next to them; the function stays the same:
 
 - The class token's row of the positions (zero in the fixed tables) goes into the class token. In a
   decoder it goes into the bias before it and into the mask token, and is subtracted from all rows.
@@ -292,8 +292,10 @@ def _autoencoder(
         for name in ("head.weight", "head.bias"):
             by_pixel = made[name].unflatten(0, (vit.patch_size, vit.patch_size, 3))
             made[name] = by_pixel.movedim(2, 0).flatten(0, 2)
+    about: dict[str, Any] = to_dict(cfg) if whole else {"kind": "mae", "encoder": to_dict(vit)}
     # ViP predicts plain pixels; a file of MAE does not say whether its pixels are normalised.
-    about = to_dict(cfg) | ({} if asked.kind == "vip" else {"target": None})
+    if not whole or asked.kind == "mae":
+        about["target"] = None
     return about, made | (loaded if vit.positions == "loaded" else {})
 
 

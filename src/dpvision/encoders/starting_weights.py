@@ -20,6 +20,7 @@ from dpvision.config import (
 )
 from dpvision.encoders.papers import PUBLISHED, paper_checkpoint
 from dpvision.encoders.third_party import check_fit, without_wrapper
+from dpvision.encoders.timm_file import TimmFile, timm_file
 from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.timm_cache import find_timm_weights, timm_licence
@@ -35,8 +36,9 @@ def open_parent(init_from: str) -> Checkpoint:
 
     Args:
         init_from: a run or checkpoint folder; ``timm:NAME``, with weights from timm's caches;
-            ``timm:NAME@FILE``; or ``vip:FILE``, ``mae:FILE``, ``dpcap:FILE``. A tag in NAME
-            determines the normalisation of images; without one it is timm's default for the name.
+            ``timm:NAME@FILE``; or ``vip:FILE``, ``mae:FILE``, ``dpcap:FILE``. For timm the
+            normalisation of images is the one stated beside the file (``timm_file``), else that of
+            the tag in NAME, else timm's default for the name.
 
     Returns:
         A run's checkpoint unchanged; a paper's file as ``paper_checkpoint`` gives it. For timm's
@@ -55,8 +57,9 @@ def open_parent(init_from: str) -> Checkpoint:
     if not init_from.startswith(_TIMM):
         return load_checkpoint(init_from)
     name, _, given = init_from.removeprefix(_TIMM).partition("@")
-    file, places = (Path(given), []) if given else find_timm_weights(name)
-    encoder, mean, std = timm_encoder(name)
+    stated = timm_file(name, Path(given)) if given else None
+    file, places = (stated.path, []) if stated else find_timm_weights(name)
+    encoder, mean, std = timm_encoder(name, stated)
     if file is None:
         raise CheckpointError(
             f"run: init_from={init_from!r}: no weights in {' or '.join(places)}; expected them "
@@ -80,12 +83,15 @@ def open_parent(init_from: str) -> Checkpoint:
     )
 
 
-def timm_encoder(name: str) -> tuple[TimmEncoder, tuple[float, ...], tuple[float, ...]]:
+def timm_encoder(
+    name: str, stated: TimmFile | None = None
+) -> tuple[TimmEncoder, tuple[float, ...], tuple[float, ...]]:
     """Return a timm model on the meta device, at its default image size, with the mean and standard
     deviation of its images.
 
     Args:
         name: may have a tag.
+        stated: what its file says instead of timm.
 
     Raises:
         ConfigError: timm has no model of that name, or it normalises by batch statistics.
@@ -108,8 +114,12 @@ def timm_encoder(name: str) -> tuple[TimmEncoder, tuple[float, ...], tuple[float
         if known is None
         else (known.input_size[-1], known.mean, known.std)
     )
+    options: tuple[str, ...] = ()
+    if stated is not None:
+        options, size = stated.words, stated.image_size or size
+        mean, std = stated.images.get("mean", mean), stated.images.get("std", std)
     with torch.device("meta"):
-        return TimmEncoder(TimmConfig(name=base, image_size=size)), mean, std
+        return TimmEncoder(TimmConfig(name=base, image_size=size, options=options)), mean, std
 
 
 def adapted(config: RunConfig, init_from: str) -> RunConfig:

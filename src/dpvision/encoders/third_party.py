@@ -24,6 +24,7 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 
 from dpvision.encoders.encoder import Encoder, Family
 from dpvision.encoders.pooled import PooledNetwork, attends, frozen
+from dpvision.encoders.timm_file import TimmFile, from_efficientnet_pytorch, timm_file
 from dpvision.encoders.weights_file import WeightsFile, open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.timm_cache import find_timm_weights, timm_licence
@@ -45,17 +46,18 @@ def third_party_encoder(
     """Return the encoder of a timm model or a torchvision classification model, frozen, in
     evaluation mode, on ``device``.
 
-    Mean, standard deviation and image size are those of the library's preprocessing; torchvision's
-    ViTs take the size of the file's positions, or the size that they are built for. Without a file,
-    the weights come from timm's caches, or else from the library's initialisation under a fixed
-    seed; ``weights`` and ``name`` of the result say which.
+    Mean, standard deviation and image size are those that a timm file states (``timm_file``), else
+    those of the library's preprocessing; torchvision's ViTs take the size of the file's positions,
+    or the size that they are built for. Without a file, the weights come from timm's caches, or
+    else from the library's initialisation under a fixed seed; ``weights`` and ``name`` of the
+    result say which.
 
     Args:
         kind: "timm" or "torchvision".
         name: the library's name of the model. A tag for timm (``vit_base_patch16_224.mae``) only
             determines the preprocessing.
-        file: weights: safetensors, or a pickle (opened as ``unpickle`` describes). Its classifier
-            may have any number of classes.
+        file: weights: safetensors, or a pickle (opened as ``unpickle`` describes), or a folder in
+            timm's layout. Its classifier may have any number of classes.
         image_size: side of the images in pixels, for models that accept any.
 
     Raises:
@@ -64,20 +66,35 @@ def third_party_encoder(
         CheckpointError: the file cannot be read or does not fit.
     """
     check_name(kind, name)
-    cached = file is None and kind == "timm"
-    found = find_timm_weights(name)[0] if cached else file
-    shown = f"{kind}:{name}" + (
-        ", random weights" if found is None else "" if cached else f"@{found.name}"
+    cached, stated = file is None and kind == "timm", None
+    if kind == "timm" and file is not None:
+        stated = timm_file(name, file)
+    elif (found := find_timm_weights(name)[0] if cached else file) is not None:
+        stated = TimmFile(found, licence=timm_licence(name) if cached else None)
+    if stated is None:
+        shown, where = f"{kind}:{name}, random weights", "none"
+        weights, licence = None, None
+    else:
+        path, licence, where = stated.path, stated.licence, str(stated.path)
+        shown = f"{kind}:{name}" + ("" if cached else f"@{path.name}")
+        otherwise = named_weights(shown, licence) if cached else undeclared_weights(shown)
+        weights = open_weights(path, otherwise)
+        if kind == "timm":
+            tensors = from_efficientnet_pytorch(name, weights.tensors)
+            weights = replace(weights, tensors=tensors)
+    images: dict[str, Any] = {} if stated is None else dict(stated.images)
+    made = encoder_from(
+        kind,
+        name,
+        shown,
+        weights,
+        where,
+        image_size=images.pop("image_size", None) if image_size is None else image_size,
+        device=device,
+        options={} if stated is None else stated.options,
     )
-    weights, licence = None, timm_licence(name) if cached and found is not None else None
-    if found is not None:
-        weights = open_weights(
-            found, named_weights(shown, licence) if cached else undeclared_weights(shown)
-        )
-    return replace(
-        encoder_from(kind, name, shown, weights, str(found), image_size=image_size, device=device),
-        licence=licence,
-    )
+    images.pop("image_size", None)  # that of the model, or what the caller asked for
+    return replace(made, licence=licence, **images)
 
 
 def encoder_from(
@@ -173,7 +190,7 @@ def _timm(name: str, image_size: int | None, options: Mapping[str, Any], fit: _F
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             model = timm.create_model(name, pretrained=False, **options)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise ConfigError(
             f"encoder: timm:{name} ({error}); expected a model with a known tag. Drop the part "
             "after the dot."

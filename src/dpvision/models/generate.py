@@ -121,6 +121,7 @@ def _word_by_word(
     model: Captioner, logit_AV: Tensor, cache: Cache, pick: _Pick, min_words: int, max_words: int
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens of all captions, padded after EOS, and their total log probabilities.
+
     Finished captions leave the batch.
     """
     said_BL = torch.full((len(logit_AV), max_words + 1), PAD_ID, device=logit_AV.device)
@@ -143,8 +144,9 @@ def _word_by_word(
 
 
 def _allowed(log_probability_AV: Tensor, place: int, min_words: int, max_words: int) -> Tensor:
-    """Return the log probabilities with -inf for tokens not allowed at position ``place``: at the
-    last one only EOS is allowed.
+    """Return the log probabilities with -inf for tokens not allowed at position ``place``.
+
+    At the last one only EOS is allowed.
     """
     if place == max_words:
         allowed_AV = torch.full_like(log_probability_AV, -torch.inf)
@@ -175,8 +177,9 @@ def draw_words(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> Tensor:
-    """Draw one token per row from softmax(log_probability / temperature), truncated to its
-    ``top_k`` and then ``top_p`` most likely tokens.
+    """Draw one token per row from softmax(log_probability / temperature).
+
+    Truncated to its ``top_k`` and then ``top_p`` most likely tokens.
 
     Inverts the distribution function over tokens in the order of their ids: in an order by
     probability, rounding could swap nearly equal ones and change the token.
@@ -230,8 +233,9 @@ def beam_search(
     max_words: int,
     never: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Return the best finished captions by log probability / length^length_penalty (EOS included)
-    that the search finds.
+    """Return the best finished captions that the search finds.
+
+    Best by log probability / length^length_penalty (EOS included).
 
     At each position every beam may end, which makes it a candidate, and the ``beams`` most likely
     continuations are kept. An image is finished when no continuation can bring one of its beams

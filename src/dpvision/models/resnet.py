@@ -116,8 +116,9 @@ class ResidualBlock(nn.Module):
 
 
 class FixedScale(nn.Module):
-    """Multiplication by 1 / sqrt(expected variance), which replaces a norm in a norm-free
-    network.
+    """Multiplication by 1 / sqrt(expected variance).
+
+    It replaces a norm in a norm-free network.
     """
 
     def __init__(self, scale: float) -> None:
@@ -159,8 +160,9 @@ def _conv(
     stride: int,
     after_relu: bool = True,
 ) -> nn.Conv2d:
-    """Make a convolution padded to keep the side (divided by the stride), with a bias only if no
-    norm follows.
+    """Make a convolution padded to keep the side (divided by the stride).
+
+    It has a bias only if no norm follows.
 
     Args:
         after_relu: False for the stem, whose input is the image; timm uses the gain of a ReLU there

@@ -23,8 +23,9 @@ _POSITIONS = "model.pos_embed"
 
 
 class TimmEncoder(nn.Module):
-    """A timm model without its classifier, with timm's initialisation, drawn from torch's global
-    generator.
+    """A timm model without its classifier.
+
+    With timm's initialisation, drawn from torch's global generator.
     """
 
     def __init__(self, cfg: TimmConfig) -> None:
@@ -52,8 +53,10 @@ class TimmEncoder(nn.Module):
         return found.flatten(1, 2) if self._channels_last else found.flatten(2).transpose(1, 2)
 
     def pooled(self, x_BCHW: Tensor, pooling: str) -> Tensor:
-        """Return a head's input, (B, D): the "mean" over positions, the class token ("cls"), or the
-        input of timm's classifier ("own").
+        """Return a head's input, (B, D).
+
+        The "mean" over positions, the class token ("cls"), or the input of timm's classifier
+        ("own").
         """
         if pooling == "own":
             return self.model(x_BCHW)
@@ -75,8 +78,9 @@ class TimmEncoder(nn.Module):
         return self.model.head_hidden_size if pooling == "own" else self.model.num_features
 
     def fitted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``weights`` (named as in ``state_dict``) with trained positions interpolated by
-        timm to this encoder's image size.
+        """Return ``weights`` with trained positions interpolated by timm to this image size.
+
+        They are named as in ``state_dict``; the size is this encoder's.
 
         Only a vision transformer's position table is interpolated.
         """

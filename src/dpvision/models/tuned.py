@@ -142,8 +142,9 @@ def tune(
 
 
 def plain_names(module: nn.Module) -> dict[str, str]:
-    """Return a map from tensor names before ``tune`` to names in ``module``; additions are left
-    out.
+    """Return a map from tensor names before ``tune`` to names in ``module``.
+
+    Additions are left out.
     """
     added = {
         f"{owner}.{name}"
@@ -184,8 +185,9 @@ def merged(weights: dict[str, Tensor], lora_scale: float) -> dict[str, Tensor]:
 
 
 def blocks_of(encoder: Encoder) -> list[nn.Module]:
-    """Return the encoder's blocks in order: a transformer's blocks, or the residual blocks of all
-    stages.
+    """Return the encoder's blocks in order.
+
+    A transformer's blocks, or the residual blocks of all stages.
     """
     model: Any = encoder.model if isinstance(encoder, TimmEncoder) else encoder
     stages: Any = next(

@@ -1,9 +1,10 @@
 """Choice tests, the common form of all compositional tests: one caption of an image is true, the
 others are false.
 
-The answer is the caption with the lowest loss (Sander et al., ICML 2024, appendix A.3.2); a tie is
-wrong. Micro accuracy counts items, macro accuracy averages the groups' accuracies (relations, pairs
-of attributes, subsets), as ARO's own scripts do.
+The answer is the caption with the lowest loss (Sander et al., ICML 2024, appendix A.3.2), or with
+the highest cosine of a model of two towers; a tie is wrong. Micro accuracy counts items, macro
+accuracy averages the groups' accuracies (relations, pairs of attributes, subsets), as ARO's own
+scripts do.
 
 Legend: N items, B images of a batch, C candidates of an image, L tokens, S encoder tokens, D width.
 """
@@ -19,10 +20,11 @@ from torch import Tensor
 from dpvision.config import PAD_ID
 from dpvision.data.store import Store
 from dpvision.errors import DataError
-from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
+from dpvision.eval.captions.candidate_losses import best_candidate
 from dpvision.eval.captions.image_source import ImageSource, StoreImages, image_batches
-from dpvision.eval.captions.open_captioner import CaptionProtocol, OpenCaptioner
+from dpvision.eval.captions.open_captioner import CaptionProtocol
 from dpvision.eval.captions.settings import Asking
+from dpvision.eval.captions.two_tower import Asker
 from dpvision.eval.metric import measure
 from dpvision.eval.score import Score, Visibility, wilson_interval
 
@@ -66,7 +68,7 @@ class ChoiceTest(CaptionProtocol):
     def visibility(self) -> Visibility:
         return self.images.visibility
 
-    def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
+    def run(self, askers: Sequence[Asker], how: Asking) -> list[Score]:
         """Return the scores by protocol, the captioner before its baselines."""
         asked = [(asker.name, asker, self) for asker in askers]
         if how.other_images:
@@ -76,7 +78,7 @@ class ChoiceTest(CaptionProtocol):
             right_N = answer_choices(asker, test, how)
             private = asker.confidential or self.images.visibility == "private"
             scores += choice_scores(
-                test, right_N, name, "private" if private else "public", f"lowest loss, {how.fit}"
+                test, right_N, name, "private" if private else "public", f"{asker.rule}, {how.fit}"
             )
         return sorted(scores, key=lambda score: [s.protocol for s in scores].index(score.protocol))
 
@@ -107,10 +109,10 @@ class ChoiceTest(CaptionProtocol):
 
 
 def encoded_images(
-    ready: OpenCaptioner, source: ImageSource, how: Asking
+    ready: Asker, source: ImageSource, how: Asking
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yield memory_BSD of the images in order, on the captioner's device, and their positions
-    place_B, int64.
+    """Yield memory_BSD of the images in order (of two towers, embeddings), on the asker's device,
+    and their positions place_B, int64.
     """
     for x_BCHW, place_B in image_batches(
         source,
@@ -120,11 +122,10 @@ def encoded_images(
         batch_size=how.batch_size,
         workers=how.workers,
     ):
-        with torch.inference_mode():
-            yield ready.model.encode(x_BCHW.to(ready.device)), place_B
+        yield ready.look(x_BCHW.to(ready.device)), place_B
 
 
-def answer_choices(ready: OpenCaptioner, test: ChoiceTest, how: Asking | None = None) -> np.ndarray:
+def answer_choices(ready: Asker, test: ChoiceTest, how: Asking | None = None) -> np.ndarray:
     """Return for each item 1 if its true caption has the lowest loss, 0 if not, -1 if the image
     does not decode: int8 (N,).
 
@@ -157,8 +158,8 @@ def answer_choices(ready: OpenCaptioner, test: ChoiceTest, how: Asking | None = 
         )
         for b, own_rows in enumerate(said):
             token_BCL[b, : len(own_rows)] = [np.frombuffer(row, dtype=np.int64) for row in own_rows]
-        loss_BC = candidate_losses(
-            ready.model, memory_BSD[asked], torch.from_numpy(token_BCL).to(memory_BSD.device)
+        loss_BC = ready.losses(
+            memory_BSD[asked], torch.from_numpy(token_BCL).to(memory_BSD.device)
         ).cpu()
         for b, own in enumerate(items):
             place_of = {row: c for c, row in enumerate(said[b])}
@@ -179,7 +180,7 @@ def answer_choices(ready: OpenCaptioner, test: ChoiceTest, how: Asking | None = 
     return right_N
 
 
-def _distinct(ready: OpenCaptioner, rows: dict[str, bytes], captions: Sequence[str]) -> list[bytes]:
+def _distinct(ready: Asker, rows: dict[str, bytes], captions: Sequence[str]) -> list[bytes]:
     for caption in captions:
         if caption not in rows:
             rows[caption] = ready.encode(caption).tobytes()

@@ -18,10 +18,10 @@ from dpvision.config import DataConfig
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.ordered import ordered_map
 from dpvision.data.store import Store
-from dpvision.data.transform import centre_box, cut, normalise
+from dpvision.data.transform import centre_box, cut, evaluation_view, normalise
 from dpvision.errors import DataError
 from dpvision.eval.benchmark_files import Box
-from dpvision.eval.captions.settings import Fit
+from dpvision.eval.captions.settings import Square
 from dpvision.eval.score import Visibility
 from dpvision.synthetic.scenes import make_scene
 
@@ -126,7 +126,7 @@ def image_batches(
     source: ImageSource,
     data: DataConfig,
     image_size: int,
-    fit: Fit,
+    fit: Square,
     *,
     batch_size: int = 32,
     workers: int = 2,
@@ -150,7 +150,7 @@ def image_batches(
 
 
 def _reader(
-    source: ImageSource, data: DataConfig, image_size: int, fit: Fit
+    source: ImageSource, data: DataConfig, image_size: int, fit: Square
 ) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
     def read(place: np.ndarray) -> tuple[np.ndarray, ...]:
         pixels = np.zeros((len(place), image_size, image_size, 3), dtype=np.uint8)
@@ -159,6 +159,9 @@ def _reader(
             image = source.read(p)
             if image is not None:
                 valid[b] = True
+                if fit == "own preprocessing":
+                    pixels[b] = evaluation_view(image, image_size, data)[0]
+                    continue
                 whole = (0.0, 0.0, float(image.width), float(image.height))
                 pixels[b] = cut(
                     image, whole if fit == "squash" else centre_box(*image.size), image_size

@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import CaptionerConfig, DataConfig, from_dict
+from dpvision.config import BOS_ID, EOS_ID, PAD_ID, CaptionerConfig, DataConfig, from_dict
 from dpvision.data.captions import clean_caption
 from dpvision.data.declared import window_of
 from dpvision.data.rgb import Window
@@ -20,6 +22,7 @@ from dpvision.data.tokenizer import CaptionTokenizer
 from dpvision.encoders.papers import paper_checkpoint
 from dpvision.encoders.trained import filled, load_model
 from dpvision.errors import CheckpointError, ConfigError
+from dpvision.eval.captions.candidate_losses import candidate_losses
 from dpvision.eval.captions.settings import Asking
 from dpvision.eval.score import Score, Visibility
 from dpvision.models import make_model
@@ -47,6 +50,9 @@ class OpenCaptioner:
     window: Window | None = None
     """Declared range of the samples of more than 8 bits that it was trained on."""
 
+    rule = "lowest loss"
+    special = 2  # BOS and EOS
+
     @property
     def image_size(self) -> int:
         """Side of its input images, in pixels."""
@@ -67,6 +73,25 @@ class OpenCaptioner:
         and EOS, padded or truncated.
         """
         return self.tokenizer.encode(clean_caption(caption), self.num_tokens)
+
+    def words(self, caption: str) -> list[int]:
+        """Return the tokens of a caption, cleaned as at import, without BOS, EOS and truncation."""
+        return self.tokenizer.words(clean_caption(caption))
+
+    def row(self, words: list[int]) -> np.ndarray:
+        """Return ``words`` between BOS and EOS, padded, int64 (num_tokens,)."""
+        made = np.full(self.num_tokens, PAD_ID, dtype=np.int64)
+        made[: len(words) + self.special] = [BOS_ID, *words, EOS_ID]
+        return made
+
+    @torch.inference_mode()
+    def look(self, x_BCHW: Tensor) -> Tensor:
+        """Return the encoder's tokens for the decoder, (B, S, D)."""
+        return self.model.encode(x_BCHW)
+
+    def losses(self, memory_BSD: Tensor, token_BCL: Tensor) -> Tensor:
+        """Return the loss of every candidate given its image (``candidate_losses``)."""
+        return candidate_losses(self.model, memory_BSD, token_BCL)
 
     def untrained(self) -> "OpenCaptioner":
         """Return the same network with the initial weights of its run's seed: the baseline "random
@@ -178,7 +203,7 @@ class CaptionProtocol(ABC):
         return "private" if self.needs is None else self.needs.results_visibility
 
     @abstractmethod
-    def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
-        """Return scores of the captioner, the first of ``askers``, and of its untrained baseline,
-        if there is a second.
+    def run(self, askers: Sequence[Any], how: Asking) -> list[Score]:
+        """Return scores of the captioner (or ``TwoTower``), the first of ``askers``, and of its
+        untrained baseline, if there is a second.
         """

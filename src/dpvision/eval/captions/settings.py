@@ -11,6 +11,8 @@ Fit = Literal["squash", "crop"]
 """How to make an image square: "squash" keeps all of it (DP-Cap's protocol), "crop" takes the
 centre of the resized image.
 """
+Square = Literal[Fit, "own preprocessing"]
+"""A ``Fit``, or what the folder of a model of two towers says."""
 PROMPT = "this is a photo of a"
 """DP-Cap's (appendix A.3.1)."""
 Control = Literal["random", "other"]
@@ -24,7 +26,7 @@ CONTROLS: tuple[Control, ...] = get_args(Control)
 class Asking:
     """Settings shared by all tests."""
 
-    fit: Fit = "squash"
+    fit: Square = "squash"
     """How to make images square."""
     other_images: bool = True
     """Whether compositional tests also pair captions with other images, to measure what text alone

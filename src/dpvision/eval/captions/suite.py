@@ -12,10 +12,11 @@ from dpvision.eval.any_of_labels import load_any_of_labels
 from dpvision.eval.captions.choice_files import benchmark_tests
 from dpvision.eval.captions.cider import Cider
 from dpvision.eval.captions.label_sets import load_label_set
-from dpvision.eval.captions.open_captioner import CaptionProtocol, OpenCaptioner, open_captioner
+from dpvision.eval.captions.open_captioner import CaptionProtocol, OpenCaptioner
 from dpvision.eval.captions.order import order_test
 from dpvision.eval.captions.scene_choices import scene_compositional
 from dpvision.eval.captions.settings import Asking, CaptionTests, ChoiceFiles
+from dpvision.eval.captions.two_tower import Asker, open_asker
 from dpvision.eval.captions.zero_shot import ZeroShot, ZeroShotSettings, checked_methods
 from dpvision.eval.score import Score
 from dpvision.eval.scored_run import check_unseen
@@ -31,7 +32,7 @@ class ScoredOn:
 
 
 def make_tests(
-    ready: OpenCaptioner, asked: CaptionTests, files: ChoiceFiles, store: Store | None = None
+    ready: Asker, asked: CaptionTests, files: ChoiceFiles, store: Store | None = None
 ) -> tuple[list[CaptionProtocol], list[str]]:
     """Return the tests asked for, those on ``store`` first, and notes on what they leave out.
 
@@ -51,6 +52,11 @@ def make_tests(
         settings = ZeroShotSettings(methods, asked.prompt, asked.match_article, asked.limit)
         tests.append(ZeroShot(store, classes, settings, any_of))
     if asked.captions and store is not None:
+        if not isinstance(ready, OpenCaptioner):
+            raise ConfigError(
+                f"evaluate: --captions with {ready.name}; expected a captioner: a model of two "
+                "towers generates no text. Drop --captions."
+            )
         how = GenerateSettings()
         if asked.beams is not None:
             how = GenerateSettings("beam", beams=asked.beams)
@@ -90,7 +96,7 @@ def score_captioner(
         private images without a guarantee.
 
     Raises:
-        ConfigError, CheckpointError: as ``open_captioner``; no test.
+        ConfigError, CheckpointError: as ``open_asker``; no test.
         DataError: as the tests, or a store shares records with the training store.
     """
     if not tests:
@@ -98,7 +104,7 @@ def score_captioner(
             "evaluate: no test; expected one or more. Give --zero-shot store, --order, "
             "--captions or --scenes 2000."
         )
-    ready = open_captioner(run_or_checkpoint, ema=ema, device=device)
+    ready = open_asker(run_or_checkpoint, ema=ema, device=device)
     for test in tests:
         if test.needs is not None:
             check_unseen(ready.data, test.needs, "evaluate")

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID
-from dpvision.data.captions import clean_caption
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels
-from dpvision.eval.captions.candidate_losses import best_candidate, candidate_losses
+from dpvision.eval.captions.candidate_losses import best_candidate
 from dpvision.eval.captions.choice import encoded_images
 from dpvision.eval.captions.image_source import StoreImages
 from dpvision.eval.captions.label_sets import LabelSet, prompted
 from dpvision.eval.captions.open_captioner import CaptionProtocol, OpenCaptioner
 from dpvision.eval.captions.settings import PROMPT, Asking
+from dpvision.eval.captions.two_tower import Asker
 from dpvision.eval.metric import Metric, Scoring, checked_metric
 from dpvision.eval.score import Score
 from dpvision.models.captioner import Captioner
@@ -75,7 +75,7 @@ class ZeroShot(CaptionProtocol):
     def needs(self) -> Store:
         return self.store
 
-    def run(self, askers: Sequence[OpenCaptioner], how: Asking) -> list[Score]:
+    def run(self, askers: Sequence[Asker], how: Asking) -> list[Score]:
         metric = checked_metric(self.store.meta.get("metric") or "accuracy")
         return zero_shot_scores(
             askers, self.store, self.labels, self.settings, how, metric=metric, any_of=self.any_of
@@ -93,7 +93,7 @@ def checked_methods(names: Sequence[str]) -> tuple[Method, ...]:
 
 
 def zero_shot_scores(
-    askers: Sequence[OpenCaptioner],
+    askers: Sequence[Asker],
     store: Store,
     labels: LabelSet,
     settings: ZeroShotSettings | None = None,
@@ -121,18 +121,19 @@ def zero_shot_scores(
     source = StoreImages(store, row_N)
     scores = []
     for ready in askers:
+        methods = _methods_of(ready, settings.methods)
         answers = _answers(_label_words(ready, labels, settings))
         trie = LabelTrie(list(answers.values()))
         token_CL, answer_C = _rows(ready, list(answers.values()))
         read: list[np.ndarray] = []
-        predicted: dict[Method, list[np.ndarray]] = {method: [] for method in settings.methods}
+        predicted: dict[Method, list[np.ndarray]] = {method: [] for method in methods}
         for memory_BSD, place_B in encoded_images(ready, source, how):
             read.append(row_N[place_B])
-            if "trie" in predicted:
+            if "trie" in predicted and isinstance(ready, OpenCaptioner):
                 predicted["trie"].append(trie.classify(ready.model, memory_BSD).numpy())
             if "loss" in predicted:
                 token_BCL = token_CL.to(memory_BSD.device).expand(len(memory_BSD), -1, -1)
-                loss_BC = candidate_losses(ready.model, memory_BSD, token_BCL).cpu()
+                loss_BC = ready.losses(memory_BSD, token_BCL).cpu()
                 if not torch.isfinite(loss_BC).all():
                     raise DataError(
                         "zero-shot: losses are not finite; expected finite ones. The run "
@@ -163,8 +164,9 @@ def zero_shot_scores(
             for answer, classes in enumerate(answers)
             if len(classes) > 1
         ]
-        for method in settings.methods:
-            described = f"{_described(method, labels, settings)}, {how.fit}"
+        for method in methods:
+            way = "walk through the label tree" if method == "trie" else ready.rule
+            described = f"{way}, {_described(labels, settings)}, {how.fit}"
             made, *constant = (
                 scoring.score(
                     ready.name,
@@ -293,8 +295,19 @@ def _classes(
     )
 
 
-def _described(method: Method, labels: LabelSet, settings: ZeroShotSettings) -> str:
-    way = "walk through the label tree" if method == "trie" else "lowest loss"
+def _methods_of(ready: Asker, asked: tuple[Method, ...]) -> tuple[Method, ...]:
+    """Return the methods asked for that apply: two towers give no next token to walk a trie by."""
+    if isinstance(ready, OpenCaptioner):
+        return asked
+    if "loss" not in asked:
+        raise ConfigError(
+            f"zero-shot: method={','.join(asked)!r} with {ready.name}; expected loss, which "
+            "compares cosines: a model of two towers generates no text. Omit --method."
+        )
+    return ("loss",)
+
+
+def _described(labels: LabelSet, settings: ZeroShotSettings) -> str:
     lowered = [{string.lower() for string in strings} for strings in labels.classes]
     strings, shared = (
         sum(map(len, labels.classes)),
@@ -305,7 +318,7 @@ def _described(method: Method, labels: LabelSet, settings: ZeroShotSettings) -> 
     )
     asked += f", {shared} of them shared by classes" if shared else ""
     article = ", a or an" if settings.match_article else ""
-    return f'{way}, {asked}, "{settings.prompt}"{article}'
+    return f'{asked}, "{settings.prompt}"{article}'
 
 
 def _labelled_rows(store: Store, labels: LabelSet, limit: int | None) -> np.ndarray:
@@ -328,7 +341,7 @@ def _labelled_rows(store: Store, labels: LabelSet, limit: int | None) -> np.ndar
 
 
 def _label_words(
-    ready: OpenCaptioner, labels: LabelSet, settings: ZeroShotSettings
+    ready: Asker, labels: LabelSet, settings: ZeroShotSettings
 ) -> list[list[list[int]]]:
     """Return the tokens of every caption of every class, without truncation."""
     found: list[list[list[int]]] = []
@@ -336,11 +349,11 @@ def _label_words(
     for label, captions in enumerate(
         prompted(labels, settings.prompt, match_article=settings.match_article)
     ):
-        own = [ready.tokenizer.words(clean_caption(caption)) for caption in captions]
+        own = [ready.words(caption) for caption in captions]
         for string, caption, words in zip(labels.classes[label], captions, own, strict=True):
-            if len(words) + 2 > ready.num_tokens:
+            if (length := len(words) + ready.special) > ready.num_tokens:
                 raise DataError(
-                    f"zero-shot: {caption!r} is {len(words) + 2} tokens; expected at most "
+                    f"zero-shot: {caption!r} is {length} tokens; expected at most "
                     f"{ready.num_tokens}, the longest caption of the model. Shorten the string "
                     f"of class {label}, or the prompt."
                 )
@@ -355,10 +368,8 @@ def _label_words(
     return found
 
 
-def _rows(ready: OpenCaptioner, words: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(ready: Asker, words: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token_CL of all distinct captions, and the answer that each gives, int64 (C,)."""
     flat = list({tuple(w): answer for answer, own in enumerate(words) for w in own}.items())
-    token_CL = torch.full((len(flat), ready.num_tokens), PAD_ID, dtype=torch.int64)
-    for c, (own_words, _) in enumerate(flat):
-        token_CL[c, : len(own_words) + 2] = torch.tensor([BOS_ID, *own_words, EOS_ID])
+    token_CL = torch.from_numpy(np.stack([ready.row(list(own_words)) for own_words, _ in flat]))
     return token_CL, torch.tensor([answer for _, answer in flat])

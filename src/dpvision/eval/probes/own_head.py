@@ -17,7 +17,7 @@ from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.class_names import numbered_as
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
-from dpvision.encoders.classifier import OpenHead, is_head, open_head
+from dpvision.encoders.classifier import OpenHead, is_head, open_head, threshold_of
 from dpvision.encoders.feature_file import Extraction, Progress, feature_blocks
 from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError, DataError
@@ -121,7 +121,7 @@ def score_own_head(
             name,
             score_NK.numpy(),
             target_NK,
-            _threshold(config.model),
+            threshold_of(config.model),
             "own head, centre crop",
             visibility,
         )
@@ -215,13 +215,6 @@ def scorable(
     names = trained_classes(config.data, manifest, "own_head")
     numbered = numbered_as(test_store, names, "own_head", "the training store")
     return numbered, _labelled_rows(numbered, model.num_classes)
-
-
-def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
-    """Return the decision threshold, or None if scores only define an order."""
-    if isinstance(model, ClassifierConfig):
-        return 0.0  # a logit of 0 is probability 1/2
-    return model.settings.threshold
 
 
 def _scores_of_head(
