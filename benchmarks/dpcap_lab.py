@@ -49,7 +49,7 @@ from scene_probes import FIRST_FIT, FIRST_TEST, attribute_probes, pixels, scenes
 from dpvision.checkpoint import load_checkpoint
 from dpvision.data.importer import import_samples
 from dpvision.data.open import open_store
-from dpvision.data.sources import Sample
+from dpvision.data.sources import Sample, Source
 from dpvision.data.store import Store
 from dpvision.encoders.pooled import pooled_network
 from dpvision.encoders.trained import load_model
@@ -148,7 +148,7 @@ def single_objects(args: argparse.Namespace) -> Store:
         return found
 
     names = [f"{colour} {shape}" for colour, shape in pairs]
-    return import_samples(samples(), folder, public=True, label_names=names)
+    return import_samples(Source(iter(samples()), names), folder, public=True)
 
 
 def said(ready: OpenCaptioner, test: list[Scene]) -> dict[str, float]:

@@ -99,7 +99,7 @@ def whitening_of(spec: str) -> Whitening:
         for i in range(0, TEXTURES, 250)
     ]
     f_ND = torch.cat([encoder((part - mean) / std, "2x2") for part in parts])
-    return replace(fit_whitening(cells(f_ND), FLOOR), cells_QQ=cell_frequencies(2, 2, ENERGY))
+    return fit_whitening(cells(f_ND), FLOOR, cells_QQ=cell_frequencies(2, 2, ENERGY))
 
 
 def cells(f_ND: Tensor) -> Tensor:

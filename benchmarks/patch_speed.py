@@ -30,9 +30,7 @@ def measured(device: str, *, sizes: list[int], num: int, rounds: int) -> Iterato
             device
         )
         for name, scattering in (("patches", False), ("patches+scattering", True)):
-            features = PatchFeatures(
-                {side: load_constants(side)}, scattering=scattering, device=device
-            )
+            features = PatchFeatures({side: load_constants(side)}, scattering=scattering).to(device)
             seconds = []
             with torch.inference_mode():
                 features(x_BCHW[:16])

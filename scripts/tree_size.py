@@ -3,14 +3,14 @@
     python scripts/tree_size.py [SOURCE ...]
     python scripts/tree_size.py /tmp/before/src/dpvision src/dpvision       two trees, in columns
 
-A statement is an ``ast.stmt`` node, nested ones included; a docstring is one. The lines of a
-function are all of it, docstring included; a comment's line may hold code. A file with a single
-importer is imported by one file of its own package and by no other; imports for type checking
-count.
+SOURCE is a folder of Python files. A statement is an ``ast.stmt`` node, nested ones included; a
+docstring is one. The lines of a function are all of it, docstring included; a comment's line may
+hold code. A file with a single importer is imported by one file of its own package and by no other;
+imports for type checking count.
 """
 
+import argparse
 import ast
-import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -121,9 +121,17 @@ def _share(files: list[File], part: Callable[[File], int], whole: Callable[[File
 
 
 def main() -> None:
-    sources = [Path(argument) for argument in sys.argv[1:]] or [HERE]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sources", metavar="SOURCE", nargs="*", type=Path, default=[HERE])
+    sources = parser.parse_args().sources
     trees = [read(source) for source in sources]
-    for source in sources:
+    for source, files in zip(sources, trees, strict=True):
+        if not any(functions(files)):
+            parser.error(
+                f"{source} has no Python function; expected a package's folder. Name {HERE}."
+            )
         print(source)
     packages = [sizes(files) for files in trees]
     for name in [*sorted({name for size in packages for name in size} - {"total"}), "total"]:

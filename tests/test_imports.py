@@ -19,7 +19,7 @@ ORDER = [
     {"encoders"},
     {"eval", "adapt"},
     {"statement"},
-    {"report"},
+    {"export", "report"},
     {"demo", "doctor", "tune"},
     {"cli"},
 ]
@@ -154,10 +154,14 @@ SAME_NAME = {
     # a command, and what it does
     "demo": {".", "cli", "recipes"},
     "ledger": {"cli", "privacy"},
+    "calibrate": {"cli", "eval/probes"},
     "overlap": {"cli", "data"},
     "plan": {"cli", "privacy"},
+    "predict": {"cli", "encoders"},
     "tokenizer": {"cli", "data"},
     "verify": {"cli", "statement"},
+    # a classifier: the network that is trained, and the one that is loaded
+    "classifier": {"encoders", "models"},
     # what is opened by its name or place, whatever its kind
     "open": {"data", "encoders"},
     # what the command line takes

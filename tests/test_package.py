@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +74,30 @@ def test_the_version_is_that_of_the_distribution() -> None:
     from importlib.metadata import version
 
     assert dpvision.__version__ == version("dpvision")
+
+
+TREE_SIZE = Path(__file__).parents[1] / "scripts/tree_size.py"
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [
+        (["--help"], 0, "SOURCE is a folder of Python files"),
+        (["{empty}"], 2, "has no Python function; expected a package's folder"),
+        (["{empty}/missing"], 2, "has no Python function; expected a package's folder"),
+        (["{some}"], 0, "total"),
+    ],
+    ids=["help", "empty", "missing", "some"],
+)
+def test_tree_size_explains_itself_and_refuses_a_folder_without_code(
+    given: list[str], status: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some/a.py").write_text("import os\n\n\ndef f(x):\n    return x\n")
+    given = [word.format(empty=tmp_path / "empty", some=tmp_path / "some") for word in given]
+    done = subprocess.run(
+        [sys.executable, str(TREE_SIZE), *given], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr

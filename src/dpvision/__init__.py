@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from dpvision.data.store import Store as Store
     from dpvision.dp.clip import clipped_sum as clipped_sum
     from dpvision.dp.noise import privatize as privatize
-    from dpvision.encoders.headed import load_classifier as load_classifier
+    from dpvision.encoders.classifier import load_classifier as load_classifier
     from dpvision.encoders.open import open_encoder as load
+    from dpvision.encoders.predict import predict as predict
     from dpvision.eval.probes.suite import evaluate as evaluate
     from dpvision.privacy.plan import make_plan as make_plan
     from dpvision.report.page import make_report as make_report
@@ -40,13 +41,14 @@ _HOME = {
     "fit": "dpvision.train.loop",
     "fit_head": "dpvision.adapt.session:adapt",
     "load": "dpvision.encoders.open:open_encoder",
-    "load_classifier": "dpvision.encoders.headed",
+    "load_classifier": "dpvision.encoders.classifier",
     "make_plan": "dpvision.privacy.plan",
     "make_report": "dpvision.report.page",
     "make_statement": "dpvision.statement.statement",
     "new_head_session": "dpvision.adapt.session",
     "new_session": "dpvision.train.start",
     "open_store": "dpvision.data.open",
+    "predict": "dpvision.encoders.predict",
     "private_loop": "dpvision.train.own_loop",
     "privatize": "dpvision.dp.noise",
 }
@@ -69,6 +71,7 @@ __all__ = [
     "new_head_session",
     "new_session",
     "open_store",
+    "predict",
     "private_loop",
     "privatize",
 ]

@@ -13,7 +13,7 @@ from typing import Any
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.config import CaptionerConfig, HeadConfig, RunConfig
 from dpvision.data.declared import rounded_up
-from dpvision.data.import_labels import read_rule
+from dpvision.data.import_labels import LabelRule, read_classes
 from dpvision.data.importer import import_source
 from dpvision.data.open import open_store
 from dpvision.data.split import split_store
@@ -150,10 +150,15 @@ def on_images(data: Path, classes: Path, place: Place) -> Finished:
         DataError: the images cannot be imported, or were imported with other classes.
     """
     place.say("1/2  Images")
-    declared = read_rule(classes)
+    declared = read_classes(classes)
+    names = tuple(declared.values() if isinstance(declared, dict) else declared)
     folder = place.stores / f"demo-{data.resolve().stem}"
-    store = open_store(folder) if folder.exists() else import_source(data, folder, classes=declared)
-    if tuple(store.label_names or ()) != declared.declared:
+    store = (
+        open_store(folder)
+        if folder.exists()
+        else import_source(data, folder, labels=LabelRule(classes=declared))
+    )
+    if tuple(store.label_names or ()) != names:
         raise DataError(
             f"demo: {folder} was imported with other classes; expected those of --classes. "
             "Remove it, or use another --stores."
@@ -172,9 +177,7 @@ def on_images(data: Path, classes: Path, place: Place) -> Finished:
         "     Each repetition of this command is charged to these images again; dpvision ledger "
         f"{train.path} shows the total."
     )
-    return _classifier(
-        place, train, rounded_up(train.num_records), len(declared.declared or ()), test
-    )
+    return _classifier(place, train, rounded_up(train.num_records), len(names), test)
 
 
 def _classifier(

@@ -12,9 +12,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from dpvision.errors import CheckpointError, remedy_for
+from dpvision.errors import CheckpointError, ConfigError, DataError, remedy_for
 
 
 @contextlib.contextmanager
@@ -127,3 +127,46 @@ def make_folders(folder: Path) -> None:
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{os.getpid()}")
+
+
+def check_out(path: Path, where: str, *suffixes: str, name: str = "out") -> None:
+    """Raise ConfigError for a file to write that is of another kind, or in no folder.
+
+    Args:
+        name: the option that gives it.
+    """
+    if path.suffix not in suffixes or path.is_dir():
+        raise ConfigError(
+            f"{where}: {name}={str(path)!r}; expected a file that ends in {' or '.join(suffixes)}. "
+            "Rename it."
+        )
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{where}: {name}={str(path)!r}; expected an existing folder. Run mkdir -p "
+            f"{path.parent}."
+        )
+
+
+@contextlib.contextmanager
+def writing_text(path: Path, where: str, name: str = "out") -> Iterator[TextIO]:
+    """Yield a text file that takes the place of ``path`` when the block ends without an error.
+
+    Bytes of a file name that are no UTF-8 are written as escapes: \\udce9 is the byte 0xe9.
+
+    Args:
+        name: the option that gives the file.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    try:
+        with (
+            replacing(path) as partial,
+            partial.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file,
+        ):
+            yield file
+    except OSError as error:
+        raise DataError(
+            f"{where}: {path} ({error.strerror or error}); expected a writable path with free "
+            f"space. Choose another --{name}."
+        ) from None

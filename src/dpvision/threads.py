@@ -11,6 +11,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+def is_traced() -> bool:
+    """Return whether torch records operations (``torch.jit.trace``, ``torch.export``, compilation),
+    so that the code must not split a batch: the record is to hold for any number of images.
+    """
+    return torch.jit.is_tracing() or torch.compiler.is_compiling()
+
+
 def map_pieces(function: Callable[[T], R], pieces: Iterable[T], device: torch.device) -> list[R]:
     """Return ``function(piece)`` for every piece, in order.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.datasets import load_digits
 
+from dpvision.adapt.session import adapt, new_head_session
 from dpvision.config import FrozenEncoderConfig, HeadConfig, RunConfig
 from dpvision.config.resolve import with_head
 from dpvision.data.store import Store
@@ -45,3 +46,10 @@ def head_config(
     )
     config = replace(config, hardware=replace(config.hardware, device="cpu", workers=1))
     return config if head is None else with_head(config, head)
+
+
+def run_head(config: RunConfig, root: Path) -> Path:
+    """Train the head of a config in a new run."""
+    with new_head_session(config, root) as session:
+        adapt(session)
+    return root

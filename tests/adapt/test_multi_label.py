@@ -20,7 +20,7 @@ from dpvision.config.resolve import with_head
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
-from dpvision.encoders.headed import load_classifier
+from dpvision.encoders.classifier import load_classifier
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.own_head import score_own_head
 from dpvision.privacy.ledger_format import read_ledger

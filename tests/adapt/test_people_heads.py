@@ -20,8 +20,9 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.cli import main
 from dpvision.config import with_settings
 from dpvision.config.heads import HEADS
-from dpvision.data.import_labels import ClassRule
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError, PrivacyError
@@ -35,7 +36,7 @@ from ..train.people_store import NUM_IMAGES, PEOPLE, people_store, shared_store
 from .heads_of_people import C, moves, people_head_config, stream_of, sums, without_person
 
 SUMS = ("gradient at zero", "gradient", "moments", "prototypes")
-CLASSES = ClassRule(("c0", "c1", "c2"))
+CLASSES = LabelRule(classes=("c0", "c1", "c2"))
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +213,9 @@ def test_adversarial_people_move_every_sum_by_at_most_the_clip_norm(tmp_path: Pa
         Sample(f"d{i}", flat(255, 100 + i), {"person": "every label", "label": f"c{i % 3}"})
         for i in range(9)
     ]
-    made_of = import_samples(samples, tmp_path / "store", unit_from="person", classes=CLASSES)
+    made_of = import_samples(
+        samples, tmp_path / "store", people=PersonRule("person"), labels=CLASSES
+    )
     (
         spoil(made_of, 0),
         spoil(made_of, 2),
@@ -323,7 +326,9 @@ def test_every_head_learns_from_people(tmp_path: Path, head: str) -> None:
                     {"person": f"p{p}", "label": f"c{p % 3}"},
                 )
             )
-    made_of = import_samples(samples, tmp_path / "store", unit_from="person", classes=CLASSES)
+    made_of = import_samples(
+        samples, tmp_path / "store", people=PersonRule("person"), labels=CLASSES
+    )
     with new_head_session(
         people_head_config(made_of, head, max_grad_norm=1.0), tmp_path / "run"
     ) as session:
@@ -379,7 +384,7 @@ def test_of_several_labels_the_images_with_the_same_ones_are_averaged(tmp_path: 
         for p in range(6)
         for i in range(7)
     ]
-    several = import_samples(samples, tmp_path / "store", unit_from="person")
+    several = import_samples(samples, tmp_path / "store", people=PersonRule("person"))
     config = people_head_config(several)
     made = prepare(replace(config, model=replace(config.model, multi_label=True)))
     found = rows_by_hand(several, made.people, 3)  # type: ignore[arg-type]
@@ -520,10 +525,10 @@ def test_the_command_line_says_what_a_persons_row_is_and_refuses_what_is_not_the
         for i in range(20)
     ]
     records = import_samples(
-        [replace_person(s, None) for s in samples], tmp_path / "records", classes=CLASSES
+        [replace_person(s, None) for s in samples], tmp_path / "records", labels=CLASSES
     )
     assert "has no units" in refused(*command(records.path), "--dataset-size", "20")
-    options: dict[str, Any] = {"unit_from": "person", "unmatched": "own-person", "classes": CLASSES}
+    options: dict[str, Any] = {"people": PersonRule("person", "own-person"), "labels": CLASSES}
     missing = import_samples(
         [*samples, Sample("x", png(50), {"label": "c1"})], tmp_path / "missing", **options
     )
@@ -531,7 +536,7 @@ def test_the_command_line_says_what_a_persons_row_is_and_refuses_what_is_not_the
         *command(missing.path, num_units=11), "--dataset-size", "21"
     )
     two = [*samples, Sample("x", png(0, 16, 16), {"person": "p7", "label": "c0"})]
-    shared = shared_store(two, tmp_path / "shared", classes=CLASSES)
+    shared = shared_store(two, tmp_path / "shared", labels=CLASSES)
     assert "1 files have the bytes of an image of another person" in refused(
         *command(shared.path), "--dataset-size", "20"
     )

@@ -24,7 +24,7 @@ from dpvision.adapt.defaults import MOST_STEPS, with_rate
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import DataConfig, HeadConfig, OptimConfig, RunConfig, with_settings
+from dpvision.config import HeadConfig, OptimConfig, RunConfig, with_settings
 from dpvision.config.heads import HEADS
 from dpvision.config.plain import setting
 from dpvision.config.resolve import with_head
@@ -33,8 +33,9 @@ from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.noise import DPGradient
+from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.feature_file import texture_centre
-from dpvision.encoders.headed import load_classifier
+from dpvision.encoders.fixed import fixed_encoder
 from dpvision.encoders.open import open_frozen
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.probes.own_head import score_own_head
@@ -46,7 +47,7 @@ from dpvision.statement.statement import make_statement
 
 from ..eval.labelled import write_store
 from .lineage_runs import untrained_run
-from .runs_of_heads import head_config, write_digits
+from .runs_of_heads import head_config, run_head, write_digits
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +60,11 @@ def public_test(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return write_digits(tmp_path_factory.mktemp("stores") / "test", 1200, 1797, public=True)
 
 
-def _run(config: RunConfig, root: Path) -> Path:
-    with new_head_session(config, root) as session:
-        adapt(session)
-    return root
-
-
 @pytest.mark.parametrize("head", [*HEADS, None])
 def test_every_head_spends_its_releases_learns_and_is_opened_again(
     private: Store, public_test: Store, tmp_path: Path, head: str | None
 ) -> None:
-    root = _run(head_config(private, head), tmp_path / "run")
+    root = run_head(head_config(private, head), tmp_path / "run")
     manifest, ledger = load_checkpoint(root).manifest, read_ledger(root / "ledger.jsonl")
     plan = ledger.plan
     assert ledger.steps == manifest["ledger_steps"] == manifest["updates"] == plan.steps
@@ -105,15 +100,16 @@ def test_patches_take_the_largest_of_their_resolutions_up_to_the_one_asked_for(
 def test_what_predicts_is_what_was_saved_on_what_one_image_shows(
     private: Store, public_test: Store, tmp_path: Path
 ) -> None:
-    root = _run(head_config(private, "prototypes"), tmp_path / "run")
+    root = run_head(head_config(private, "prototypes"), tmp_path / "run")
     classifier = load_classifier(root)
     saved = load_checkpoint(root).model
-    data = DataConfig(mean=classifier.encoder.mean, std=classifier.encoder.std)
-    x_BCHW, row_B, _ = next(image_batches(public_test, None, 8, data, batch_size=64, workers=1))
+    x_BCHW, row_B, _ = next(
+        image_batches(public_test, None, 8, classifier.data, batch_size=64, workers=1)
+    )
     x_BD = x_BCHW.flatten(1)
     x_BD = x_BD - saved["centre"]
     assert (
-        torch.allclose(saved["centre"], texture_centre(classifier.encoder, "pixels"))
+        torch.allclose(saved["centre"], texture_centre(fixed_encoder("pixels", 8), "pixels"))
         and saved["centre"].abs().sum() > 0
     )
     expected = (x_BD / x_BD.norm(dim=1, keepdim=True)) @ saved["weight"].T + saved["bias"]
@@ -126,15 +122,16 @@ def test_what_predicts_is_what_was_saved_on_what_one_image_shows(
 
 def test_without_noise_least_squares_is_ridge_regression(private: Store, tmp_path: Path) -> None:
     config = head_config(private, "least_squares", epsilon=None)
-    root = _run(config, tmp_path / "run")
+    root = run_head(config, tmp_path / "run")
     assert (
         not (root / "checkpoints").exists() and (root / "confidential" / "checkpoints").exists()
     ), "no guarantee, private images"
     classifier = load_classifier(root)
-    data = DataConfig(mean=classifier.encoder.mean, std=classifier.encoder.std)
     found = [
         (x.flatten(1), label)
-        for x, _, label in image_batches(private, None, 8, data, batch_size=400, workers=1)
+        for x, _, label in image_batches(
+            private, None, 8, classifier.data, batch_size=400, workers=1
+        )
     ]
     x_ND, label_N = (torch.cat(part) for part in zip(*found, strict=True))
     raw_ND, x_ND = x_ND, x_ND - classifier.head.centre
@@ -163,7 +160,7 @@ def _killed(config: RunConfig, root: Path, last: int) -> None:
                 return real(total, plan, step, key, **settings)
 
             release.privatize = killed
-            _run(config, root)
+            run_head(config, root)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -280,7 +277,7 @@ def test_a_run_that_goes_on_uses_new_keys_and_writes_none(
 
     monkeypatch.setattr(session_module, "Releases", spied)
     for name in ("a", "b"):
-        _run(head_config(private, "prototypes"), tmp_path / name)
+        run_head(head_config(private, "prototypes"), tmp_path / name)
     assert len({key.secret() for key in seen}) == 4
     files = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     assert not any(
@@ -296,7 +293,7 @@ def test_a_record_that_does_not_decode_stays_and_contributes_nothing(tmp_path: P
         shard.seek(int(store.index["offset"][7]))
         shard.write(b"\0" * int(store.index["size"][7]))
     config = head_config(open_store(store.path), "prototypes")
-    root = _run(config, tmp_path / "run")
+    root = run_head(config, tmp_path / "run")
     assert json.loads((root / "confidential" / "head.json").read_text())["without_features"] == 1
     outside = [
         f
@@ -309,7 +306,7 @@ def test_a_record_that_does_not_decode_stays_and_contributes_nothing(tmp_path: P
 
 
 def test_features_are_computed_once_for_all_heads(private: Store, tmp_path: Path) -> None:
-    _run(head_config(private, "prototypes"), tmp_path / "a")
+    run_head(head_config(private, "prototypes"), tmp_path / "a")
     done: list[int] = []
     with new_head_session(head_config(private, "one_step"), tmp_path / "b") as session:
         adapt(session, progress=done.append)
@@ -337,7 +334,7 @@ def test_a_run_of_ours_as_the_encoder_brings_its_lineage(
         "private",
         {"epsilon": 2.0, "epsilon_rdp": 2.1, "delta": 1e-5, "steps": 4},
     )
-    root = _run(head_config(private, "prototypes", spec=str(spec)), tmp_path / "run")
+    root = run_head(head_config(private, "prototypes", spec=str(spec)), tmp_path / "run")
     lineage = load_checkpoint(root).manifest["lineage"]
     assert [entry["store_id"] for entry in lineage] == ["5ea1", private.store_id] and lineage[0][
         "guarantee"

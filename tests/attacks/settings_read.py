@@ -31,7 +31,7 @@ from dpvision.config import (
 )
 from dpvision.config.heads import HEADS, AnyHead, ChoiceConfig, FeatureConfig
 from dpvision.config.resolve import resolve
-from dpvision.data.import_labels import ClassRule
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.encoders.starting_weights import open_parent
@@ -303,7 +303,7 @@ def _store(folder: Path, name: str, *, public: bool) -> str:
             )
             for i in range(_NUM)
         )
-        import_samples(samples, path, public=public, classes=ClassRule(("a", "b", "c", "d")))
+        import_samples(samples, path, public=public, labels=LabelRule(classes=("a", "b", "c", "d")))
     return str(path)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dpvision.cli import main
 from dpvision.config import ClassifierConfig, DataConfig, ViTConfig
 from dpvision.data.batch import Batch
-from dpvision.data.import_labels import ClassRule, read_classes
+from dpvision.data.import_labels import LabelRule, read_classes
 from dpvision.data.importer import import_source
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import image_batches, physical_batches
@@ -31,7 +31,7 @@ from dpvision.runs.store_checks import check_labels
 from dpvision.train.objectives import classification_losses
 
 C, NUM, CLASSES = 0.1, 105, ("beech", "birch", "oak")
-DECLARED = ClassRule(CLASSES)
+DECLARED = LabelRule(classes=CLASSES)
 
 
 def write_images(folder: Path, extra: str | None = None) -> Path:
@@ -81,9 +81,9 @@ def moved(folder: Path, extra: str, **options: object) -> float:
 
 
 def test_one_more_image_moves_the_sum_by_its_own_contribution_only(tmp_path: Path) -> None:
-    assert moved(tmp_path / "known", "beech", classes=DECLARED) <= 1.0001
-    unlabelled = ClassRule(CLASSES, "unlabelled")
-    assert moved(tmp_path / "unknown", "ash", classes=unlabelled) == 0.0, (
+    assert moved(tmp_path / "known", "beech", labels=DECLARED) <= 1.0001
+    unlabelled = LabelRule(classes=CLASSES, unknown_classes="unlabelled")
+    assert moved(tmp_path / "unknown", "ash", labels=unlabelled) == 0.0, (
         "an image of an unknown class contributes nothing"
     )
 
@@ -108,8 +108,10 @@ def test_declared_numbers_are_those_of_the_list_whatever_else_there_is(
             match=r"1 records of classes that are not declared \('ash'\); "
             r"expected the 3 declared ones",
         ):
-            import_source(folder, tmp_path / "refused", classes=DECLARED)
-    store = import_source(folder, tmp_path / "s", classes=ClassRule(CLASSES, "unlabelled"))
+            import_source(folder, tmp_path / "refused", labels=DECLARED)
+    store = import_source(
+        folder, tmp_path / "s", labels=LabelRule(classes=CLASSES, unknown_classes="unlabelled")
+    )
     named = {
         store.record(i).key.split("/")[0]: store.record(i).labels for i in range(store.num_records)
     }
@@ -142,9 +144,11 @@ def test_all_kinds_of_sources_and_lists_keep_to_the_declared_classes(tmp_path: P
     for name, table in tables.items():
         pq.write_table(table, tmp_path / f"{name}.parquet")
         with pytest.raises(DataError, match="1 records of classes that are not declared"):
-            import_source(tmp_path / f"{name}.parquet", tmp_path / "refused", classes=DECLARED)
+            import_source(tmp_path / f"{name}.parquet", tmp_path / "refused", labels=DECLARED)
         store = import_source(
-            tmp_path / f"{name}.parquet", tmp_path / name, classes=ClassRule(CLASSES, "unlabelled")
+            tmp_path / f"{name}.parquet",
+            tmp_path / name,
+            labels=LabelRule(classes=CLASSES, unknown_classes="unlabelled"),
         )
         labels = [store.record(i).labels for i in range(4)]
         second = (0,) if name == "numbers" else (1,)
@@ -168,7 +172,7 @@ def test_a_record_without_a_class_adds_exactly_nothing_to_a_step(tmp_path: Path)
     store = import_source(
         write_images(tmp_path / "a", "ash"),
         tmp_path / "s",
-        classes=ClassRule(CLASSES, "unlabelled"),
+        labels=LabelRule(classes=CLASSES, unknown_classes="unlabelled"),
     )
     unknown = np.flatnonzero(~store.labelled)
     assert len(unknown) == 1
@@ -199,12 +203,14 @@ def test_a_record_without_a_class_adds_exactly_nothing_to_a_step(tmp_path: Path)
 
 def test_records_without_a_class_train_only_with_the_operators_word(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "a", "ash")
-    store = import_source(folder, tmp_path / "s", classes=ClassRule(CLASSES, "unlabelled"))
+    store = import_source(
+        folder, tmp_path / "s", labels=LabelRule(classes=CLASSES, unknown_classes="unlabelled")
+    )
     check_labels(store, np.arange(store.num_records), 3)
     store.meta["may_be_unlabelled"] = False
     with pytest.raises(DataError, match="1 of 106 records have no label"):
         check_labels(store, np.arange(store.num_records), 3)
-    nothing = import_source(folder, tmp_path / "n", classes=ClassRule(unknown="unlabelled"))
+    nothing = import_source(folder, tmp_path / "n", labels=LabelRule(unknown_classes="unlabelled"))
     with pytest.raises(DataError, match="106 of 106 records have no label"):
         check_labels(nothing, np.arange(nothing.num_records), 3)
 

@@ -281,3 +281,72 @@ def test_rows_of_another_batch_decide_nothing() -> None:
     own = HostRows(padded.record_id_B, padded.valid_B)
     a, b = (summed(Model(in_place), loss_fn, padded, host=h) for h in (own, None))
     assert a.num_records == 3 and off(a, b) == 0
+
+
+def mixed(gradient: Tensor) -> Tensor:
+    return gradient - gradient.mean(0)
+
+
+def limited(gradient: Tensor) -> Tensor:
+    """Mixes records only where their gradients are long, which those of random records are not."""
+    return gradient * (30.0 / gradient.norm()).clamp(max=1.0)
+
+
+def hooked_tensor(hook: Any) -> Forward:
+    def path(model: Model, x: Tensor, key: Tensor) -> Tensor:
+        h = model.layer(x)
+        if h.requires_grad:
+            h.register_hook(hook)
+        return h
+
+    return path
+
+
+@pytest.mark.parametrize("hook", [mixed, limited])
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("place", ["tensor", "full", "before", "everywhere"])
+def test_a_backward_hook_that_may_mix_records_is_refused_by_name(
+    hook: Any, checked: bool, place: str
+) -> None:
+    """``limited`` on a tensor was accepted, since random records do not reach its limit; one long
+    gradient then shrank eleven others: 9.2 C. A layer's hook ended in an exception of ``dp``'s own.
+    """
+    model, where = Model(in_place), r"layer 'layer' \(Linear\)"
+    handle = None
+    if place == "tensor":
+        model, where = Model(hooked_tensor(hook)), "a tensor of the forward pass"
+    elif place == "full":
+        model.layer.register_full_backward_hook(lambda _layer, into, _out: (hook(into[0]),))
+    elif place == "before":
+        model.layer.register_full_backward_pre_hook(lambda _layer, out: (hook(out[0]),))
+    else:
+        where = r"layer '' \(Model\)"
+        handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    name = hook.__name__ if place == "tensor" else "<lambda>"
+    try:
+        with pytest.raises(PrivacyError, match=f"{where} has the backward hook .*{name}; expected"):
+            summed(model, loss_fn, records(), check_separability=checked)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_a_parameters_own_hook_sees_no_gradient_of_records() -> None:
+    """As of a logger that watches gradients: the sum is that of the model without it."""
+    seen: list[Tensor] = []
+    model = Model(in_place)
+    plain = summed(model, loss_fn, records())
+    for p in model.parameters():
+        p.register_hook(seen.append)
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    assert off(summed(model, loss_fn, records()), plain) == 0 and not seen
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_calls_that_only_a_pass_with_gradients_makes_are_refused() -> None:
+    def path(model: Model, x: Tensor, key: Tensor) -> Tensor:
+        h = model.layer(x)
+        return h * 1.0 if torch.is_grad_enabled() else h
+
+    with pytest.raises(PrivacyError, match="with gradients, and did otherwise without"):
+        summed(Model(path), loss_fn, records())

@@ -21,6 +21,7 @@ from dpvision.checkpoint import load_checkpoint, read_manifest
 from dpvision.cli import main
 from dpvision.data.importer import import_source
 from dpvision.data.open import open_store
+from dpvision.data.person_names import PersonRule
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError, DPVisionError
 from dpvision.eval.score_file import read_scores
@@ -210,7 +211,7 @@ def test_a_record_of_two_persons_in_one_json_object_belongs_to_neither(tmp_path:
         tmp_path / "a.tar",
         {"0.png": png(0), "0.json": both, "1.png": png(1), "1.json": js(patient="p1")},
     )
-    store = import_source(tar, tmp_path / "s", unit_from="patient")
+    store = import_source(tar, tmp_path / "s", people=PersonRule("patient"))
     assert store.num_records == 1 and store.import_summary()["left_out"] == {"damaged text": 1}
     lines = (
         '{"file_name": "0.png", "patient": "p1", "patient": "p2"}\n'
@@ -220,10 +221,12 @@ def test_a_record_of_two_persons_in_one_json_object_belongs_to_neither(tmp_path:
         tmp_path / "f", {"0.png": png(0), "1.png": png(1), "metadata.jsonl": lines.encode()}
     )
     with pytest.raises(DataError, match="'patient' is twice"):
-        import_source(folder, tmp_path / "t", unit_from="patient")
+        import_source(folder, tmp_path / "t", people=PersonRule("patient"))
     (folder / "metadata.jsonl").write_text(lines.replace(', "patient": "p2"', ""))
     assert (
-        import_source(folder, tmp_path / "u", unit_from="patient", unmatched="drop").num_records
+        import_source(
+            folder, tmp_path / "u", people=PersonRule("patient", unmatched="drop")
+        ).num_records
         == 1
     ), "NaN is a missing cell"
 

@@ -17,7 +17,7 @@ from dpvision.cli import main
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.open import open_store
 from dpvision.data.people import People
-from dpvision.data.person_names import alike, loosely, one_spelling, person_name
+from dpvision.data.person_names import PersonRule, alike, loosely, one_spelling, person_name
 from dpvision.data.sources import Sample
 from dpvision.errors import DataError
 
@@ -134,18 +134,17 @@ def images_of(people: list[Any]) -> list[Sample]:
 @pytest.mark.parametrize("what", ONE)
 def test_spellings_that_look_the_same_are_one_person(what: str, tmp_path: Path) -> None:
     assert len({person_name(value, "patient", "1.png") for value in ONE[what]}) == 1
-    store = import_samples(images_of(ONE[what]), tmp_path / "s", unit_from="patient")
+    store = import_samples(images_of(ONE[what]), tmp_path / "s", people=PersonRule("patient"))
     assert len(People.of(store)) == 1 and store.num_records == len(ONE[what])
 
 
 def test_what_means_that_nobody_is_known_is_no_person(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{len(NOBODY)} images without one"):
-        import_samples(images_of(NOBODY), tmp_path / "s", unit_from="patient")
+        import_samples(images_of(NOBODY), tmp_path / "s", people=PersonRule("patient"))
     store = import_samples(
         [*images_of(NOBODY), Sample("p", png(99), {"patient": "p"})],
         tmp_path / "s",
-        unit_from="patient",
-        unmatched="drop",
+        people=PersonRule("patient", unmatched="drop"),
     )
     assert store.num_records == 1
 
@@ -163,8 +162,7 @@ def test_names_that_may_be_one_persons_are_refused_with_both_spellings(
             import_samples(
                 images_of([one, "somebody else", other]),
                 tmp_path / "s",
-                unit_from="patient",
-                unmatched="own-person",
+                people=PersonRule("patient", unmatched="own-person"),
             )
         assert all(
             one_spelling(name) in str(error.value) for name in (one, other)
@@ -327,7 +325,9 @@ def test_a_whole_number_that_a_float_column_does_not_hold_is_refused(tmp_path: P
         table = {"image": [png(2 * i), png(2 * i + 1)], "patient": column}
         pq.write_table(pa.table(table), tmp_path / "src" / f"{i}.parquet")
     with pytest.raises(DataError, match=r"expected whole numbers below 2\^53"):
-        import_source(tmp_path / "src", tmp_path / "s", unit_from="patient", unmatched="drop")
+        import_source(
+            tmp_path / "src", tmp_path / "s", people=PersonRule("patient", unmatched="drop")
+        )
     assert person_name(float(2**53 - 1), "f", "") == str(2**53 - 1) and person_name(
         2**53 + 1, "f", ""
     ) == str(2**53 + 1)

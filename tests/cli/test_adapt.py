@@ -15,15 +15,15 @@ from sklearn.datasets import load_digits
 from dpvision.adapt.defaults import MOST_STEPS
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli import main
-from dpvision.data.import_labels import ClassRule
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples
 from dpvision.data.open import open_store
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.encoders import open as open_module
+from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.feature_file import feature_array
-from dpvision.encoders.headed import load_classifier
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.recipes import RECIPES
 from dpvision.synthetic.scenes import make_scene
@@ -510,7 +510,7 @@ def test_an_empty_class_is_noted_of_public_images_only(
     images = write_store(
         tmp_path / "images", list(rng.integers(0, 255, (60, 8, 8, 3), dtype=np.uint8)), ["0"] * 60
     )
-    rule = ClassRule(("a", "b", "c", "d"), "unlabelled")
+    rule = LabelRule(classes=("a", "b", "c", "d"), unknown_classes="unlabelled")
     for public in (True, False):
         for name, labels, more in (
             ("one", ["a", "b", "e"], []),
@@ -518,7 +518,7 @@ def test_an_empty_class_is_noted_of_public_images_only(
         ):
             samples = (Sample(f"k{i}", images.read(i), {"label": labels[i % 3]}) for i in range(60))
             store = import_samples(
-                samples, tmp_path / f"{public} {name}", public=public, classes=rule
+                samples, tmp_path / f"{public} {name}", public=public, labels=rule
             )
             argv = [
                 "adapt",

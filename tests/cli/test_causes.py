@@ -14,9 +14,10 @@ import pytest
 
 from dpvision.cli import main
 from dpvision.cli.scores import scores_table
-from dpvision.data.import_labels import ClassRule
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_source
 from dpvision.data.open import open_store
+from dpvision.data.person_names import PersonRule
 from dpvision.errors import DataError
 from dpvision.eval.score import Score
 
@@ -201,16 +202,15 @@ def test_a_name_of_an_image_that_does_not_count_needs_no_list(tmp_path: Path) ->
     table = b"file_name,label,person\n0.png,1,a\n1.png,0,b\n2.png,junk,\n"
     source = write_folder(tmp_path / "persons", files | {"metadata.csv": table})
     assert import_source(
-        source, tmp_path / "kept", unit_from="person", unmatched="drop"
+        source, tmp_path / "kept", people=PersonRule("person", unmatched="drop")
     ).labels.tolist() == [1, 0]
     with pytest.raises(DataError, match="junk"):
-        import_source(source, tmp_path / "all", unit_from="person", unmatched="own-person")
+        import_source(source, tmp_path / "all", people=PersonRule("person", unmatched="own-person"))
     kept = import_source(
         source,
         tmp_path / "both",
-        unit_from="person",
-        unmatched="own-person",
-        classes=ClassRule(None, "unlabelled"),
+        people=PersonRule("person", unmatched="own-person"),
+        labels=LabelRule(unknown_classes="unlabelled"),
     )
     assert kept.labels.tolist() == [1, 0, -1]
 

@@ -294,8 +294,8 @@ def test_the_other_half_shares_no_image(capsys: pytest.CaptureFixture[str]) -> N
     """A half that was split again with the same numbers has a part that looks like the other
     half.
     """
-    from dpvision.cli.next_steps import other_half
     from dpvision.data.open import open_store
+    from dpvision.data.split import other_half
 
     store, _ = _imported("neither", capsys)
     a, b = (store.with_name(name) for name in "ab")

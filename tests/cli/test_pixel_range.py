@@ -11,11 +11,12 @@ import pytest
 import dpvision
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli import main
+from dpvision.data.image_files import find_images
 from dpvision.data.importer import import_source
 from dpvision.data.open import open_store
 from dpvision.data.split import split_store
 from dpvision.errors import DataError
-from dpvision.eval.captions.caption_images import caption_files, find_images
+from dpvision.eval.captions.caption_images import caption_files
 from dpvision.eval.captions.open_captioner import open_captioner
 
 from ..captioners import train_captioner, write_run

@@ -1,7 +1,8 @@
 import pytest
 
-from dpvision.data.import_labels import ClassRule
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 
@@ -26,7 +27,10 @@ def store(tmp_path) -> Store:
                 {"label": f"class {i % 4}", "captions": [f"one {i}", f"two {i}"], **person},
             )
         )
-    classes = ClassRule(tuple(f"class {k}" for k in range(4)))
+    classes = LabelRule(classes=tuple(f"class {k}" for k in range(4)))
     return import_samples(
-        samples, tmp_path / "store", unit_from="person", unmatched="own-person", classes=classes
+        samples,
+        tmp_path / "store",
+        people=PersonRule("person", unmatched="own-person"),
+        labels=classes,
     )

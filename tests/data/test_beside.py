@@ -15,12 +15,13 @@ import pytest
 from PIL import Image
 
 from dpvision.cli import main
-from dpvision.data.import_labels import ClassRule
+from dpvision.data.image_files import find_images
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_source
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import open_source
 from dpvision.encoders.embeddings import write_embeddings
 from dpvision.errors import DataError
-from dpvision.eval.captions.caption_images import find_images
 
 from .image_files import js, png, write_folder, write_tar
 
@@ -72,7 +73,10 @@ def test_hidden_folders_make_neither_persons_nor_classes_nor_records(tmp_path):
     ]
     assert sorted(listed) == sorted(HIDDEN)
     people = import_source(
-        source, tmp_path / "p", unit_from="parent", classes=ClassRule(None, "unlabelled")
+        source,
+        tmp_path / "p",
+        people=PersonRule("parent"),
+        labels=LabelRule(unknown_classes="unlabelled"),
     )
     assert len(set(people.index["unit"].tolist())) == 2
 
@@ -329,9 +333,9 @@ def test_a_plain_tar_of_class_folders_is_refused_or_read_by_its_parent(tmp_path)
     )
     with pytest.raises(DataError, match=r"--label-from parent.*tar -xf"):
         import_source(tar, tmp_path / "s", public=True)
-    store = import_source(tar, tmp_path / "s", public=True, label_from="parent")
+    store = import_source(tar, tmp_path / "s", public=True, labels=LabelRule("parent"))
     assert [store.label_names[i] for i in store.labels] == ["cat", "cat", "dog"]
-    people = import_source(tar, tmp_path / "p", unit_from="parent")
+    people = import_source(tar, tmp_path / "p", people=PersonRule("parent"))
     assert len(set(people.index["unit"].tolist())) == 2
     (tmp_path / "d").mkdir()
     for name in ("cat", "dog"):  # a tar for each class

@@ -15,10 +15,10 @@ import pytest
 
 from dpvision.cli import main
 from dpvision.data.class_names import numbered_as
-from dpvision.data.import_labels import ClassRule, read_rule
+from dpvision.data.import_labels import LabelRule, read_classes
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.open import open_store
-from dpvision.data.sources import Sample
+from dpvision.data.sources import Sample, Source
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 
@@ -108,10 +108,12 @@ def test_declared_numbers_are_names_in_every_source(
     tmp_path: Path, kind: str, public: bool
 ) -> None:
     source = write_source(tmp_path / "src", kind, ["1", "2", "3"])
-    store = import_source(source, tmp_path / "s", public=public, classes=ClassRule(("1", "2", "3")))
+    store = import_source(
+        source, tmp_path / "s", public=public, labels=LabelRule(classes=("1", "2", "3"))
+    )
     assert labels_by_image(store) == [(0,), (1,), (2,)] and store.label_names == ["1", "2", "3"]
     other = import_source(
-        source, tmp_path / "t", public=public, classes=ClassRule(("03", "1", "2"))
+        source, tmp_path / "t", public=public, labels=LabelRule(classes=("03", "1", "2"))
     )
     assert labels_by_image(other) == ([(1,), (2,), (0,)]), "03 is declared, and 3 is that number"
 
@@ -122,20 +124,22 @@ def test_numbers_for_declared_names_are_refused_with_both_readings(
 ) -> None:
     """1 may be the second of the declared names, or the first. A JSON object says which."""
     source, names = write_source(tmp_path / "src", kind, ["1", "2", "3"]), ("cat", "dog", "emu")
-    for rule in (ClassRule(names), ClassRule(names, "unlabelled")):
+    for rule in (LabelRule(classes=names), LabelRule(classes=names, unknown_classes="unlabelled")):
         with pytest.raises(
             DataError,
             match=r"counted from 0, 1 is 'dog'; "
             r"counted from 1, 1 is 'cat'.*\"0\": \"cat\".*\"1\": \"cat\"",
         ):
-            import_source(source, tmp_path / "refused", classes=rule)
+            import_source(source, tmp_path / "refused", labels=rule)
     file = tmp_path / "classes.json"
     file.write_text('{"1": "cat", "2": "dog", "3": "emu"}')
     assert main(["data", "import", str(source), str(tmp_path / "s"), "--classes", str(file)]) == 0
     store = open_store(tmp_path / "s")
     assert labels_by_image(store) == [(0,), (1,), (2,)] and store.label_names == list(names)
     file.write_text('{"0": "none", "1": "cat", "2": "dog", "3": "emu"}')
-    assert labels_by_image(import_source(source, tmp_path / "t", classes=read_rule(file))) == [
+    assert labels_by_image(
+        import_source(source, tmp_path / "t", labels=LabelRule(classes=file))
+    ) == [
         (1,),
         (2,),
         (3,),
@@ -147,51 +151,51 @@ def test_numbers_from_zero_for_declared_names_count_from_zero(tmp_path: Path, ki
     store = import_source(
         write_source(tmp_path / "src", kind, ["0", "2"]),
         tmp_path / "s",
-        classes=ClassRule(("cat", "dog", "emu")),
+        labels=LabelRule(classes=("cat", "dog", "emu")),
     )
     assert labels_by_image(store) == [(0,), (2,)] and store.label_names == ["cat", "dog", "emu"]
 
 
-def import_labels(path: Path, labels: list[Any], **options: Any) -> Store:
+def import_images(
+    path: Path, values: list[Any], names: list[str] | None = None, **options: Any
+) -> Store:
     samples = [
         Sample(str(i), png(i), {} if label is ... else {"label": label})
-        for i, label in enumerate(labels)
+        for i, label in enumerate(values)
     ]
-    return import_samples(samples, path, **options)
+    return import_samples(Source(iter(samples), names), path, **options)
 
 
 @pytest.mark.parametrize("public", [False, True])
 def test_minus_one_empty_and_missing_are_no_label(tmp_path: Path, public: bool) -> None:
     missing = [-1, -1.0, "-1", " -1 ", "-1.0", "", "  ", None, float("nan"), ...]
-    store = import_labels(tmp_path / "s", [*missing, 1], public=public)
+    store = import_images(tmp_path / "s", [*missing, 1], public=public)
     assert store.labels.tolist() == [-1] * len(missing) + [1] and store.label_names is None
-    named = import_labels(
-        tmp_path / "n", [*missing, "cat"], public=public, classes=ClassRule(("cat", "dog"))
+    named = import_images(
+        tmp_path / "n", [*missing, "cat"], public=public, labels=LabelRule(classes=("cat", "dog"))
     )
     assert named.labels.tolist() == [-1] * len(missing) + [0]
-    of_source = import_labels(
-        tmp_path / "o", [*missing, 1], public=public, label_names=["cat", "dog"]
-    )
+    of_source = import_images(tmp_path / "o", [*missing, 1], public=public, names=["cat", "dog"])
     assert of_source.labels.tolist() == [-1] * len(missing) + [1]
-    declared = import_labels(
-        tmp_path / "d", ["-1", 1, -1], public=public, classes=ClassRule(("-1", "1"))
+    declared = import_images(
+        tmp_path / "d", ["-1", 1, -1], public=public, labels=LabelRule(classes=("-1", "1"))
     )
     assert declared.labels.tolist() == [0, 1, 0], "who declares -1 as a name means a class"
 
 
 def test_one_number_has_one_spelling_and_one_name_one_form(tmp_path: Path) -> None:
-    assert import_labels(tmp_path / "a", ["2", 2, 2.0, "2.0", " 2 "]).labels.tolist() == [2] * 5
+    assert import_images(tmp_path / "a", ["2", 2, 2.0, "2.0", " 2 "]).labels.tolist() == [2] * 5
     for labels in (["2", "02"], [2, "02"]):
         with pytest.raises(DataError, match="'2' and '02' may be one class or two"):
-            import_labels(tmp_path / "b", labels, public=True)
+            import_images(tmp_path / "b", labels, public=True)
     cafe = unicodedata.normalize("NFD", "café")
-    store = import_labels(tmp_path / "c", [cafe, "café", " café "], public=True)
+    store = import_images(tmp_path / "c", [cafe, "café", " café "], public=True)
     assert store.labels.tolist() == [0] * 3 and store.label_names == ["café"]
-    assert import_labels(
-        tmp_path / "d", [cafe], classes=ClassRule(("bar", "café"))
+    assert import_images(
+        tmp_path / "d", [cafe], labels=LabelRule(classes=("bar", "café"))
     ).labels.tolist() == [1]
     (tmp_path / "classes.txt").write_text(f"bar\n {cafe} \n", encoding="utf-8")
-    assert read_rule(tmp_path / "classes.txt").declared == ("bar", "café")
+    assert read_classes(tmp_path / "classes.txt") == ("bar", "café")
 
 
 @pytest.mark.parametrize("public", [False, True])
@@ -200,48 +204,51 @@ def test_names_among_numbers_are_refused(tmp_path: Path, public: bool) -> None:
     with pytest.raises(
         DataError, match=r"both names and numbers, such as 'cat' and '7'|class names"
     ):
-        import_labels(tmp_path / "s", labels, public=public)
-    store = import_labels(tmp_path / "d", labels, public=public, classes=ClassRule(("cat", "7")))
+        import_images(tmp_path / "s", labels, public=public)
+    store = import_images(
+        tmp_path / "d", labels, public=public, labels=LabelRule(classes=("cat", "7"))
+    )
     assert store.labels.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("text", ["nan", "NULL", "N/A"])
 def test_text_that_may_mean_no_label_is_no_class_unless_declared(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match="may be a class, or no label"):
-        import_labels(tmp_path / "s", ["cat", text], public=True)
-    assert import_labels(
-        tmp_path / "d", ["cat", text], public=True, classes=ClassRule(("cat", text))
+        import_images(tmp_path / "s", ["cat", text], public=True)
+    assert import_images(
+        tmp_path / "d", ["cat", text], public=True, labels=LabelRule(classes=("cat", text))
     ).labels.tolist() == [0, 1]
 
 
 def test_numbers_of_a_source_with_names_are_those_names(tmp_path: Path) -> None:
     """As datasets defines ClassLabel, also where the names are numbers themselves."""
-    assert import_labels(tmp_path / "a", [0, 1], label_names=["1", "2"]).label_names == ["1", "2"]
-    assert import_labels(tmp_path / "b", [0, 1], label_names=["1", "2"]).labels.tolist() == [0, 1]
-    assert import_labels(
-        tmp_path / "c", ["dog", "cat"], label_names=["cat", "dog"]
-    ).labels.tolist() == [1, 0]
-    declared = import_labels(
-        tmp_path / "d", [0, 1], label_names=["1", "2"], classes=ClassRule(("2", "1"))
+    assert import_images(tmp_path / "a", [0, 1], names=["1", "2"]).label_names == ["1", "2"]
+    assert import_images(tmp_path / "b", [0, 1], names=["1", "2"]).labels.tolist() == [0, 1]
+    assert import_images(tmp_path / "c", ["dog", "cat"], names=["cat", "dog"]).labels.tolist() == [
+        1,
+        0,
+    ]
+    declared = import_images(
+        tmp_path / "d", [0, 1], names=["1", "2"], labels=LabelRule(classes=("2", "1"))
     )
     assert declared.labels.tolist() == [1, 0]
     with pytest.raises(DataError, match=r"not declared .'emu'.; expected the 2 declared ones"):
-        import_labels(tmp_path / "e", ["emu"], label_names=["cat", "dog"], public=True)
+        import_images(tmp_path / "e", ["emu"], names=["cat", "dog"], public=True)
 
 
 def test_lists_follow_the_same_rule(tmp_path: Path) -> None:
     for public in (False, True):
-        store = import_labels(
+        store = import_images(
             tmp_path / f"a{public}",
             [[1, 3], ["1", "3"], "1|3", -1],
             public=public,
-            label_separator="|",
+            labels=LabelRule(label_separator="|"),
         )
         assert [store.record(i).labels for i in range(4)] == [(1, 3)] * 3 + [
             ()
         ] and store.labelled.tolist() == [True] * 3 + [False]
     with pytest.raises(DataError, match=r"counted from 1, 1 is 'cat'"):
-        import_labels(tmp_path / "b", [[1], [2]], classes=ClassRule(("cat", "dog")))
+        import_images(tmp_path / "b", [[1], [2]], labels=LabelRule(classes=("cat", "dog")))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +265,7 @@ def test_lists_follow_the_same_rule(tmp_path: Path) -> None:
 def test_class_files_with_two_readings_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "classes").write_text(text)
     with pytest.raises(DataError, match=r"classes: .*different names"):
-        read_rule(tmp_path / "classes")
+        read_classes(tmp_path / "classes")
 
 
 # --- stores and runs that are compared
@@ -438,7 +445,7 @@ def test_the_names_are_in_the_classifier_when_the_store_is_gone(
 
 
 def test_several_labels_are_matched_by_name_too(tmp_path: Path) -> None:
-    store = import_labels(tmp_path / "s", [["b", "c"], [], ["c"], None], public=True)
+    store = import_images(tmp_path / "s", [["b", "c"], [], ["c"], None], public=True)
     assert store.label_names == ["b", "c"]
     made = numbered_as(store, ["c", "a", "b"], "evaluate", "the training store")
     assert [made.record(i).labels for i in range(4)] == [(0, 2), (), (0,), ()]

@@ -18,7 +18,7 @@ from dpvision.cli import main
 from dpvision.data.datasets import DATASETS, dataset_source
 from dpvision.data.importer import import_samples
 from dpvision.data.open import open_store
-from dpvision.data.sources import Sample
+from dpvision.data.sources import Sample, Source
 from dpvision.data.split import split_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
@@ -380,7 +380,9 @@ def test_a_stores_metric_is_its_data_sets(tmp_path: Path) -> None:
     scenes = write_scenes(tmp_path / "scenes", 40, 16)
     samples = [Sample(f"p{i}", scenes.read(i), {"label": i % 2}) for i in range(40)]
     store = import_samples(
-        samples, tmp_path / "aircraft", public=True, label_names=["a", "b"], metric="mean_per_class"
+        Source(iter(samples), ["a", "b"], metric="mean_per_class"),
+        tmp_path / "aircraft",
+        public=True,
     )
     half, _ = split_store(store.path, tmp_path / "one", tmp_path / "two", 0.5)
     assert (

@@ -8,8 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dpvision.data.import_labels import ClassRule
+from dpvision.data.captions import CaptionRule
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples, import_source
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.errors import DataError
@@ -73,7 +75,9 @@ def test_a_flat_folder_has_no_labels(tmp_path):
 
 def test_parent_folder_as_unit_is_not_taken_for_a_class(tmp_path):
     files = {"ann/1.png": png(1), "ann/2.png": png(2), "bob/3.png": png(3)}
-    store = import_source(write_folder(tmp_path / "src", files), tmp_path / "s", unit_from="parent")
+    store = import_source(
+        write_folder(tmp_path / "src", files), tmp_path / "s", people=PersonRule("parent")
+    )
     records = by_key(store)
     assert records["ann/1.png"].unit == records["ann/2.png"].unit != records["bob/3.png"].unit
     assert store.label_names is None
@@ -82,7 +86,7 @@ def test_parent_folder_as_unit_is_not_taken_for_a_class(tmp_path):
         {"ill/ann/1.png": png(1), "well/ann/2.png": png(2), "well/bob/3.png": png(3)},
     )
     store = import_source(
-        deep, tmp_path / "d", unit_from="parent", classes=ClassRule(("ill", "well"))
+        deep, tmp_path / "d", people=PersonRule("parent"), labels=LabelRule(classes=("ill", "well"))
     )
     assert store.label_names == ["ill", "well"]
     assert len(set(store.index["unit"])) == 2
@@ -93,8 +97,12 @@ def test_a_table_beside_the_images_gives_units_labels_and_captions(tmp_path):
     (source / "metadata.csv").write_text(
         'file_name,patient,finding,text\na/1.png,p1,yes,"one, two"\na/2.png,p1,no,\n'
     )
-    options = {"unit_from": "patient", "label_from": "finding", "classes": ClassRule(("no", "yes"))}
-    store = import_source(source, tmp_path / "s", unmatched="own-person", **options)
+    store = import_source(
+        source,
+        tmp_path / "s",
+        people=PersonRule("patient", "own-person"),
+        labels=LabelRule("finding", classes=("no", "yes")),
+    )
     records = by_key(store)
     assert records["a/1.png"].unit == records["a/2.png"].unit is not None
     assert records["3.png"].unit is None
@@ -109,7 +117,7 @@ def test_parquet_with_structs_and_class_names(tmp_path):
     features = {"label": {"names": ["ant", "bee", "cat"]}}
     table = {"image": structs(png(1), png(2), png(3)), "label": [2, 0, -1], "who": ["x", "x", "y"]}
     parquet(tmp_path / "src" / "part.parquet", table, features)
-    store = import_source(tmp_path / "src", tmp_path / "s", unit_from="who")
+    store = import_source(tmp_path / "src", tmp_path / "s", people=PersonRule("who"))
     records = by_key(store)
     assert store.label_names == ["ant", "bee", "cat"]
     assert [records[f"{i}.png"].labels for i in range(3)] == [(2,), (0,), ()]
@@ -124,7 +132,7 @@ def test_parquet_with_plain_bytes_captions_and_another_label_column(tmp_path):
         "caption": [["x", "y"], ["z"], ["w"]],
     }
     path = parquet(tmp_path / "src" / "p.parquet", table)
-    store = import_source(path, tmp_path / "s", label_from="kind", classes=ClassRule(("a", "b")))
+    store = import_source(path, tmp_path / "s", labels=LabelRule("kind", classes=("a", "b")))
     records = by_key(store)
     assert records["p-0"].captions == ("x", "y")
     assert records["p-0"].labels == (1,)
@@ -148,7 +156,9 @@ def test_webdataset_tars_are_indexed_where_they_are(tmp_path):
     write_folder(tmp_path / "src", {"README.md": b"notes"})
     tar = write_tar(tmp_path / "src" / "t-0.tar", members)
     before = tar.read_bytes()
-    store = import_source(tmp_path / "src", tmp_path / "s", unit_from="who", unmatched="own-person")
+    store = import_source(
+        tmp_path / "src", tmp_path / "s", people=PersonRule("who", unmatched="own-person")
+    )
     assert tar.read_bytes() == before
     assert store.shard_paths == [tar]
     assert not (store.path / "shards").exists()
@@ -182,7 +192,7 @@ def test_written_shards_are_webdataset_and_import_again_in_place(tmp_path, monke
         )
         for i in range(20)
     ]
-    first = import_samples(samples, tmp_path / "a", unit_from="who", public=True)
+    first = import_samples(samples, tmp_path / "a", people=PersonRule("who"), public=True)
     assert len(first.shard_paths) > 2
     for path in first.shard_paths:
         with tarfile.open(path) as tar:
@@ -191,7 +201,9 @@ def test_written_shards_are_webdataset_and_import_again_in_place(tmp_path, monke
             a.removesuffix("png") == b.removesuffix("json")
             for a, b in zip(names[::2], names[1::2], strict=True)
         )
-    again = import_source(tmp_path / "a" / "shards", tmp_path / "b", unit_from="unit", public=True)
+    again = import_source(
+        tmp_path / "a" / "shards", tmp_path / "b", people=PersonRule("unit"), public=True
+    )
     assert again.num_records == 20
     for i in range(20):
         assert again.read(i) == first.read(i) == png(i)
@@ -230,7 +242,7 @@ def test_an_image_of_two_units_stays_with_the_first_and_takes_nothing_from_the_o
         Sample("0", png(1), {"caption": "mine", "who": "ann", "label": 1}),
         Sample("1", png(1), {"caption": "theirs", "who": "bob", "label": 2}),
     ]
-    store = import_samples(samples, tmp_path / "s", unit_from="who", shared_images="first")
+    store = import_samples(samples, tmp_path / "s", people=PersonRule("who", shared_images="first"))
     assert store.captions(0) == ("mine",)
     assert store.labels.tolist() == [1]
     summary = store.import_summary()
@@ -309,7 +321,7 @@ def test_bad_sources_are_refused_and_leave_nothing(tmp_path):
         r"field='patient'; expected one of \['label', 'parent'\]",
         good,
         out / "s",
-        unit_from="patient",
+        people=PersonRule("patient"),
     )
     refused(
         "expected a parquet file",
@@ -337,7 +349,7 @@ def test_fields_and_labels_that_do_not_fit_are_refused(tmp_path):
         r"--unit-from patient: no sample has it; expected one of \['kind', 'who'\]",
         write_tar(tmp_path / "b.tar", {"1.png": png(1), "1.json": js(who="x", kind=1)}),
         out / "s",
-        unit_from="patient",
+        people=PersonRule("patient"),
     )
     refused(r"label=\{'a': 1\}; expected one class, a name or a number from 0 on", tar, out / "s")
     mixed = write_tar(
@@ -492,11 +504,11 @@ def test_images_without_a_caption_can_be_left_out(tmp_path):
         Sample("1", png(2), {"caption": "a"}),
         Sample("2", png(3), {"caption": " \x00"}),
     ]
-    store = import_samples(samples, tmp_path / "s", require_captions=True)
+    store = import_samples(samples, tmp_path / "s", captions=CaptionRule(require_captions=True))
     assert [store.record(i).key for i in range(store.num_records)] == ["1"]
     assert store.import_summary()["left_out"] == {"no caption": 2}
     with pytest.raises(DataError, match="images with captions"):
-        import_samples(samples[:1], tmp_path / "t", require_captions=True)
+        import_samples(samples[:1], tmp_path / "t", captions=CaptionRule(require_captions=True))
     assert not (tmp_path / "t").exists()
 
 
@@ -514,7 +526,9 @@ def test_a_file_of_captions_for_a_folder_and_for_tars(tmp_path):
     )
     expected = [("one", "uno", "beside"), ("two",), ()]
     for source in (folder, tar):
-        store = import_source(source, tmp_path / f"s-{source.name}", captions=table, public=True)
+        store = import_source(
+            source, tmp_path / f"s-{source.name}", captions=CaptionRule(table), public=True
+        )
         records = by_key(store)
         assert sorted((r.captions for r in records.values()), reverse=True) == sorted(
             expected, reverse=True
@@ -528,8 +542,10 @@ def test_a_file_of_captions_for_a_folder_and_for_tars(tmp_path):
     other = tmp_path / "other.csv"
     other.write_text("image,caption\nx.png,x\n")
     before = sorted(tmp_path.iterdir())
-    refused("none of its 1 images", folder, tmp_path / "n", captions=other, public=True)
-    refused("No such file", folder, tmp_path / "n", captions=tmp_path / "absent.csv")
+    refused(
+        "none of its 1 images", folder, tmp_path / "n", captions=CaptionRule(other), public=True
+    )
+    refused("No such file", folder, tmp_path / "n", captions=CaptionRule(tmp_path / "absent.csv"))
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -543,7 +559,7 @@ def test_a_file_of_captions_for_a_folder_and_for_tars(tmp_path):
     [
         ("flickr8k/val-*.tar", {}, 1000, 0, 0),
         ("flickr8k/train-*.tar", {}, 5999, 1, 0),  # its README names the one duplicate pair
-        ("pets_sample/train.parquet", {"unit_from": "species"}, 222, 0, 37),
+        ("pets_sample/train.parquet", {"people": PersonRule("species")}, 222, 0, 37),
         ("mednist/test.parquet", {}, 1800, 0, 6),
     ],
 )
@@ -584,7 +600,7 @@ def test_real_captions_come_through_as_they_are(tmp_path):
     val = import_source(
         coco / "images" / "val2017",
         tmp_path / "v",
-        captions=coco / "annotations" / "captions_val2017.json",
+        captions=CaptionRule(coco / "annotations" / "captions_val2017.json"),
     )
     summary = val.import_summary()
     assert (

@@ -13,9 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from dpvision.cli import main
+from dpvision.data.captions import CaptionRule
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.open import open_store
 from dpvision.data.people import People
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
@@ -86,7 +88,7 @@ def test_two_images_of_a_person_stay_one_person_in_either_unicode_form(
     source = table_folder(
         tmp_path / "src", [unicodedata.normalize(file_form, name) for name in names], rows
     )  # type: ignore[arg-type]
-    store = import_source(source, tmp_path / "s", unit_from="person")
+    store = import_source(source, tmp_path / "s", people=PersonRule("person"))
     assert len(People.of(store)) == 2 and None not in units(store).values()
 
 
@@ -123,7 +125,7 @@ def test_names_of_a_caption_file_join_the_same_way(tmp_path: Path) -> None:
     )
     table = tmp_path / "captions.csv"
     table.write_text("image,caption\nü.png,one\nA.PNG,two\nother.png,three\n", encoding="utf-8")
-    store = import_source(source, tmp_path / "s", captions=table)
+    store = import_source(source, tmp_path / "s", captions=CaptionRule(table))
     assert {record.key: record.captions for record in map(store.record, range(3))} == {
         decomposed("ü.png"): ("one",),
         "a.png": ("two",),
@@ -146,7 +148,7 @@ def test_images_of_a_tar_whose_names_have_dots_keep_what_lies_beside_them(tmp_pa
             f"{name}.json": js(person=f"p{i // 2}", caption=f"image {i}"),
         }
     store = import_source(
-        write_tar(tmp_path / "a.tar", members), tmp_path / "s", unit_from="person"
+        write_tar(tmp_path / "a.tar", members), tmp_path / "s", people=PersonRule("person")
     )
     found = units(store)
     assert sorted(found) == ["IMG_2020.01.02", "IMG_2020.01.03", "plain", "x/scan.v1.final"]
@@ -240,7 +242,7 @@ def test_damaged_files_and_other_files_need_no_person(tmp_path: Path) -> None:
     source, field = write_people(tmp_path / "src", "table", ["p1", "p2"])
     (source / "damaged.png").write_bytes(png(5)[:100])
     (source / "notes.txt").write_text("notes")
-    assert import_source(source, tmp_path / "s", unit_from=field).num_records == 2
+    assert import_source(source, tmp_path / "s", people=PersonRule(field)).num_records == 2
 
 
 @pytest.mark.parametrize("kind", PEOPLE)
@@ -261,10 +263,12 @@ def test_images_of_two_persons_are_refused_with_both_before_others_are_decoded(
         DataError,
         match=r"1 files have the bytes of an image of another person \(.*0.* of p1 = .*2.* of p2\)",
     ):
-        import_source(source, tmp_path / "s", unit_from=field)
+        import_source(source, tmp_path / "s", people=PersonRule(field))
     assert decoded == [png(0)], "only the image in question"
     monkeypatch.undo()
-    store = import_source(source, tmp_path / "first", unit_from=field, shared_images="first")
+    store = import_source(
+        source, tmp_path / "first", people=PersonRule(field, shared_images="first")
+    )
     assert store.num_records == 3 and store.meta["shared_images"] == 1
     (line,) = listed(store, "shared_images.jsonl")
     assert (
@@ -279,7 +283,7 @@ def test_a_damaged_image_of_two_persons_is_left_out_as_damaged(tmp_path: Path) -
     source, field = write_people(
         tmp_path / "src", "parent", ["p1", "p2", "p1", "p2"], [broken, broken, png(1), png(2)]
     )
-    store = import_source(source, tmp_path / "s", unit_from=field)
+    store = import_source(source, tmp_path / "s", people=PersonRule(field))
     assert store.num_records == 2 and sum(store.import_summary()["left_out"].values()) == 2
 
 
@@ -292,16 +296,18 @@ def test_the_choice_to_keep_one_travels_and_is_listed_as_not_covered(tmp_path: P
     ]
     twice = Sample("twice", png(0), {"person": "p7"})
     with pytest.raises(DataError, match=r"1 files have the bytes of .*0 of p0 = twice of p7"):
-        import_samples([*samples, twice], tmp_path / "refused", unit_from="person")
+        import_samples([*samples, twice], tmp_path / "refused", people=PersonRule("person"))
     store = import_samples(
-        [*samples, twice], tmp_path / "s", unit_from="person", shared_images="first"
+        [*samples, twice], tmp_path / "s", people=PersonRule("person", shared_images="first")
     )
     for one in (store, *split_store(store.path, tmp_path / "a", tmp_path / "b", 0.5)):
         assert one.meta["shared_images_kept"] == "first"
     entry = {"declared": None, "deduplicated": None}
     assert curated([{**entry, "shared_images_kept": "first"}]) == [SHARED_IMAGES]
     assert curated([entry]) == []
-    clean = import_samples(samples, tmp_path / "clean", unit_from="person", shared_images="first")
+    clean = import_samples(
+        samples, tmp_path / "clean", people=PersonRule("person", shared_images="first")
+    )
     assert clean.meta["shared_images_kept"] == "first", (
         "the statement follows from the choice, not from the images"
     )

@@ -14,7 +14,7 @@ from dpvision.cli import main
 from dpvision.data.decode import FORMATS, HEAD_BYTES, BadImage, decode, may_be_image
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.overlap import write_without
-from dpvision.data.person_names import person_name
+from dpvision.data.person_names import PersonRule, person_name
 from dpvision.data.sources import IMAGE_EXTENSIONS, Sample
 from dpvision.data.split import split_store
 from dpvision.data.tarindex import TarWriter
@@ -58,7 +58,7 @@ def test_a_person_is_one_unit_over_parquet_files_of_two_types(tmp_path):
         {"image": structs(png(2), png(3), png(4)), "patient": [7.0, 8.0, None]},
     )
     store = import_source(
-        tmp_path / "src", tmp_path / "s", unit_from="patient", unmatched="own-person"
+        tmp_path / "src", tmp_path / "s", people=PersonRule("patient", unmatched="own-person")
     )
     assert (
         len(set(store.index["unit"].tolist()) - {-1}) == 2 and len(store.eligible_rows(1, 0)) == 3
@@ -116,7 +116,7 @@ def test_several_rows_of_an_image_join_their_captions(tmp_path):
     source = write_folder(
         tmp_path / "src", {"0.png": png(0), "1.png": png(1), "metadata.csv": table.encode()}
     )
-    store = import_source(source, tmp_path / "s", public=True, unit_from="patient")
+    store = import_source(source, tmp_path / "s", public=True, people=PersonRule("patient"))
     assert (
         by_key(store)["0.png"].captions == ("a red car", "a fast car")
         and store.import_summary()["table_rows_without_file"] == 0
@@ -124,7 +124,7 @@ def test_several_rows_of_an_image_join_their_captions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("column", "options"), [("label", {}), ("patient", {"unit_from": "patient"})]
+    ("column", "options"), [("label", {}), ("patient", {"people": PersonRule("patient")})]
 )
 def test_rows_of_an_image_that_disagree_are_refused(tmp_path, column, options):
     rows = {"label": ("x,p1", "y,p1"), "patient": ("x,p1", "x,p2")}[column]
@@ -173,7 +173,7 @@ def test_rows_that_would_shift_or_swallow_the_persons_are_refused(tmp_path, rows
         tmp_path / "src", {"0.png": png(0), "1.png": png(1), "metadata.csv": table.encode()}
     )
     with pytest.raises(DataError, match=f"metadata.csv, {re.escape(words)}"):
-        import_source(source, tmp_path / "s", unit_from="patient")
+        import_source(source, tmp_path / "s", people=PersonRule("patient"))
 
 
 def test_two_columns_of_persons_are_refused_and_unnamed_columns_are_not(tmp_path):
@@ -183,13 +183,13 @@ def test_two_columns_of_persons_are_refused_and_unnamed_columns_are_not(tmp_path
         import_source(
             write_folder(tmp_path / "two", files | {"metadata.csv": table}),
             tmp_path / "s",
-            unit_from="patient",
+            people=PersonRule("patient"),
         )
     table = b',,file_name, patient\r\n0,x,0.png,p1\r\n1,"two\r\nlines, a ""quote""",1.png,p1\r\n'
     store = import_source(
         write_folder(tmp_path / "unnamed", files | {"metadata.csv": table}),
         tmp_path / "t",
-        unit_from="patient",
+        people=PersonRule("patient"),
     )
     assert store.record(0).unit == store.record(1).unit is not None
 

@@ -3,6 +3,7 @@ keep, what is refused.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from dpvision.config import DataConfig
-from dpvision.data.import_labels import ClassRule
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.inspect import contact_sheet, inspect_store
 from dpvision.data.keys import StepKey
@@ -21,7 +22,7 @@ from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.multi_label import NOT_KNOWN
 from dpvision.data.open import open_store
 from dpvision.data.overlap import write_without
-from dpvision.data.sources import Sample
+from dpvision.data.sources import Sample, Source
 from dpvision.data.split import split_store
 from dpvision.data.store import FORMAT, ROW, Store
 from dpvision.data.synthetic_store import write_scenes
@@ -44,16 +45,18 @@ def drawn_sets() -> list[list[int] | None]:
     return sets
 
 
-def several_store(path: Path, sets: list[list[int] | None] | None = None, **options: Any) -> Store:
+def several_store(
+    path: Path,
+    sets: list[list[int] | None] | None = None,
+    names: list[str] | None = None,
+    **options: Any,
+) -> Store:
     sets = drawn_sets() if sets is None else sets
-    return import_samples(
-        (
-            Sample(f"k{i}", png(i, 8, 8), {} if classes is None else {"label": classes})
-            for i, classes in enumerate(sets)
-        ),
-        path,
-        **options,
+    samples = (
+        Sample(f"k{i}", png(i, 8, 8), {} if classes is None else {"label": classes})
+        for i, classes in enumerate(sets)
     )
+    return import_samples(Source(samples, names), path, **options)
 
 
 @pytest.fixture
@@ -108,23 +111,19 @@ def test_lists_of_every_kind_of_source_become_the_same_store(tmp_path: Path) -> 
     jsonl_files = files | {
         "metadata.jsonl": "".join(json.dumps(line) + "\n" for line in lines).encode()
     }
-    field: dict[str, Any] = {"label_from": "finding"}
-    declared: dict[str, Any] = {"classes": ClassRule(("a", "b", "c"))}
+    declared = LabelRule(classes=("a", "b", "c"))
+    field = replace(declared, label_from="finding")
     stores = [
-        import_source(write_tar(tmp_path / "t.tar", members), tmp_path / "s0", **declared),
-        import_source(tmp_path / "q" / "names.parquet", tmp_path / "s1", **field, **declared),
+        import_source(write_tar(tmp_path / "t.tar", members), tmp_path / "s0", labels=declared),
+        import_source(tmp_path / "q" / "names.parquet", tmp_path / "s1", labels=field),
         import_source(tmp_path / "q" / "numbers0.parquet", tmp_path / "s2"),
         import_source(tmp_path / "q" / "numbers1.parquet", tmp_path / "s3"),
         import_source(
             write_folder(tmp_path / "csv", csv_files),
             tmp_path / "s4",
-            label_separator="|",
-            **field,
-            **declared,
+            labels=replace(field, label_separator="|"),
         ),
-        import_source(
-            write_folder(tmp_path / "jsonl", jsonl_files), tmp_path / "s5", **field, **declared
-        ),
+        import_source(write_folder(tmp_path / "jsonl", jsonl_files), tmp_path / "s5", labels=field),
     ]
     for store in stores:
         assert store.multi_label and store.label_names == ["a", "b", "c"]
@@ -142,7 +141,9 @@ def test_shards_that_were_written_give_the_same_labels_again(tmp_path: Path) -> 
             "metadata.csv": b"file_name,label\n1.png,\n2.png,ill|old\n",
         },
     )
-    store = import_source(source, tmp_path / "s", label_separator="|", public=True)
+    store = import_source(
+        source, tmp_path / "s", labels=LabelRule(label_separator="|"), public=True
+    )
     again = import_source(tmp_path / "s" / "shards", tmp_path / "again", public=True)
     assert (
         sorted(named(again).values(), key=len)
@@ -322,14 +323,14 @@ def test_numbers_beyond_the_named_classes_and_bad_separators_are_refused(tmp_pat
         DataError,
         match=r"label=\[2\]; expected a list of classes, each a name or a number from 0 to 1",
     ):
-        several_store(tmp_path / "s", [[2]], label_names=["a", "b"])
+        several_store(tmp_path / "s", [[2]], ["a", "b"])
     with pytest.raises(DataError, match="label_separator=' '; expected a character"):
-        several_store(tmp_path / "s", [[2]], label_separator=" ")
+        several_store(tmp_path / "s", [[2]], labels=LabelRule(label_separator=" "))
     with pytest.raises(DataError, match=r"label=\['a', '', 'b'\]; expected a list of classes"):
         import_samples(
             [Sample("k", png(0), {"label": "a||b"})],
             tmp_path / "s",
-            label_separator="|",
+            labels=LabelRule(label_separator="|"),
             public=True,
         )
     both = write_folder(

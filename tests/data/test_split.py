@@ -1,3 +1,8 @@
+import subprocess
+import sys
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -6,6 +11,7 @@ from dpvision.data.open import open_store
 from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
 from dpvision.errors import DataError
+from dpvision.privacy.store_marks import StoreLedgers
 
 from .image_files import png
 
@@ -68,3 +74,45 @@ def test_bad_splits_are_refused_and_leave_nothing(store):
         split_store(store.path, home / "a", home / "a", 0.5)
     assert sorted(home.iterdir()) == before
     assert open_store(store.path).num_records == 40
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from dpvision.config import PrivacyConfig
+from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.plan import make_plan
+from dpvision.privacy.store_marks import StoreLedgers
+plan = make_plan(PrivacyConfig(dataset_size=40, expected_batch_size=8, steps=4, noise_multiplier=2))
+store = Path(sys.argv[1])
+with Ledger.open(store, "run", plan, resume=False) as ledger:
+    ledger.append()
+    with StoreLedgers.of(store).locked():  # as while a charge is written
+        print("held", flush=True)
+        sys.stdin.readline()
+    ledger.append()
+"""
+
+
+def test_a_split_waits_for_a_charge_in_another_process(store):
+    """Else a half may keep marks of before the charge, which no later one reaches."""
+    home = store.path.parent
+    halves = home / "a", home / "b"
+    command = [sys.executable, "-c", HOLDS, str(store.path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        split = threading.Thread(target=split_store, args=(store.path, *halves, 0.5))
+        split.start()
+        time.sleep(1.0)  # an unlocked split takes a few milliseconds
+        assert split.is_alive() and not any(half.exists() for half in halves)
+        other.stdin.write("\n")
+        other.stdin.flush()
+        split.join(timeout=900)
+        assert other.wait(timeout=900) == 0
+    assert not split.is_alive()
+    for folder in (store.path, *halves):
+        ledgers = StoreLedgers.of(folder)
+        assert ledgers.read_all()["run"].steps == 2
+        assert all(mark.steps == 2 for mark in ledgers.marks()["run"]), "of every file"

@@ -15,6 +15,7 @@ from per_record_loop import flat, per_record_gradients
 from torch import nn
 from zoo import KEY, TokenSums, make_batch, rows, token_batch, token_sum_losses
 
+from dpvision.dp import one_pass
 from dpvision.dp.clip import METHODS, clipped_sum
 from dpvision.dp.rounding import LOOSE, RESERVE
 
@@ -269,3 +270,22 @@ def test_two_uses_that_cancel_are_one_gradient(clip_by, sign):
     for i in range(3):
         one = clip_by(losses, model, rows(batch, [i]), KEY, max_grad_norm=0.1)
         assert flat(one.grads).norm() <= 0.1 * MOST
+
+
+def test_half_precision_that_the_model_switches_on_itself_counts_in_the_norm(monkeypatch):
+    """As in models that Accelerate prepared: autocast around the forward method. A GPU rounds the
+    operands of weight gradients then; the bound on it is added to every norm (here as on a GPU).
+    """
+    monkeypatch.setattr(
+        one_pass, "rounding", lambda dtype, _: torch.finfo(dtype).eps / 2 * (dtype.itemsize == 2)
+    )
+    build, losses = zoo_layers.LAYERS["linears"]
+    model, how = build(), one_pass.How(lambda norms, finite: norms, 1.0)
+
+    def inside(model, batch, key):
+        with torch.autocast("cpu", torch.bfloat16):
+            return losses(model, batch, key).float()
+
+    for loss, expected in ((inside, 2.0**-8), (losses, 0.0)):
+        passed = one_pass.forward_backward(loss, model, make_batch(4), KEY, how)
+        assert passed.rounding == expected

@@ -143,3 +143,31 @@ def test_patches_read_photographs_far_better_than_pixels_do() -> None:
             (probe.predict(_features(encoder, test_x).numpy()) == test_label).mean()
         )
     assert accuracy["patches+scattering"] > 0.6 > accuracy["pixels"] + 0.15
+
+
+PINNED = {
+    "pixels": (-2.888044, -6.86808),
+    "hog": (1.654494, 1.487074),
+    "scattering": (-0.4991893, -0.4347336),
+    "patches": (0.4696827, -0.3086175),
+    "patches+scattering": (0.7136088, 0.8724971),
+}
+"""The product of two images' features with cos(0), cos(1), ..., by the code before these features
+were modules. The features of a head's run must stay what they were.
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_are_those_of_earlier_versions(name: str) -> None:
+    grey = (load_digits().images[:12] * 15.9).astype(np.uint8)
+    sheets = [
+        np.tile(np.concatenate(list(grey[i : i + k]), 1), (k, 1)) for i, k in ((0, 4), (4, 8))
+    ]
+    encoder = fixed_encoder(name)
+    x_BCHW = torch.from_numpy(
+        np.stack([encoder.preprocess(sheet[..., None].repeat(3, 2)) for sheet in sheets])
+    )
+    with torch.inference_mode():
+        x_BD = encoder(x_BCHW).double()
+    wave_D = torch.cos(torch.arange(x_BD.shape[1], dtype=torch.float64))
+    np.testing.assert_allclose(x_BD @ wave_D, PINNED[name], atol=2e-4)

@@ -32,7 +32,7 @@ from dpvision.encoders.patch_constants import (
 from dpvision.encoders.patch_features import PatchFeatures
 from dpvision.encoders.patches import VARIANCE_FLOOR, PatchBank, learn_bank
 from dpvision.encoders.scattering import make_scattering
-from dpvision.encoders.whitening import cell_frequencies, fit_whitening
+from dpvision.encoders.whitening import Whitening, cell_frequencies, fit_whitening
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.synthetic.textures import textures
 
@@ -103,9 +103,7 @@ def test_atoms_are_whitened_patches_of_length_one(texture_NCHW: Tensor) -> None:
 def test_an_image_and_its_mirror_image_have_the_same_features(
     side: int, stride: int, texture_NCHW: Tensor
 ) -> None:
-    bank = replace(
-        learn_bank(texture_NCHW, num_atoms=6, patch_px=6, stride=1, cells=3), stride=stride
-    )
+    bank = learn_bank(texture_NCHW, num_atoms=6, patch_px=6, stride=stride, cells=3)
     x_BCHW = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(side))
     torch.testing.assert_close(bank(x_BCHW.flip(-1)), bank(x_BCHW), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(bank(x_BCHW.flip(-2)), bank(x_BCHW), atol=1e-2)
@@ -367,7 +365,9 @@ def test_the_number_of_threads_changes_no_bit(small: SizeConstants, texture_NCHW
 
 def test_the_fingerprint_tells_constants_of_every_resolution_apart(small: SizeConstants) -> None:
     larger = learn_constants(replace(SMALL, side_px=64, stride=2, num_textures=24))
-    other = replace(small, patches=replace(small.patches, mean_CQ=small.patches.mean_CQ + 0.01))
+    moved = small.patches.mean_CQ + 0.01
+    patches = Whitening(moved, small.patches.matrix_CC, small.patches.cells_QQ)
+    other = SizeConstants(small.bank, patches, small.scattering)
     found = []
     for smallest in (small, other):
         features = PatchFeatures({32: smallest, 64: larger}, scattering=False)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpvision.config import MAEConfig, ViTConfig
 from dpvision.data.importer import import_samples
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
@@ -44,7 +45,9 @@ def write_store(
                 {name: value for name, value in fields.items() if value is not None},
             )
         )
-    return import_samples(samples, path, public=public, unit_from="person" if person else None)
+    return import_samples(
+        samples, path, public=public, people=PersonRule("person" if person else None)
+    )
 
 
 def write_digits(path: Path, start: int, stop: int) -> Store:

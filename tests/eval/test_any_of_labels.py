@@ -206,7 +206,7 @@ def test_a_suite_scores_by_the_file_and_does_not_mix_up_its_cache(tmp_path: Path
                 against=(),
                 cache=True,
                 workers=1,
-                any_of=s,
+                metric=s,
             )
         ]
         for s in (every, none_right)

@@ -9,18 +9,26 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+import dpvision
 from dpvision.privacy.ledger import read_ledger
+
+from ..adapt.runs_of_heads import head_config, run_head, write_digits
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = {
     "adapt_digits": "adapt_digits/adapt_digits.py",
     "command_line": "command_line/walk_through.sh",
+    "lightning": "lightning/lightning_digits.py",
     "paper_row": "paper_row/paper_row.py",
+    "peft_lora": "peft_lora/peft_digits.py",
     "private_captioner": "private_captioner/private_captioner.py",
+    "serve": "serve/serve.py",
     "your_own_loop": "your_own_loop/your_own_loop.py",
     "your_own_transformer": "your_own_loop/your_own_transformer.py",
 }
@@ -102,11 +110,19 @@ def test_an_example_is_short(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "epsilon"),
-    [("adapt_digits", 3.0), ("your_own_loop", 3.0), ("your_own_transformer", 8.0)],
+    [
+        ("adapt_digits", 3.0),
+        ("lightning", 3.0),
+        ("peft_lora", 8.0),
+        ("your_own_loop", 3.0),
+        ("your_own_transformer", 8.0),
+    ],
 )
 def test_digits_are_learned_at_the_epsilon_that_is_printed(
     example, name: str, epsilon: float
 ) -> None:
+    for module in {"lightning": ["lightning"], "peft_lora": ["peft"]}.get(name, []):
+        pytest.importorskip(module, reason="needs pip install 'dpvision[loops]'")
     done = example(name)
     (accuracy,), ((spent, planned),) = done.found(r"accuracy ([\d.]+)%"), done.spent("digits")
     # Draws and noise are new in every run; five times chance is below all runs seen (75% and more)
@@ -146,3 +162,35 @@ def test_the_walk_through_ends_with_a_statement_that_holds(example) -> None:
     ((spent, _),) = done.spent("mine")
     statement = json.loads((done.folder / "runs/first/statement.json").read_text())
     assert statement["guarantee"]["epsilon"] == pytest.approx(spent) and spent <= 2
+
+
+def test_the_server_answers_as_the_classifier_does(tmp_path: Path) -> None:
+    store = write_digits(tmp_path / "store", 0, 300)
+    run = run_head(head_config(store, "prototypes", spec="hog"), tmp_path / "run")
+    command = [sys.executable, str(EXAMPLES / SCRIPTS["serve"]), str(run), "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+
+            def post(body: bytes) -> dict:
+                with urllib.request.urlopen(address, data=body, timeout=900) as answer:
+                    return json.load(answer)
+
+            for row in (0, 7):
+                (expected,) = dpvision.predict(run, [_file(tmp_path, store.read(row))])
+                found = post(store.read(row))
+                assert list(found) == [str(k) for k in range(10)]
+                assert list(found.values()) == pytest.approx(expected.probabilities, abs=1e-6)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(b"not an image")
+            assert refused.value.code == 400
+            assert json.load(refused.value)["error"].startswith("image: not an image")
+            assert post(store.read(0)), "it goes on after an error"
+        finally:
+            server.kill()
+
+
+def _file(folder: Path, blob: bytes) -> Path:
+    (folder / "image.png").write_bytes(blob)
+    return folder / "image.png"

@@ -35,6 +35,7 @@ from dpvision.dp import (
     clip,
     gram,
     held_values,
+    interception,
     one_pass,
     outer_products,
     per_record,
@@ -568,6 +569,39 @@ def test_records_decide_the_flow() -> None:
         check(True)
         with planted(separable, "_HOSTILE", (), "was accepted"):
             check(True)
+
+
+class Hooked(nn.Module):
+    """Limits the norm of a pass's gradient, as random records do not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(192, 6), nn.Linear(6, 5)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        h = self.layer(x_BD)
+        if h.requires_grad:
+            h.register_hook(lambda g: g * (6.0 / g.norm()).clamp(max=1.0))
+        return 30.0 * self.head(h)
+
+
+def test_gradients_hooked() -> None:
+    batch = make_batch(4)
+    batch = batch._replace(label_B=torch.tensor([3, 0, 1, 3]))
+
+    def losses(model: nn.Module, batch: Any, key: StepKey) -> Tensor:
+        out = model(batch.image_BVCHW[:, 0].flatten(1))
+        return nn.functional.cross_entropy(out, batch.label_B, reduction="none")
+
+    def check() -> None:
+        assert_refused(
+            lambda: clipped_sum(losses, seeded(Hooked), batch, KEY, max_grad_norm=C),
+            "a hook on the gradients of all records",
+        )
+
+    check()
+    with planted(interception, "refuse_tensor_hook", lambda *_: None, "was accepted"):
+        check()
 
 
 def test_host_rows_of_another_batch() -> None:

@@ -10,10 +10,11 @@ import numpy as np
 from PIL import Image
 
 from dpvision.data import importer, person_names
-from dpvision.data.import_labels import ClassRule, ImportedLabels
+from dpvision.data.import_labels import ImportedLabels, LabelRule
 from dpvision.data.import_people import WithoutPerson
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.overlap import write_without
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.store_writer import keyed_hash
@@ -58,17 +59,17 @@ def test_classes_from_private_names(tmp_path: Path, scenes: Store) -> None:
         for i, name in enumerate(["oak", "birch", "oak", "ash"][: 3 + extra]):
             yield Sample(str(i), scenes.read(i), {"label": name})
 
-    def numbers(extra: bool, rule: ClassRule | None) -> list[int]:
+    def numbers(extra: bool, rule: LabelRule) -> list[int]:
         store = import_samples(
-            samples(extra), tmp_path / f"s{len(list(tmp_path.iterdir()))}", classes=rule
+            samples(extra), tmp_path / f"s{len(list(tmp_path.iterdir()))}", labels=rule
         )
         return store.labels.tolist()[:3]
 
     def check() -> None:
-        rule = ClassRule(("birch", "oak"), "unlabelled")
+        rule = LabelRule(classes=("birch", "oak"), unknown_classes="unlabelled")
         assert numbers(False, rule) == numbers(True, rule), "one more record renumbers the others"
         try:
-            one, two = numbers(False, None), numbers(True, None)
+            one, two = numbers(False, LabelRule()), numbers(True, LabelRule())
         except DataError:
             return
         assert one == two, "one more record renumbers the others"
@@ -91,7 +92,9 @@ def test_person_lost_in_a_join(tmp_path: Path) -> None:
             "file_name,patient\n0.png,p1\n01.png,p1\n2.png,p2\n"
         )  # 1.png is of p1 too
         try:
-            store = import_source(folder, tmp_path / f"store-{folder.name}", unit_from="patient")
+            store = import_source(
+                folder, tmp_path / f"store-{folder.name}", people=PersonRule("patient")
+            )
         except DataError:
             return
         units = store.index["unit"]
@@ -110,7 +113,9 @@ def test_person_spelled_twice(tmp_path: Path, scenes: Store) -> None:
         ]
         try:
             store = import_samples(
-                samples, tmp_path / f"s{len(list(tmp_path.iterdir()))}", unit_from="patient"
+                samples,
+                tmp_path / f"s{len(list(tmp_path.iterdir()))}",
+                people=PersonRule("patient"),
             )
         except DataError:
             return
@@ -142,7 +147,9 @@ def test_image_of_two_persons(tmp_path: Path, scenes: Store) -> None:
         ]
         try:
             store = import_samples(
-                samples, tmp_path / f"s{len(list(tmp_path.iterdir()))}", unit_from="patient"
+                samples,
+                tmp_path / f"s{len(list(tmp_path.iterdir()))}",
+                people=PersonRule("patient"),
             )
         except DataError:
             return

@@ -2,10 +2,13 @@
 docs/pitfalls.md, section "Noise and divisor".
 """
 
+import contextlib
 import itertools
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +16,11 @@ import torch
 import torch.distributed as dist
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from made import RAW, changed, key, made_sum, released, secrets
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from zoo import GradientIsImage, image_losses
 
+from dpvision import private_loop
 from dpvision.adapt import release
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.gradient import sum_at_zero
@@ -33,7 +39,7 @@ from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import Key, Keystream, new_key, subkey
 from dpvision.runs.run import Secrets
-from dpvision.train import loop, step
+from dpvision.train import loop, own_loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import fit
 
@@ -471,5 +477,29 @@ def test_key_across_a_fork(plan: DPPlan) -> None:
     check()
     with planted(
         Key, "secret", lambda self: self._secret, "a forked child adds its parent's noise"
+    ):
+        check()
+
+
+def test_backward_beside_the_loop(tmp_path: Path) -> None:
+    """As a trainer does that is given a private loop for its batches, and goes on by habit."""
+    x, y = torch.randn(20, 4), torch.arange(20) % 2
+    config = PrivacyConfig(
+        dataset_size=20, expected_batch_size=8, steps=2, noise_multiplier=2.0, max_grad_norm=1.0
+    )
+    numbers = itertools.count()
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def check() -> None:
+        model, folder = nn.Linear(4, 2), tmp_path / f"{next(numbers)}" / "data"
+        with private_loop(model, TensorDataset(x, y), losses, config, folder) as steps:
+            next(iter(steps)).backward()
+            assert_refused(lambda: losses(model, (x, y)).mean().backward(), "a raw gradient")
+
+    check()
+    with planted(
+        own_loop, "_no_other_gradients", lambda _: contextlib.nullcontext(), "gradient was accepted"
     ):
         check()

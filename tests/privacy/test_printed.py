@@ -11,7 +11,7 @@ import pytest
 
 import dpvision
 from dpvision.privacy.plan import make_plan
-from dpvision.privacy.printed import down, one_in, up, up_delta, up_to
+from dpvision.privacy.printed import down, duration, one_in, size, up, up_delta, up_to
 from dpvision.runs.run import EpsilonMeter
 from dpvision.statement.guarantee import headline
 
@@ -292,3 +292,19 @@ def test_no_template_formats_an_epsilon_or_a_delta_itself(path: Path) -> None:
                 printed
             )
         assert not re.search(r"format\([^)]*epsilon", printed), printed
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (size(99), "99 bytes"),
+        (size(2_764_800), "2.8 MB"),
+        (size(1.5e12), "1,500.0 GB"),
+        (duration(0.4), "0 s"),
+        (duration(89), "89 s"),
+        (duration(90), "2 min"),
+        (duration(5400), "1.5 h"),
+    ],
+)
+def test_sizes_and_times_have_the_unit_that_fits(text: str, shown: str) -> None:
+    assert text == shown

@@ -18,7 +18,7 @@ from dpvision.config import FrozenEncoderConfig, HeadConfig
 from dpvision.data.decode import decode
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.encoders.headed import load_classifier
+from dpvision.encoders.classifier import load_classifier
 from dpvision.files import write_json
 from dpvision.recipes import RECIPES
 from dpvision.report.learned import PARENT, learned_of, predict_some

@@ -99,7 +99,7 @@ def test_what_is_refused_leaves_the_name_free(
         pass
     assert not root.exists()
     with (
-        pytest.raises(CheckpointError, match="MB free"),
+        pytest.raises(CheckpointError, match="GB free"),
         new_run(root, config, plan, store, [], num_bytes=1 << 60, secluded=False),
     ):
         pass

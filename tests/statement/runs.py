@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from dpvision.checkpoint import save_checkpoint
 from dpvision.config import (
     DataConfig,
     MAEConfig,
+    ModelConfig,
     OptimConfig,
     PrivacyConfig,
     RunConfig,
@@ -63,17 +65,27 @@ def make_run(
     charged: int = STEPS,
     saved: int | None = None,
     parents: tuple[dict[str, Any], ...] = (),
+    model: ModelConfig = MODEL,
+    data: DataConfig | None = None,
+    tensors: dict[str, Tensor] | None = None,
+    files: dict[str, bytes] | None = None,
+    more: dict[str, Any] | None = None,
 ) -> Path:
     """A run folder of ``charged`` steps whose newest checkpoint was saved after ``saved`` of
     them.
+
+    Args:
+        tensors: weights of ``model``; if None, its initial ones.
+        files: further files of the checkpoint.
+        more: further fields of its manifest.
     """
     meta = json.loads((store / "store.json").read_text())
     plan = make_plan(privacy)
     config = RunConfig(
         recipe="vip.micro",
         privacy=privacy,
-        model=MODEL,
-        data=DataConfig(store=str(store)),
+        model=model,
+        data=replace(data or DataConfig(), store=str(store)),
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=5),
     )
     confidential = root / "confidential"
@@ -113,11 +125,13 @@ def make_run(
                     "ledger_digest": ledger.digest,
                     "lineage": [*parents, own],
                     "versions": code_versions(),
+                    **(more or {}),
                 }
                 save_checkpoint(
                     base / "checkpoints" / f"step-{saved:08d}",
                     manifest,
-                    make_model(MODEL, 0).state_dict(),
+                    tensors or make_model(model, 0).state_dict(),
+                    files=files,
                 )
                 shutil.copyfile(ledger.path, base / "ledger.jsonl")
     (confidential / "metrics.jsonl").write_text(

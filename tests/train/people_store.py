@@ -20,10 +20,11 @@ from dpvision.config import (
     RunConfig,
     ViTConfig,
 )
-from dpvision.data.import_labels import ClassRule
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples
 from dpvision.data.open import open_store
 from dpvision.data.people import People
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.store import SHARED_KEPT, Store
 from dpvision.privacy.stream import Key
@@ -52,15 +53,17 @@ def people_store(folder: Path, unlabelled: int = 0) -> Store:
                     f"{p}-{i}", png(100 * p + i, 16, 16), {"person": f"person {p}", "label": label}
                 )
             )
-    classes = ClassRule(tuple(f"class {k}" for k in range(3)), unknown="unlabelled")
-    return import_samples(samples, folder, unit_from="person", classes=classes)
+    classes = LabelRule(classes=tuple(f"class {k}" for k in range(3)), unknown_classes="unlabelled")
+    return import_samples(samples, folder, people=PersonRule("person"), labels=classes)
 
 
 def shared_store(samples: list[Sample], folder: Path, **options: Any) -> Store:
     """A store as earlier versions imported it: an image of two people was kept for the first,
     without the operator's choice.
     """
-    store = import_samples(samples, folder, unit_from="person", shared_images="first", **options)
+    store = import_samples(
+        samples, folder, people=PersonRule("person", shared_images="first"), **options
+    )
     meta = {name: value for name, value in store.meta.items() if name != SHARED_KEPT}
     (folder / "store.json").write_text(json.dumps(meta))
     return open_store(folder)

@@ -28,7 +28,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.multi_label import NOT_KNOWN
 from dpvision.data.open import open_store
-from dpvision.data.sources import Sample
+from dpvision.data.sources import Sample, Source
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
@@ -347,9 +347,14 @@ def test_scores_that_would_mean_nothing_are_refused(
         public=True,
     )
     same = import_samples(
-        (Sample(f"k{i}", test.read(i), {"label": [*test.record(i).labels]}) for i in range(20)),
+        Source(
+            iter(
+                Sample(f"k{i}", test.read(i), {"label": [*test.record(i).labels]})
+                for i in range(20)
+            ),
+            [*LABELS],
+        ),
         tmp_path / "same",
-        label_names=[*LABELS],
     )
     assert renamed.label_names != same.label_names, "numbered by the alphabet"
     ours, theirs = (

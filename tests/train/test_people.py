@@ -22,6 +22,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.open import open_store
 from dpvision.data.people import People
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
@@ -300,7 +301,7 @@ def test_adversarial_people_move_the_sum_by_at_most_the_clip_norm(
     samples = [Sample(f"n{i}", png(i, 16, 16), {"person": f"n{i // 2}"}) for i in range(12)]
     samples += [Sample(f"a{i}", flat(255, i), {"person": "same"}) for i in range(40)]
     samples += [Sample(f"b{i}", flat(128 * i), {"person": f"flat {i}"}) for i in range(2)]
-    made = import_samples(samples, tmp_path / "store", unit_from="person")
+    made = import_samples(samples, tmp_path / "store", people=PersonRule("person"))
     (
         spoil(made, 0),
         spoil(made, 2),
@@ -604,8 +605,7 @@ def test_a_record_without_a_person_or_with_two_is_refused(
     missing = import_samples(
         [*samples, Sample("x", png(50), {})],
         tmp_path / "missing",
-        unit_from="person",
-        unmatched="own-person",
+        people=PersonRule("person", unmatched="own-person"),
     )
     declared = {"dataset_size": 41, "num_units": 21, "expected_batch_size": 2}
     assert "1 of 41 records have no person" in refused(command(missing.path, **declared), capsys)
@@ -627,9 +627,9 @@ def test_a_record_without_a_person_or_with_two_is_refused(
             with new_session(settings, tmp_path / "run"):
                 pass
     assert (
-        open_store(import_samples(samples, tmp_path / "good", unit_from="person").path).meta[
-            "shared_images"
-        ]
+        open_store(
+            import_samples(samples, tmp_path / "good", people=PersonRule("person")).path
+        ).meta["shared_images"]
         == 0
     )
 
@@ -638,7 +638,7 @@ def test_a_choice_to_keep_shared_images_for_the_first_trains_and_is_stated(tmp_p
     samples = [Sample(f"{i}", png(i, 16, 16), {"person": f"p{i // 2}"}) for i in range(40)]
     twice = Sample("x", png(0, 16, 16), {"person": "p7"})
     store = import_samples(
-        [*samples, twice], tmp_path / "shared", unit_from="person", shared_images="first"
+        [*samples, twice], tmp_path / "shared", people=PersonRule("person", shared_images="first")
     )
     settings = with_privacy(
         people_config(store), dataset_size=40, num_units=20, expected_batch_size=2, steps=1

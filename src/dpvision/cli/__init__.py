@@ -34,6 +34,12 @@ COMMANDS = {
         "pixels",
     ),
     "embed": ("embed", "write an encoder's features for a store or a folder of images"),
+    "predict": ("predict", "classify images with a trained classifier; a table of probabilities"),
+    "calibrate": (
+        "calibrate",
+        "fit a classifier's temperature and thresholds on public images",
+    ),
+    "export": ("export", "write a trained model for timm, transformers, ONNX, safetensors or PEFT"),
     "caption": ("caption", "caption images with a trained captioner"),
     "ledger": (
         "ledger",

@@ -18,6 +18,8 @@ from dpvision.cli.run_args import (
     RunArgs,
     announce,
     check_places,
+    dry_run,
+    executed,
     resumed_hardware,
     saved_config,
 )
@@ -27,9 +29,9 @@ from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.heads import HEADS
 from dpvision.config.resolve import BUDGETS, resolve
 from dpvision.errors import OPERATOR_ONLY, ConfigError
-from dpvision.privacy.printed import up, up_delta
+from dpvision.privacy.printed import duration, size, up, up_delta
 from dpvision.recipes import get_recipe, recipe_lines
-from dpvision.runs.spent import charge_words, lost_words, resume_words, spent
+from dpvision.runs.spent import charge_words, lost_words, resume_words
 
 if TYPE_CHECKING:
     from dpvision.adapt.prepare import Prepared
@@ -53,9 +55,9 @@ declare three public numbers: records, classes and epsilon.
   dpvision report runs/first
 
 An ENCODER is a dpvision run folder, timm:NAME (weights in timm's cache) or timm:NAME@FILE,
-torchvision:NAME@FILE, hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, simclr:FILE, tan:FILE, or one
-that needs no file: patches+scattering (the default), patches, scattering, hog, pixels. Nothing is
-downloaded (docs/weights.md).
+torchvision:NAME@FILE, hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE, simclr:FILE,
+tan:FILE, or one that needs no file: patches+scattering (the default), patches, scattering, hog,
+pixels. Nothing is downloaded (docs/weights.md).
 
 --head auto (the default) chooses a head by the declared numbers and prints the reason;
 docs/heads.md has the rules. To train the network itself, name a recipe that does (dpvision adapt
@@ -105,10 +107,6 @@ class AdaptArgs(RunArgs, _What):
 
     non_private: bool = False
     """Train the same head without noise, for comparison: short for --privacy.guarantee none."""
-    resume: bool = False
-    """Continue a stopped run with its own settings, the releases left, and new secret keys."""
-    dry_run: bool = False
-    """Print the plan, run all checks and stop: no features are computed, nothing is charged."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -138,7 +136,10 @@ def run(argv: Sequence[str]) -> None:
     recipe = first.recipe or _recipe(first)
     saved = saved_config("adapt", first.root(recipe), recipe) if first.resume else None
     default = saved or recipe_on(first, recipe)
-    args, typed = parse_run(AdaptArgs(recipe=recipe), default, argv, "adapt", _DOC + _recipes())
+    doc = "\n".join(
+        [_DOC, "", "recipes, of heads and of networks:", "", *recipe_lines("transfer.")]
+    )
+    args, typed = parse_run(AdaptArgs(recipe=recipe), default, argv, "adapt", doc)
     short = {
         "privacy.guarantee": "none" if args.non_private else None,
         "model.candidates": args.select and _candidates(args.select),
@@ -164,27 +165,19 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> No
         ConfigError: no epsilon, and no noise, was asked for. What the run would spend is printed.
     """
     from dpvision.adapt.session import new_head_session
-    from dpvision.runs.lineage import runs_on
 
     root = args.root(args.recipe)
     _check_test(args, made.config)
     charge, charged = charge_words(made.store, made.plan)
     text = "\n".join(filter(None, [head_text(made), charged]))
     if args.dry_run:
-        result = {"dry_run": True, **made.plan.to_dict(), "store_visibility": made.store.visibility}
-        result |= {
-            "operator_only": {
-                "num_records": len(made.row_N),
-                **({} if made.people is None else {"num_people": len(made.label)}),
-            },
+        people = {} if made.people is None else {"num_people": len(made.label)}
+        result = dry_run(made.plan, made.store, made.lineage, charge) | {
+            "operator_only": {"num_records": len(made.row_N), **people},
             "head": made.model.head,
             "candidates": made.model.choice.candidates,
             "reason": made.model.choice.reason,
             "feature_width": made.model.encoder.width,
-            "total": spent(made.plan, made.plan.steps, runs_on(made.lineage, made.store.store_id))[
-                0
-            ],
-            "store_total": charge,
         }
         emit(
             result,
@@ -205,25 +198,18 @@ def head_text(made: "Prepared") -> str:
     from dpvision.adapt.fit import kind_of
 
     cfg, choice = made.model, made.model.choice
-    why = f"\n  {cfg.head}: {choice.reason}" if choice.reason else ""
-    text = plan_text(made.config, made.plan, made.store, made.lineage)
-    text += (
-        "\n"
-        f"  encoder              {made.encoder.name}, {cfg.encoder.pooling}: "
-        f"{cfg.encoder.width:,} dimensions per image, frozen"
-    )
-    text += f"\n  features             {_features_cost(made)}"
-    head = f"{cfg.head} for {cfg.num_classes:,} classes{' (chosen)' if choice.reason else ''}{why}"
     if choice.candidates:
-        head = (
-            f"the best of {', '.join(choice.candidates)} by a private score, for "
-            f"{cfg.num_classes:,} classes"
-        )
-    text += f"\n  head                 {head}"
-    if not choice.candidates:
-        text += "".join(
-            f"\n  {line}" for line in kind_of(made.config).plan_lines(made.config, made.plan)
-        )
+        head, more = f"the best of {', '.join(choice.candidates)} by a private score,", []
+    else:
+        head, more = cfg.head, kind_of(made.config).plan_lines(made.config, made.plan)
+    chosen = f" (chosen)\n  {cfg.head}: {choice.reason}" if choice.reason else ""
+    lines = [
+        f"encoder              {made.encoder.name}, {cfg.encoder.pooling}: "
+        f"{cfg.encoder.width:,} dimensions per image, frozen",
+        f"features             {_features_cost(made)}",
+        f"head                 {head} for {cfg.num_classes:,} classes{chosen}",
+        *more,
+    ]
     if made.store.results_visibility == "public":
         # Unlabelled records have -1, or NOT_KNOWN for every class.
         one, several = made.label[made.label >= 0], made.label == 1
@@ -234,12 +220,12 @@ def head_text(made: "Prepared") -> str:
         )
         if (empty := np.flatnonzero(counts == 0)).size:
             shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")
-            text += (
-                "\n"
-                f"  note                 {empty.size} declared classes have no image in this "
+            lines.append(
+                f"note                 {empty.size} declared classes have no image in this "
                 f"public store: {shown}"
             )
-    return text
+    text = plan_text(made.config, made.plan, made.store, made.lineage)
+    return "\n  ".join([text, *lines])
 
 
 def _features_cost(made: "Prepared") -> str:
@@ -255,16 +241,10 @@ def _features_cost(made: "Prepared") -> str:
         if made.people is None
         else min(plan.dataset_size, plan.unit.max_records * plan.unit.sampled_from)
     )
-    size = dtype.itemsize * count * width
-    amount = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-    minutes = seconds_per_image(made.encoder, made.device) * count / 60
-    time = (
-        f"about {minutes:.0f} minutes"
-        if minutes >= 1.5
-        else f"about {max(60 * minutes, 1):.0f} seconds"
-    )
+    seconds = seconds_per_image(made.encoder, made.device) * count
     return (
-        f"{amount} as {dtype} in the store's folder; {time} on this machine without decoding, "
+        f"{size(dtype.itemsize * count * width)} as {dtype} in the store's folder; about "
+        f"{duration(max(seconds, 1))} on this machine without decoding, "
         "unless they are cached"
     )
 
@@ -321,13 +301,10 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
             adapt(session, progress=features, on_step=step)
     steps, complete = session.run.ledger.steps, session.run.ledger.steps == plan.steps
     behind = runs_on(made.lineage, made.store.store_id)
-    cost, said = spent(plan, steps, behind)
+    result, said = executed(root, plan, steps, behind, complete, "releases")
     scores = _score(args, root)
     chosen = read_manifest(find_checkpoint(root)).get("chosen")
-    lines = [
-        f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} releases: "
-        f"{said}. Run folder: {root}"
-    ]
+    lines = [said]
     if not complete:
         more = (
             f"dpvision adapt --resume --runs {root.parent} --name {root.name}"
@@ -346,19 +323,20 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     lines += lost_words(session.lost, "releases")
     if scores:
         lines.append(_scores_text(args, scores, root))
-    lines += after_run(
-        root, made.store, made.config, released=session.run.folder.base == root, scored=bool(scores)
-    )
-    lines.append(f"In Python: dpvision.load_classifier({str(root)!r})")
-    result: dict[str, Any] = {
-        "run": str(root),
-        "complete": complete,
-        "steps": steps,
+    lines += [
+        *after_run(
+            root,
+            made.store,
+            made.config,
+            released=session.run.folder.base == root,
+            scored=bool(scores),
+        ),
+        f"In Python: dpvision.load_classifier({str(root)!r})",
+    ]
+    result |= {
         "head": chosen["candidate"] if chosen else made.model.head,
         "reason": made.model.choice.reason,
         "chosen": chosen,
-        **cost,
-        "guarantee": plan.guarantee,
         "scores": [score.to_dict() for score in scores],
     }
     emit(result, args.json, "\n".join(lines))
@@ -496,7 +474,3 @@ def _candidates(typed: str) -> tuple[str, ...]:
                 "Separate them with commas."
             )
     return names
-
-
-def _recipes() -> str:
-    return "\n\nrecipes, of heads and of networks:\n\n" + "\n".join(recipe_lines("transfer."))

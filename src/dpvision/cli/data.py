@@ -1,23 +1,29 @@
 """``dpvision data``: import, inspect and split stores, and make synthetic ones."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import CONFIG, SourcePath, StorePath, emit, pairs
+from dpvision.cli.output import CONFIG, FLAT, SourcePath, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
-from dpvision.data.import_labels import ClassRule, UnknownClasses, read_rule
-from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched
+from dpvision.cli.typed import words_of
+from dpvision.data.captions import CaptionRule
+from dpvision.data.import_labels import LabelRule
+from dpvision.data.person_names import SHARED_FILE, PersonRule
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.runs.folder import require_confidential
 
 if TYPE_CHECKING:
+    from dpvision.data.sources import Source
     from dpvision.data.store import Store
 
 _DARK_BELOW = 1 << 15
@@ -46,21 +52,34 @@ def run(argv: Sequence[str]) -> None:
     )
 
 
+@dataclass(frozen=True)
+class _Labels(LabelRule):
+    classes: Path | None = None
+    """File with the class names in the order of their numbers, one per line or a JSON list; or a
+    JSON object from the labels in SOURCE to names, {"1": "cat", "2": "dog"}.
+    """
+
+
+@dataclass(frozen=True)
+class _Range:
+    max_value: int | None = None
+    """White in images of more than 8 bits whose files do not state it, such as 4095 for 12-bit
+    cameras that write 16 bits. They are stored as 8-bit PNG.
+    """
+    window: tuple[float, float] | None = None
+    """Black and white in images of more than 8 bits, e.g. -160 240 for Hounsfield units, or of
+    floating-point values.
+    """
+
+
 def import_(
     source: SourcePath,
     store: StorePath,
     public: bool = False,
-    unit_from: str | None = None,
-    unmatched: Unmatched = "refuse",
-    shared_images: SharedImages = "refuse",
-    label_from: str | None = None,
-    label_separator: str | None = None,
-    classes: Path | None = None,
-    unknown_classes: UnknownClasses = "refuse",
-    captions: Path | None = None,
-    require_captions: bool = False,
-    max_value: int | None = None,
-    window: tuple[float, float] | None = None,
+    people: Annotated[PersonRule, FLAT] = PersonRule(),
+    labels: Annotated[_Labels, FLAT] = _Labels(),
+    captions: Annotated[CaptionRule, FLAT] = CaptionRule(),
+    range: Annotated[_Range, FLAT] = _Range(),
     licence: str | None = None,
     dataset: str | None = None,
     split: str | None = None,
@@ -81,30 +100,10 @@ def import_(
         source: Folder, parquet file or tar file to import.
         store: New folder for the store.
         public: These images need no protection; figures and images from this store may be shown.
-        unit_from: Field that names the person: column, JSON field, or `parent` for the folder's
-            name.
-        unmatched: With --unit-from, for an image without a person: refuse the import, make it a
-            person of its own, or leave it out.
-        shared_images: With --unit-from, for an image of two persons: refuse the import, or keep it
-            for the first. Statements then list this as not covered.
-        label_from: Field that holds the label (class folders and `label` columns are found without
-            it). `parent` for a tar of class folders. A list gives an image several labels; an empty
-            list means that it belongs to none of the classes.
-        label_separator: Separator between an image's labels in a text field, such as "|". An empty
-            text is an empty list.
-        classes: File with the class names in the order of their numbers, one per line or a JSON
-            list; or a JSON object from the labels in SOURCE to names, {"1": "cat", "2": "dog"}.
-        unknown_classes: For an image whose class is not declared: refuse the import, or keep the
-            image unlabelled, so that it contributes exactly zero in training.
-        captions: File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV
-            with columns image and caption. Captions next to an image (NAME.txt, NAME.json, a column
-            `captions`, `caption` or `text`) are found without it.
-        require_captions: Leave out images without a caption; a captioner needs at least one per
-            image.
-        max_value: White in images of more than 8 bits whose files do not state it, such as 4095 for
-            12-bit cameras that write 16 bits. They are stored as 8-bit PNG.
-        window: Black and white in images of more than 8 bits, e.g. -160 240 for Hounsfield units,
-            or of floating-point values.
+        people: The persons of images.
+        labels: The labels of images.
+        captions: The captions of images.
+        range: The values of images of more than 8 bits.
         licence: Licence of public images, for the statement.
         dataset: One of the papers' data sets, e.g. imagenet, cifar100, caltech101, aircraft. Labels
             and their order are then the same for each split.
@@ -112,84 +111,77 @@ def import_(
         workers: Threads that check images.
         json: Print JSON.
     """
-    if dataset is not None or split is not None:
-        if captions is not None or require_captions:
-            raise DataError(
-                "data import: captions with --dataset, whose images have labels only; expected "
-                "none. Drop --dataset."
-            )
-        if max_value is not None or window is not None:
-            raise DataError(
-                "data import: --max-value or --window with --dataset, whose images have 8 bits; "
-                "expected neither. Drop it."
-            )
-        if (unmatched, shared_images) != ("refuse", "refuse"):
-            raise DataError(
-                "data import: --unmatched or --shared-images with --dataset, whose images have "
-                "no persons; expected neither. Drop them."
-            )
-        if classes is not None or unknown_classes != "refuse":
-            raise DataError(
-                "data import: --classes with --dataset, which fixes its classes; expected only "
-                "one of them. Drop one."
-            )
-        return _import_dataset(
-            source,
-            store,
-            dataset,
-            split,
-            public,
-            licence,
-            workers,
-            json,
-            [unit_from, label_from, label_separator],
-        )
-    if max_value is not None and window is not None:
+    window = range.window if range.max_value is None else (0, range.max_value)
+    from_dataset = dataset is not None or split is not None
+    if from_dataset:
+        _check_fixed(people, labels, captions, window)
+    if None not in (range.max_value, range.window):
         raise DataError(
             "data import: --max-value and --window; expected one of them. Drop --max-value."
         )
-    if max_value is not None:
-        window = 0, max_value
-    check_source(source)
-    rule = (
-        ClassRule(unknown=unknown_classes)
-        if classes is None
-        else read_rule(classes, unknown_classes)
-    )
-    from dpvision.data.importer import import_source
+    if not from_dataset:
+        check_source(source)
+    from dpvision.data.importer import import_samples, import_source
 
+    making, more, whole = partial(import_source, source), dict[str, Any](), ""
+    if from_dataset:
+        found, size = _published(source, dataset, split, people, labels)
+        making, whole = partial(import_samples, found), f" of {size:,}"
+        more = {
+            "dataset": dataset,
+            "split": split,
+            "pictures_published": size,
+            "metric": found.metric,
+        }
     with Console(stderr=True).status("importing") as status:
-        made = import_source(
-            source,
+        made = making(
             store,
             public=public,
-            unit_from=unit_from,
-            unmatched=unmatched,
-            shared_images=shared_images,
-            label_from=label_from,
-            label_separator=label_separator,
-            classes=rule,
+            people=people,
+            labels=labels,
             captions=captions,
-            require_captions=require_captions,
             licence=licence,
             window=window,
             workers=workers,
-            progress=lambda n: status.update(f"importing: {n:,} images"),
+            progress=lambda n: status.update(f"importing: {n:,} images{whole}"),
         )
-    _said(made, json)
+    _said(made, json, more)
 
 
-def _import_dataset(
-    root: Path,
-    store: Path,
-    name: str | None,
-    split: str | None,
-    public: bool,
-    licence: str | None,
-    workers: int,
-    json: bool,
-    fields: list[str | None],
+def _check_fixed(
+    people: PersonRule, labels: LabelRule, captions: CaptionRule, window: object
 ) -> None:
+    """Raise DataError for an option that --dataset decides."""
+    for given, problem in (
+        (
+            captions != CaptionRule(),
+            "captions with --dataset, whose images have labels only; expected none. Drop "
+            "--dataset.",
+        ),
+        (
+            window is not None,
+            "--max-value or --window with --dataset, whose images have 8 bits; expected neither. "
+            "Drop it.",
+        ),
+        (
+            replace(people, unit_from=None) != PersonRule(),
+            "--unmatched or --shared-images with --dataset, whose images have no persons; "
+            "expected neither. Drop them.",
+        ),
+        (
+            (labels.classes, labels.unknown_classes) != (None, "refuse"),
+            "--classes with --dataset, which fixes its classes; expected only one of them. Drop "
+            "one.",
+        ),
+    ):
+        if given:
+            raise DataError(f"data import: {problem}")
+
+
+def _published(
+    root: Path, name: str | None, split: str | None, people: PersonRule, labels: LabelRule
+) -> "tuple[Source, int]":
+    """Return a split of a data set, and the number of its images as published."""
     from dpvision.data.datasets import DATASETS, dataset_source, find_dataset
 
     if name is None:
@@ -197,43 +189,18 @@ def _import_dataset(
             f"data import: split={split!r} without a data set; expected --dataset, one of "
             f"{', '.join(DATASETS)}. Add it."
         )
-    dataset = find_dataset(name)
+    splits = find_dataset(name).splits
     if split is None:
         raise DataError(
             f"data import: --dataset {name} without --split; expected one of "
-            f"{', '.join(dataset.splits)}. Add it."
+            f"{', '.join(splits)}. Add it."
         )
-    if any(field is not None for field in fields):
+    if (people.unit_from, labels.label_from, labels.label_separator) != (None, None, None):
         raise DataError(
             f"data import: --unit-from or a label option with --dataset {name}, which fixes "
             "both; expected neither. Drop them."
         )
-    found = dataset_source(name, split, root)
-    from dpvision.data.importer import import_samples
-
-    with Console(stderr=True).status("importing") as status:
-        made = import_samples(
-            found.samples,
-            store,
-            public=public,
-            label_names=found.label_names,
-            licence=licence or dataset.licence,
-            metric=dataset.metric,
-            workers=workers,
-            progress=lambda n: status.update(
-                f"importing: {n:,} images of {dataset.splits[split]:,}"
-            ),
-        )
-    _said(
-        made,
-        json,
-        {
-            "dataset": name,
-            "split": split,
-            "pictures_published": dataset.splits[split],
-            "metric": dataset.metric,
-        },
-    )
+    return dataset_source(name, split, root), splits[split]
 
 
 def scenes(
@@ -445,7 +412,7 @@ def _range_lines(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> None:
+def _said(store: "Store", as_json: bool, more: Mapping[str, Any] = MappingProxyType({})) -> None:
     from dpvision.cli.next_steps import to_train
     from dpvision.data.declared import has_units, numbers_to_declare
 
@@ -459,17 +426,19 @@ def _said(store: "Store", as_json: bool, more: dict[str, Any] | None = None) -> 
         "multi_label": store.multi_label,
         "declare": numbers_to_declare(store),
         **summary,
-        **(more or {}),
+        **more,
     }
     labels = ", several labels per record" if store.multi_label else ""
     lines = [
-        f"{_label(store)}{store.num_records:,} records in {store.path} ({store.visibility}{labels})"
+        f"{_label(store)}{store.num_records:,} records in {store.path} "
+        f"({store.visibility}{labels})",
+        pairs(_flat({**summary, **more})),
+        *_left_out_lines(store, summary),
+        *_range_lines(summary),
+        *_caption_lines(summary),
+        *(_unit_lines(store) if has_units(store) else []),
+        *to_train(store),
     ]
-    lines.append(pairs(_flat(summary | (more or {}))))
-    lines += _left_out_lines(store, summary)
-    lines += [*_range_lines(summary), *_caption_lines(summary)]
-    lines += _unit_lines(store) if has_units(store) else []
-    lines += to_train(store)
     emit(result, as_json, "\n".join(lines))
 
 
@@ -481,21 +450,19 @@ def _unit_lines(store: "Store") -> list[str]:
     from dpvision.data.declared import numbers_to_declare, rounded_up
 
     field, numbers = store.meta["unit_field"], numbers_to_declare(store)
-    lines = [
+    people: dict[str, Any] = {
+        "sampling_unit": "person",
+        "num_units": numbers[0]["num_units"],
+        "dataset_size": rounded_up(store.num_records),
+    }
+    return [
         f"{_label(store)}The guarantee will be for a {field} with all its images. Declare one of "
-        "these (see docs/data.md, persons):"
+        "these (see docs/data.md, persons):",
+        *(
+            "  " + " ".join(word for name in one for word in words_of(f"privacy.{name}", one[name]))
+            for one in [*numbers, people]
+        ),
     ]
-    for one in numbers:
-        lines.append(
-            "  "
-            + " ".join(f"--privacy.{name.replace('_', '-')} {value}" for name, value in one.items())
-        )
-    people = (
-        f"--privacy.num-units {numbers[0]['num_units']} --privacy.dataset-size "
-        f"{rounded_up(store.num_records)}"
-    )
-    lines.append(f"  --privacy.sampling-unit person {people}")
-    return lines
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,18 +2,14 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from dpvision.cli.output import emit, parse, private_scores
 from dpvision.cli.paths import check_source
 from dpvision.cli.run_args import STOPPED
 from dpvision.errors import ConfigError, DataError, RunStopped
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(demo, "demo", argv)
+from dpvision.privacy.printed import duration
 
 
 def demo(
@@ -97,5 +93,8 @@ def demo(
         say(str(stopped))
         sys.exit(STOPPED)
     seconds = time.monotonic() - start
-    lines[0] = f"Done in {seconds / 60:.1f} minutes. {lines[0]}"
+    lines[0] = f"Done in {duration(seconds)}. {lines[0]}"
     emit({**found, "seconds": seconds}, json, "\n".join(lines))
+
+
+run = partial(parse, demo, "demo")

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -12,17 +13,13 @@ from dpvision.cli.output import emit, parse, shown
 from dpvision.cli.run_args import announce
 from dpvision.config import HardwareConfig
 from dpvision.errors import ConfigError, DPVisionError
+from dpvision.privacy.printed import size
 
 if TYPE_CHECKING:
     from dpvision.doctor import Findings
 
 _NAMED = 4
 """Number of names that the text lists before "and N more"; JSON has all."""
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(doctor, "doctor", argv)
 
 
 def doctor(
@@ -110,7 +107,7 @@ def _text(found: "Findings", measured: bool) -> str:
         tied = [" = ".join([first, *others]) for first, others in found.tied.items()]
         lines.append(f"  tied     {_few(tied)}")
     lines.append(
-        f"  memory   {_size(found.state_bytes)} of state in training (weights, clipped sum, "
+        f"  memory   {size(found.state_bytes)} of state in training (weights, clipped sum, "
         "noise, optimizer), and the batch"
     )
     for refusal in found.refused:
@@ -127,7 +124,7 @@ def _text(found: "Findings", measured: bool) -> str:
     if found.slow:
         lines += [
             "",
-            f"slow: per-record gradients by vmap, {_size(4 * found.num_parameters(found.slow))} "
+            f"slow: per-record gradients by vmap, {size(4 * found.num_parameters(found.slow))} "
             f"each, up to {found.slow_chunk:,} records at once. To avoid this, freeze",
             "these (requires_grad_(False)) or write the layer with operations that have a rule "
             "(docs/clipping.md):",
@@ -173,31 +170,30 @@ def _ways_table(ways: dict[str, dict[str, int]], total: int) -> list[str]:
 
 def _measured_text(measured: dict[str, Any]) -> str:
     oracle, largest, step = measured["oracle"], measured["largest_physical_batch"], measured["step"]
-    lines = ["", f"measured on {measured['device']}, {measured['precision']}:"]
-    lines.append(
+    lines = [
+        "",
+        f"measured on {measured['device']}, {measured['precision']}:",
         f"  exact    sum of {oracle['records']} records within {oracle['difference']:.1e} of the "
         f"oracle's, norms within {oracle['norm_difference']:.1e} ({oracle['tolerance']:.0e} "
-        f"allowed); float64 gates: {oracle['float64']}"
-    )
+        f"allowed); float64 gates: {oracle['float64']}",
+    ]
     if largest is not None:
         told = f"  fits     {largest['records']:,} records in one physical batch ({largest['how']}"
         if "record_bytes" in largest:
             told += (
-                f": {_size(largest['record_bytes'])} each, {largest['margin']:.0%} of "
-                f"{_size(largest['available_bytes'])} free"
+                f": {size(largest['record_bytes'])} each, {largest['margin']:.0%} of "
+                f"{size(largest['available_bytes'])} free"
             )
         lines.append(told + ")")
     price, private, plain = step["price"], step["private_s"], step["non_private_s"]
-    lines.append(
+    lines += [
         f"  step     {step['physical_batch_size']:,} records in {private['median']:.3g} s "
         f"[{private['low']:.3g} to {private['high']:.3g}], {shown(step['records_per_s'])} "
         f"records/s; non-private {plain['median']:.3g} s [{plain['low']:.3g} to "
-        f"{plain['high']:.3g}]"
-    )
-    lines.append(
+        f"{plain['high']:.3g}]",
         f"  overhead {price['median']:.2f} times a non-private step [{price['low']:.2f} to "
-        f"{price['high']:.2f}], {step['rounds']} rounds"
-    )
+        f"{price['high']:.2f}], {step['rounds']} rounds",
+    ]
     return "\n".join(lines)
 
 
@@ -210,12 +206,4 @@ def _share(part: float) -> str:
     return f"{part:.1%}" if part >= 0.001 else "< 0.1%"
 
 
-def _size(num_bytes: float) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= factor:
-            return (
-                f"{num_bytes / factor:.3g} {unit}"
-                if num_bytes < 1000 * factor
-                else f"{num_bytes / factor:,.0f} {unit}"
-            )
-    return f"{num_bytes:.0f} bytes"
+run = partial(parse, doctor, "doctor")

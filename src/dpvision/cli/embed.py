@@ -1,20 +1,15 @@
 """``dpvision embed``: write features to a file."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import SourcePath, emit, parse
+from dpvision.cli.output import FLAT, Reading, SourcePath, emit, parse
 from dpvision.cli.paths import check_source
 from dpvision.errors import OPERATOR_ONLY
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(embed, "embed", argv)
 
 
 def embed(
@@ -23,8 +18,7 @@ def embed(
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     pooling: str | None = None,
     ema: bool = False,
-    batch_size: int = 256,
-    workers: int = 2,
+    reading: Annotated[Reading, FLAT] = Reading(),
     release_private_outputs: bool = False,
     json: bool = False,
 ) -> None:
@@ -36,20 +30,20 @@ def embed(
 
     Args:
         encoder: A run folder or one of its checkpoints, random:RUN, timm:NAME or torchvision:NAME
-            (@FILE for weights), hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, simclr:FILE, tan:FILE,
-            pixels, hog, scattering, patches or patches+scattering.
+            (@FILE for weights), hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE,
+            simclr:FILE, tan:FILE, pixels, hog, scattering, patches or patches+scattering.
         source: Store, folder of images, parquet file or tar file.
         out: File to write: .npz or .safetensors. For private images its path needs a folder named
             confidential.
         pooling: mean (over the image), 2x2 (over its four quadrants), cls, ... (docs/encoders.md);
             the encoder's default if omitted.
         ema: Use the averaged weights of a run.
-        batch_size: Images in one forward pass.
-        workers: Threads that read images.
+        reading: How images are read.
         release_private_outputs: Write features of private images anywhere. You decide this for the
             people shown; no epsilon covers it.
         json: Print JSON.
     """
+    reading.check("embed")
     check_source(source)
     from dpvision.encoders.embeddings import write_embeddings
 
@@ -60,8 +54,8 @@ def embed(
             out,
             ema=ema,
             pooling=pooling,
-            batch_size=batch_size,
-            workers=workers,
+            batch_size=reading.batch_size,
+            workers=reading.workers,
             progress=lambda n: status.update(f"features: {n:,} images"),
             release_private_outputs=release_private_outputs,
         )
@@ -81,3 +75,6 @@ def embed(
         json,
         text,
     )
+
+
+run = partial(parse, embed, "embed")

@@ -1,20 +1,18 @@
 """``dpvision evaluate``: score encoders and classifiers on labelled images."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from dpvision.cli.output import parse
+from dpvision.cli.output import FLAT, Reading, parse
 from dpvision.cli.paths import check_store
 from dpvision.cli.scores import (
-    FLAT,
     Encoders,
     Printing,
-    check_reading,
     emit_scores,
     names_of,
     scores_table,
@@ -25,7 +23,24 @@ from dpvision.eval.score import Score
 from dpvision.eval.score_file import NOTHING_FITTED, check_out, merge_entries, write_scores
 from dpvision.runs.folder import run_base
 
-_SETTINGS, _PRINTING = ProtocolSettings(), Printing()
+if TYPE_CHECKING:
+    from dpvision.eval.any_of_labels import AnyOfLabels
+    from dpvision.eval.metric import Metric
+
+
+@dataclass(frozen=True)
+class _Measure:
+    metric: str | None = None
+    """accuracy or mean_per_class (Caltech-101, Aircraft); if omitted, the store's, else
+    accuracy.
+    """
+    labels: Path | None = None
+    """File of sets of correct classes that replace each test image's one label: ImageNet-ReaL's
+    real.json, a JSON object or a CSV (docs/evaluation.md). Images without a correct class do not
+    count.
+    """
+
+
 _OWN = {
     "captioner": "dpvision.cli.evaluate_captioner",
     "detection": "dpvision.cli.evaluate_dense",
@@ -49,21 +64,19 @@ def evaluate(
     test: Path | None = None,
     protocols: str = "knn,linear",
     against: str = "random,pixels",
-    metric: str | None = None,
-    labels: Path | None = None,
+    measure: Annotated[_Measure, FLAT] = _Measure(),
     out: Path | None = None,
     ema: bool = False,
     no_cache: bool = False,
-    batch_size: int = 256,
-    workers: int = 2,
-    settings: Annotated[ProtocolSettings, FLAT] = _SETTINGS,
-    printing: Annotated[Printing, FLAT] = _PRINTING,
+    reading: Annotated[Reading, FLAT] = Reading(),
+    settings: Annotated[ProtocolSettings, FLAT] = ProtocolSettings(),
+    printing: Annotated[Printing, FLAT] = Printing(),
 ) -> None:
     """Score encoders on labelled images, against random weights and raw pixels.
 
     An ENCODER is a run folder, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights),
-    hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, simclr:FILE, tan:FILE, pixels, hog, scattering,
-    patches or patches+scattering.
+    hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE, simclr:FILE, tan:FILE, pixels, hog,
+    scattering, patches or patches+scattering.
 
       dpvision evaluate runs/first --train stores/pets-train --test stores/pets-test
       dpvision evaluate runs/a runs/b hog --train stores/pets --protocols ridge,few_shot_probe
@@ -103,17 +116,12 @@ def evaluate(
         protocols: Names from the list above, separated by commas.
         against: Baselines: random (a run's architecture, untrained), pixels, both with a comma, or
             none.
-        metric: accuracy or mean_per_class (Caltech-101, Aircraft); if omitted, the store's, else
-            accuracy.
-        labels: File of sets of correct classes that replace each test image's one label:
-            ImageNet-ReaL's real.json, a JSON object or a CSV (docs/evaluation.md). Images without a
-            correct class do not count.
+        measure: How predictions are compared with labels.
         out: Also write all scores here. Scores on private images need a folder named confidential
             in the path.
         ema: Use the averaged weights of runs.
         no_cache: Neither read nor write cached features and scores (STORE/confidential/features).
-        batch_size: Images in one forward pass.
-        workers: Threads that read images.
+        reading: How images are read.
         settings: Settings of the protocols.
         printing: How scores are printed.
     """
@@ -122,10 +130,10 @@ def evaluate(
             "evaluate: no encoder; expected one or more. For example: dpvision evaluate "
             "runs/first --train STORE."
         )
-    check_reading(batch_size, workers)
+    reading.check("evaluate")
     if train is None:
         check_store(test)
-        _own_heads(encoders, test, labels, ema, out, batch_size, workers, printing)
+        _own_heads(encoders, test, measure.labels, ema, out, reading, printing)
         return
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     names = checked_protocols(names_of(protocols))
@@ -141,14 +149,16 @@ def evaluate(
     from dpvision.eval.scored_run import with_averages
 
     asked = make_protocols(names, settings)
-    measure = checked_metric(metric) if metric is not None else None
+    named, labels = measure.metric, measure.labels
+    metric: Metric | AnyOfLabels | None = None if named is None else checked_metric(named)
     train_store, test_store = open_store(train), open_store(test) if test is not None else None
-    if labels is not None and measure not in (None, "accuracy"):
+    if labels is not None and metric not in (None, "accuracy"):
         raise ConfigError(
             f"evaluate: labels={str(labels)!r} with metric={metric}; expected accuracy with "
             "--labels. Drop --metric."
         )
-    any_of = load_any_of_labels(labels, test_store or train_store) if labels is not None else None
+    if labels is not None:
+        metric = load_any_of_labels(labels, test_store or train_store)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Open every encoder and check --out before the first is scored, to fail fast.
     known = [train_store, *([] if test_store is None else [test_store])]
@@ -169,11 +179,10 @@ def evaluate(
             test_store,
             protocols=asked,
             against=controls,
-            metric=measure,
-            any_of=any_of,
+            metric=metric,
             ema=averages[spec],
-            batch_size=batch_size,
-            workers=workers,
+            batch_size=reading.batch_size,
+            workers=reading.workers,
             device=device,
             cache=not no_cache,
             progress=say,
@@ -188,8 +197,7 @@ def _own_heads(
     labels: Path | None,
     ema: bool,
     out: Path | None,
-    batch_size: int,
-    workers: int,
+    reading: Reading,
     printing: Printing,
 ) -> None:
     """Score classifier runs on their own heads, which need no --train store."""
@@ -230,8 +238,8 @@ def _own_heads(
             store,
             any_of=any_of,
             ema=ema,
-            batch_size=batch_size,
-            workers=workers,
+            batch_size=reading.batch_size,
+            workers=reading.workers,
             device=device,
             progress=lambda done: say(f"{done:,} test images"),
         )

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from dpvision.cli.output import RunPath, table
-from dpvision.cli.paths import check_run, check_store
-from dpvision.cli.scores import FLAT, Printing, check_reading, emit_scores, names_of
+from dpvision.cli.output import FLAT, Reading, RunPath, table
+from dpvision.cli.paths import check_captioner, check_store
+from dpvision.cli.scores import Printing, emit_scores, names_of
 from dpvision.eval.captions.settings import (
     Asking,
     CaptionTests,
@@ -23,21 +23,18 @@ from dpvision.runs.folder import run_base
 if TYPE_CHECKING:
     from dpvision.eval.captions.suite import ScoredOn
 
-_TESTS, _FILES, _PRINTING = CaptionTests(), ChoiceFiles(), Printing()
-
 
 def evaluate_captioner(
     run: RunPath,
     store: Path | None = None,
-    tests: Annotated[CaptionTests, FLAT] = _TESTS,
-    files: Annotated[ChoiceFiles, FLAT] = _FILES,
+    tests: Annotated[CaptionTests, FLAT] = CaptionTests(),
+    files: Annotated[ChoiceFiles, FLAT] = ChoiceFiles(),
     against: str = "random,other",
     fit: str | None = None,
     out: Path | None = None,
     ema: bool = False,
-    batch_size: int = 32,
-    workers: int = 2,
-    printing: Annotated[Printing, FLAT] = _PRINTING,
+    reading: Annotated[Reading, FLAT] = Reading(32),
+    printing: Annotated[Printing, FLAT] = Printing(),
 ) -> None:
     """Evaluate a captioner: zero-shot classification, choice between true and false captions, and
     CIDEr of generated captions.
@@ -51,8 +48,8 @@ def evaluate_captioner(
     them.
 
     Args:
-        run: Run or checkpoint folder of a captioner; or hf:DIR, a CLIP or SigLIP model with its
-            tokenizer.
+        run: Run or checkpoint folder of a captioner; dpcap:FILE@vocab.txt, a file of DP-Cap with
+            BERT's vocabulary; or hf:DIR, a CLIP or SigLIP model with its tokenizer.
         store: Store with labels or captions, disjoint from the training images.
         tests: The tests.
         files: Files of benchmarks.
@@ -63,16 +60,15 @@ def evaluate_captioner(
         out: Also write all scores here. Scores on private images need a folder named confidential
             in the path.
         ema: Use the averaged weights.
-        batch_size: Images in one forward pass.
-        workers: Threads that read images.
+        reading: How images are read.
         printing: How scores are printed.
     """
-    check_reading(batch_size, workers)
+    reading.check("evaluate")
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     square: Square = "squash" if fit is None else checked_fit(fit)
     tests.check(store is not None)
     if not str(run).startswith("hf:"):
-        check_run(run)
+        check_captioner(run)
     check_store(store)
     import torch
 
@@ -88,7 +84,9 @@ def evaluate_captioner(
     if out is not None:
         check_out(out, ready.confidential or any(test.visibility == "private" for test in made))
     with Console(stderr=True).status("reading") as status:
-        how = Asking(square, "other" in controls, batch_size, workers, status.update)
+        how = Asking(
+            square, "other" in controls, reading.batch_size, reading.workers, status.update
+        )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         found = score_captioner(
             run, made, how, untrained="random" in controls, ema=ema, device=device

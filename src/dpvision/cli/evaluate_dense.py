@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from dpvision.cli.output import emit, table
-from dpvision.cli.scores import FLAT, Encoders, Printing, emit_scores
+from dpvision.cli.output import FLAT, emit, table
+from dpvision.cli.scores import Encoders, Printing, emit_scores
 from dpvision.errors import ConfigError
 from dpvision.eval.dense.settings import (
     CocoFiles,
@@ -24,24 +24,20 @@ from dpvision.eval.dense.settings import (
 if TYPE_CHECKING:
     from dpvision.eval.dense.job import DenseTask, Say
 
-_HARDWARE, _OPTIONS, _PRINTING = DenseHardware(), DenseOptions(), Printing()
-_COCO, _DETECTION = CocoFiles(), DetectionSettings()
-_MASKS, _SEGMENTATION = MaskFolders(), SegmentationSettings()
-
 
 def evaluate_detection(
     encoders: Encoders,
-    files: Annotated[CocoFiles, FLAT] = _COCO,
-    options: Annotated[DenseOptions, FLAT] = _OPTIONS,
+    files: Annotated[CocoFiles, FLAT] = CocoFiles(),
+    options: Annotated[DenseOptions, FLAT] = DenseOptions(),
     recompute: bool = False,
-    detection: DetectionSettings = _DETECTION,
-    hardware: DenseHardware = _HARDWARE,
-    printing: Annotated[Printing, FLAT] = _PRINTING,
+    detection: DetectionSettings = DetectionSettings(),
+    hardware: DenseHardware = DenseHardware(),
+    printing: Annotated[Printing, FLAT] = Printing(),
 ) -> None:
     """Train Mask R-CNN on each encoder as in ViTDet, and score its boxes and masks by COCO's AP.
 
-    An ENCODER is a run of a vision transformer, random:RUN (its architecture, untrained), vip:FILE
-    or mae:FILE.
+    An ENCODER is a run of a vision transformer, random:RUN (its architecture, untrained), vip:FILE,
+    mae:FILE or dpcap:FILE.
 
       dpvision evaluate detection vip:vip_base.pth --train instances_train2017.json
           --train-images train2017 --test instances_val2017.json --test-images val2017 --public
@@ -84,18 +80,18 @@ def evaluate_detection(
 
 def evaluate_segmentation(
     encoders: Encoders,
-    folders: Annotated[MaskFolders, FLAT] = _MASKS,
-    segmentation: SegmentationSettings = _SEGMENTATION,
-    hardware: DenseHardware = _HARDWARE,
-    options: Annotated[DenseOptions, FLAT] = _OPTIONS,
+    folders: Annotated[MaskFolders, FLAT] = MaskFolders(),
+    segmentation: SegmentationSettings = SegmentationSettings(),
+    hardware: DenseHardware = DenseHardware(),
+    options: Annotated[DenseOptions, FLAT] = DenseOptions(),
     num_shown: int = 6,
-    printing: Annotated[Printing, FLAT] = _PRINTING,
+    printing: Annotated[Printing, FLAT] = Printing(),
 ) -> None:
     """Train UPerNet on an encoder with images whose pixels are labelled, and score mIoU on others
     (ViP, Table 4).
 
-    An ENCODER is a run folder of a vision transformer, random:RUN, vip:FILE or mae:FILE; several
-    are trained in sequence.
+    An ENCODER is a run folder of a vision transformer, random:RUN, vip:FILE, mae:FILE or
+    dpcap:FILE; several are trained in sequence.
 
       dpvision evaluate segmentation vip:vip.pth --ade20k ADEChallengeData2016 --public
           --work work --dry-run

@@ -1,6 +1,6 @@
 """``dpvision ledger``: the epsilon charged to a store."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +13,6 @@ from dpvision.privacy.printed import down, up, up_delta
 
 if TYPE_CHECKING:
     from dpvision.privacy.account import StoreAccount
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(ledger, "ledger", argv)
 
 
 def ledger(
@@ -177,3 +172,6 @@ def _of_choices(account: "StoreAccount") -> str:
         "were chosen after seeing the results of others, only a cap set before the first run, "
         "which their Renyi filter keeps, is one."
     )
+
+
+run = partial(parse, ledger, "ledger")

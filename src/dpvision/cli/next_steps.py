@@ -2,7 +2,6 @@
 holds, and each passes as printed.
 """
 
-import os
 from pathlib import Path
 from shlex import quote
 
@@ -10,11 +9,10 @@ import numpy as np
 
 from dpvision.config import CaptionerConfig, RunConfig
 from dpvision.data.declared import numbers_to_declare
-from dpvision.data.open import open_store
+from dpvision.data.split import other_half
 from dpvision.data.store import Store
-from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, DPVisionError
+from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.recipes import get_recipe
-from dpvision.strict_json import parse_json
 
 _SMALLEST_SHARE = 10
 """Records for each record of a batch, in a store that is smaller than the recipe's."""
@@ -172,29 +170,3 @@ def _probes(store: Store, other: Store | None) -> bool:
     unit, first = np.unique(units(store)[train], return_index=True)
     _, of_a_class = np.unique(store.labels[train][first], return_counts=True)
     return len(unit) >= _ENOUGH_UNITS and int((of_a_class > 1).sum()) > 1
-
-
-def other_half(store: Store) -> Store | None:
-    """Return the other part of a split store (``data split``), if it is beside it."""
-    split = store.meta.get("split")
-    if not split:
-        return None
-    wanted = {**split, "half": "b" if split["half"] == "a" else "a"}
-    for file in sorted(store.path.resolve().parent.glob("*/store.json")):
-        if not os.access(file, os.R_OK):
-            continue
-        try:
-            meta = parse_json(file.read_bytes())
-            if not isinstance(meta, dict) or (meta.get("store_id"), meta.get("split")) != (
-                store.store_id,
-                wanted,
-            ):
-                continue
-            found = open_store(file.parent)
-        except (OSError, ValueError, DPVisionError):
-            continue
-        if not len(
-            np.intersect1d(found.index["id"], store.index["id"])
-        ):  # a part of a part may have the same numbers
-            return found
-    return None

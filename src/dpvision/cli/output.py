@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -10,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dpvision.errors import OPERATOR_ONLY
+from dpvision.errors import OPERATOR_ONLY, ConfigError
 
 T = TypeVar("T")
 
@@ -19,10 +20,33 @@ CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 no subcommands.
 """
 
+FLAT = tyro.conf.arg(name="")
+"""Annotates options whose flags have no prefix."""
 StorePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
 RunPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 SourcePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+Images = Annotated[
+    tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES [IMAGES ...]")
+]
 RecipeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How images are read."""
+
+    batch_size: int = 256
+    """Images in one forward pass."""
+    workers: int = 2
+    """Threads that read images."""
+
+    def check(self, command: str) -> None:
+        """Raise ConfigError unless both are at least 1."""
+        for name, value in vars(self).items():
+            if not value >= 1:
+                raise ConfigError(
+                    f"{command}: {name}={value}; expected at least 1. Omit it for the default."
+                )
 
 
 def parse(target: Callable[..., T], name: str, argv: Sequence[str], **kwargs: Any) -> T:
@@ -70,6 +94,15 @@ def private_scores(text: str, written: Sequence[str], asked: bool) -> str:
         f"Scores on private images are not printed where others may read them; {where}. "
         "--show-confidential prints them."
     )
+
+
+def unreadable_text(images: Sequence[Any]) -> str:
+    """Return how many images could not be read, and the names and problems of the first 20."""
+    if not images:
+        return ""
+    named = ", ".join(f"{one.name} ({one.problem})" for one in images[:20])
+    more = f", and {len(images) - 20:,} more" if len(images) > 20 else ""
+    return f"{len(images):,} could not be read: {named}{more}"
 
 
 def pairs(rows: Mapping[str, Any]) -> str:

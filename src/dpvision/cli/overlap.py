@@ -8,9 +8,9 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import emit, pairs
+from dpvision.cli.output import FLAT, Reading, emit, pairs
 from dpvision.cli.paths import check_store
-from dpvision.data.perceptual import RADIUS, SECOND_RADIUS
+from dpvision.data.perceptual import RADIUS
 from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
 from dpvision.files import write_json
 
@@ -30,8 +30,7 @@ def overlap(
     threshold: float | None = None,
     exact: bool = False,
     out: Path | None = None,
-    workers: int = 2,
-    batch_size: int = 256,
+    reading: Annotated[Reading, FLAT] = Reading(),
     json: bool = False,
 ) -> None:
     """Find images of a public store that are also in a private one, exactly or nearly.
@@ -60,8 +59,7 @@ def overlap(
             of public images.
         exact: Only identical files and pixels.
         out: New folder next to PUBLIC, for a store of the public images without a match.
-        workers: Threads that read images.
-        batch_size: Images in one forward pass of the encoder.
+        reading: How images are read.
         json: Print JSON.
     """
     if threshold is not None and encoder is None:
@@ -79,17 +77,11 @@ def overlap(
             f"overlap: threshold={threshold}; expected -1 <= cosine < 1. Omit it to have it "
             "measured."
         )
+    reading.check("overlap")
     check_store(public, private)
     from dpvision.data.open import open_store
-    from dpvision.data.overlap import (
-        HOWS,
-        check_out,
-        find_matches,
-        signatures,
-        write_pairs,
-        write_without,
-    )
-    from dpvision.encoders.feature_matches import find_feature_matches, measure_threshold
+    from dpvision.data.overlap import HOWS, check_out, write_pairs, write_without
+    from dpvision.encoders.feature_matches import find_overlap
     from dpvision.encoders.open import open_encoder, recognised
     from dpvision.report.overlap_page import write_overlap_page
 
@@ -108,45 +100,22 @@ def overlap(
             "expected a public one with --out: the remaining public store would depend on all "
             "of those images. Use a public encoder, or drop --out."
         )
-    methods = ["identical bytes", "identical pixels"]
     result: dict[str, Any] = {"public": str(public), "private": str(private)}
     with Console(stderr=True).status("reading") as status:
-        signed = [
-            signatures(
-                s,
-                workers=workers,
-                progress=lambda n, s=s: status.update(  # type: ignore[misc]
-                    f"{s.path.name}: {n:,} of {s.num_records:,} images"
-                ),
-            )
-            for s in (ours, theirs)
-        ]
-        found = find_matches(signed[0], signed[1], radius=None if exact else radius)
-        if not exact:
-            methods.append(
-                f"perceptual hashes within {radius} and {SECOND_RADIUS} of 64 bits, mirror "
-                "images too"
-            )
-        if opened is not None:
-            measured = measure_threshold(opened, ours, say=status.update)
-            result["recall_on_public_copies"] = measured.recall
-            if threshold is not None:
-                measured = replace(measured, cosine=threshold)
-            result["threshold"] = measured.cosine
-            near = find_feature_matches(
-                opened,
-                ours,
-                theirs,
-                measured,
-                batch_size=batch_size,
-                workers=workers,
-                say=status.update,
-            )
-            found = found.joined(near)
-            methods.append(
-                f"features of {_named(encoder, opened)} with a cosine above "
-                f"{measured.cosine:.3f}, mirror images too"
-            )
+        overlaps = find_overlap(
+            ours,
+            theirs,
+            None if opened is None else replace(opened, name=_named(encoder, opened)),
+            radius=None if exact else radius,
+            cosine=threshold,
+            batch_size=reading.batch_size,
+            workers=reading.workers,
+            say=status.update,
+        )
+    found, methods = overlaps.matches, overlaps.methods
+    if overlaps.threshold is not None:
+        result["recall_on_public_copies"] = overlaps.threshold.recall
+        result["threshold"] = overlaps.threshold.cosine
     folder = theirs.path / "confidential" / f"overlap-{ours.path.name}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     counts = {how: int((found.how_M == i).sum()) for i, how in enumerate(HOWS)}
@@ -182,28 +151,25 @@ def _text(result: dict[str, Any], public: "Store", out: Path | None) -> str:
     count = result["public_pictures_with_a_match"]
     lines = [
         f"{OPERATOR_ONLY}{count:,} of {public.num_records:,} public images have a match among "
-        "the private ones."
+        "the private ones.",
+        pairs({f"by {how}": number for how, number in result["by"].items()}),
     ]
-    lines.append(pairs({f"by {how}": number for how, number in result["by"].items()}))
     if "threshold" in result:
-        lines.append(
+        recall = result["recall_on_public_copies"]
+        lines += [
             f"Features match above a cosine of {result['threshold']:.3f}, which finds these "
-            "shares of copied public images:"
-        )
-        lines.append(
-            pairs(
-                {name: f"{share:.0%}" for name, share in result["recall_on_public_copies"].items()}
-            )
-        )
-    lines.append(f"Side by side: {result['page']}")
-    lines.append("Matches and their number depend on private images: do not release them.")
+            "shares of copied public images:",
+            pairs({name: f"{share:.0%}" for name, share in recall.items()}),
+        ]
+    lines += [
+        f"Side by side: {result['page']}",
+        "Matches and their number depend on private images: do not release them.",
+    ]
     if out is not None:
-        lines.append(
+        lines += [
             f"Without them: {out}, readable only by you. The images missing there reveal who is "
-            "in the private store: do not share it."
-        )
-        lines.append(
-            "Scores on it reveal how many are missing, so they are written under confidential/."
-        )
-        lines += to_train(open_store(out))
+            "in the private store: do not share it.",
+            "Scores on it reveal how many are missing, so they are written under confidential/.",
+            *to_train(open_store(out)),
+        ]
     return "\n".join(lines)

@@ -36,6 +36,12 @@ def check_run(*paths: Path) -> None:
             )
 
 
+def check_captioner(captioner: Path) -> None:
+    """Raise CheckpointError for a path that does not exist, unless it is ``dpcap:FILE``."""
+    if not str(captioner).startswith("dpcap:"):
+        check_run(captioner)
+
+
 def check_sheet(path: Path | None, command: str) -> None:
     """Raise ConfigError for a contact sheet that is not to be an image file of a usual kind; None
     is ignored.

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 
-from dpvision.cli.output import emit, pairs, parse, shown, table
+from dpvision.cli.output import FLAT, emit, pairs, parse, shown, table
+from dpvision.cli.typed import optional
 from dpvision.config import PrivacyConfig
 from dpvision.config.resolve import resolve_privacy, with_steps
 from dpvision.config.unit import Unit
@@ -22,50 +23,22 @@ if TYPE_CHECKING:
     from dpvision.plan.cost import Cost
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Settings of ``PrivacyConfig``; those that are given replace the recipe's."""
-
-    dataset_size: int | None = None
-    """N, the declared public number of records."""
-    expected_batch_size: float | None = None
-    """Mean size of a logical batch; the sample rate is this over N."""
-    steps: int | None = None
-    """Number of logical steps."""
-    noise_multiplier: float | None = None
-    """Noise standard deviation over the clip norm."""
-    target_epsilon: float | None = None
-    """Find the smallest noise that keeps epsilon (PLD) at or below this."""
-    target_unit_epsilon: float | None = None
-    """The same for a person with all their images; needs --num-units."""
-    delta: float | None = None
-    """Left out: 1 / (2 N), or 1 / (2 M) where people are declared; at most 0.001."""
-    sampling: Literal["poisson", "truncated_poisson", "full_batch"] | None = None
-    """How a logical batch is drawn (left out: poisson)."""
-    max_batch_size: int | None = None
-    """Cap of a truncated Poisson batch."""
-    max_records_per_unit: int | None = None
-    """Records of one person that take part, at most; above 1 it needs --num-units. Where people are
-    drawn, those that take part in a step.
-    """
-    num_units: int | None = None
-    """M, the declared public number of people: epsilon is then given for the person, and delta
-    judged by M.
-    """
-    sampling_unit: Literal["record", "person"] | None = None
-    """Draw records, with a group bound for a person, or people, whose mean gradient is clipped
-    (left out: record).
-    """
-    num_parameters: int | None = None
-    """Trained parameters, for the signal figures."""
-
-    def asked(self) -> dict[str, Any]:
-        """Return those that were given, for ``resolve_privacy``."""
-        return {
-            name: value
-            for name, value in _given(self, _Settings).items()
-            if name != "num_parameters"
-        }
+_SETTINGS = optional(
+    PrivacyConfig,
+    "dataset_size",
+    "expected_batch_size",
+    "steps",
+    "noise_multiplier",
+    "target_epsilon",
+    "target_unit_epsilon",
+    "delta",
+    "sampling",
+    "max_batch_size",
+    "max_records_per_unit",
+    "num_units",
+    "sampling_unit",
+)
+"""Those of the settings that are given replace the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +69,7 @@ class _Question:
 
 
 @dataclass(frozen=True)
-class PlanArgs(_Question, _Settings):
+class PlanArgs(_Question):
     """What a data set can afford, before any compute is spent.
 
     Give the noise and read epsilon, or give --target-epsilon and read the noise. With the name of a
@@ -134,11 +107,15 @@ class PlanArgs(_Question, _Settings):
     """
     json: bool = False
     """Print JSON."""
+    settings: Annotated[PrivacyConfig, FLAT] = _SETTINGS
+    """The privacy settings."""
+    num_parameters: int | None = None
+    """Trained parameters, for the signal figures."""
 
 
 def _given(args: Any, part: type) -> dict[str, Any]:
     """Return the options of a part of the arguments that were given."""
-    values = {f.name: getattr(args, f.name) for f in fields(part)}
+    values = {f.name: getattr(args, f.name) for f in fields(part) if f.name != "settings"}
     return {
         name: value for name, value in values.items() if value is not None and value is not False
     }
@@ -151,7 +128,8 @@ def run(argv: Sequence[str]) -> None:
 
 def plan(args: PlanArgs) -> None:
     """Print what the settings or the question amount to."""
-    given, asked = _given(args, PlanArgs), _given(args, _Question)
+    settings, asked = _given(args.settings, PrivacyConfig), _given(args, _Question)
+    given = _given(args, PlanArgs) | settings
     if args.claims:
         if others := [name for name in given if name not in ("claims", "json")]:
             raise ConfigError(
@@ -191,7 +169,6 @@ def plan(args: PlanArgs) -> None:
         num_parameters = (
             count_parameters(get_recipe(args.recipe).model) or None
         )  # a head's depend on its encoder
-    settings = args.asked()
     config = _config(args.recipe, settings)
     if args.simulate is not None:
         if args.page is not None or args.csv is not None:
@@ -335,8 +312,10 @@ def _text(r: dict[str, Any]) -> str:
         ),
     ]
     if r["signal"]:
-        lines.append("signal (a heuristic: docs/privacy.md)")
-        lines.append(pairs({name.replace("_", " "): value for name, value in r["signal"].items()}))
+        lines += [
+            "signal (a heuristic: docs/privacy.md)",
+            pairs({name.replace("_", " "): value for name, value in r["signal"].items()}),
+        ]
     if r["draws"]:
         lines.append(_draws_table(r["draws"]))
     if r["advice"]:

@@ -1,6 +1,6 @@
 """``dpvision report``: write the guarantee statement and the pages."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,6 @@ from dpvision.statement.schema import Stop, Tuning
 
 if TYPE_CHECKING:
     from dpvision.report.gallery import Gallery
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(report, "report", argv)
 
 
 def report(
@@ -100,3 +95,6 @@ def gallery_places(gallery: "Gallery") -> str:
     return "gallery    on both pages" + (
         f"; {', '.join(missing)} on the operator's only" if missing else ""
     )
+
+
+run = partial(parse, report, "report")

@@ -4,32 +4,31 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpvision.cli.paths import check_store
 from dpvision.config import RunConfig
 from dpvision.config.resolve import applied
 from dpvision.errors import ConfigError
+from dpvision.runs.spent import spent
+
+if TYPE_CHECKING:
+    from dpvision.data.store import Store
+    from dpvision.privacy.composition import Part
+    from dpvision.privacy.plan import DPPlan
+    from dpvision.weights import Lineage
 
 
 @dataclass(frozen=True)
-class Where:
-    name: str | None = None
-    """Name of the run's folder; if omitted, the recipe's name."""
-    runs: Path = Path("runs")
-    """Folder that holds the runs."""
-
-    def root(self, recipe: str) -> Path:
-        """The run's folder."""
-        return self.runs / (self.name or recipe)
-
-
-@dataclass(frozen=True)
-class RunArgs(Where):
+class RunArgs:
     """Options shown last in a command's help. A command lists this base class before its own
     options, so that those come first.
     """
 
+    name: str | None = None
+    """Name of the run's folder; if omitted, the recipe's name."""
+    runs: Path = Path("runs")
+    """Folder that holds the runs."""
     resume: bool = False
     """Continue an existing run with its own settings (only --hardware.* may change) and new secret
     keys.
@@ -44,6 +43,10 @@ class RunArgs(Where):
     """
     json: bool = False
     """Print the result as JSON."""
+
+    def root(self, recipe: str) -> Path:
+        """The run's folder."""
+        return self.runs / (self.name or recipe)
 
     def say(self, text: str) -> None:
         """Print text before the result, unless --json or --quiet is given."""
@@ -77,14 +80,14 @@ def check_places(root: Path, config: RunConfig, *, dry_run: bool) -> None:
         CheckpointError: a run with this name exists, or the run that this one starts from does not.
         DataError: there is no store.
     """
-    from dpvision.runs.folder import require_new, require_parent
+    from dpvision.runs.folder import OTHERS_WEIGHTS, require_new, require_parent
 
     if not dry_run:
         require_new(root)
     if config.data.store is None:
         return  # refused later, with what is missing
     check_store(Path(config.data.store))
-    if config.init_from is not None and not config.init_from.startswith("timm:"):
+    if config.init_from is not None and not config.init_from.startswith(OTHERS_WEIGHTS):
         require_parent(config.init_from)
 
 
@@ -107,6 +110,40 @@ def resumed_hardware(
             "--resume. Drop the others."
         )
     return {f.name: getattr(config.hardware, f.name) for f in fields(config.hardware)}
+
+
+def dry_run(
+    plan: "DPPlan", store: "Store", lineage: "Lineage", charge: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a plan and what a run of it would spend, ready for JSON.
+
+    Args:
+        charge: from ``charge_words``.
+    """
+    from dpvision.runs.lineage import runs_on
+
+    return {
+        "dry_run": True,
+        **plan.to_dict(),
+        "store_visibility": store.visibility,
+        "total": spent(plan, plan.steps, runs_on(lineage, store.store_id))[0],
+        "store_total": charge,
+    }
+
+
+def executed(
+    root: Path,
+    plan: "DPPlan",
+    steps: int,
+    behind: "tuple[Part, ...]",
+    complete: bool,
+    noun: str = "steps",
+) -> tuple[dict[str, Any], str]:
+    """Return what a run executed and spent, ready for JSON and as a line."""
+    cost, said = spent(plan, steps, behind)
+    result = {"run": str(root), "complete": complete, "steps": steps, **cost}
+    ended = f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} {noun}"
+    return result | {"guarantee": plan.guarantee}, f"{ended}: {said}. Run folder: {root}"
 
 
 STOPPED = 75

@@ -8,14 +8,11 @@ from typing import Annotated, Any
 import tyro
 
 from dpvision.cli.output import emit, private_scores, table
-from dpvision.errors import ConfigError
 from dpvision.eval.score import Score, wilson_interval
 
 Encoders = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")
 ]
-FLAT = tyro.conf.arg(name="")
-"""Annotates options whose flags have no prefix."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +28,6 @@ class Printing:
 def names_of(text: str) -> list[str]:
     """Split names separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def check_reading(batch_size: int, workers: int) -> None:
-    """Raise ConfigError unless both are at least 1."""
-    for name, value in (("batch_size", batch_size), ("workers", workers)):
-        if not value >= 1:
-            raise ConfigError(
-                f"evaluate: {name}={value}; expected at least 1. Omit it for the default."
-            )
 
 
 def emit_scores(

@@ -1,7 +1,7 @@
 """``dpvision synth``: procedural textures, as a store, as files or on a contact sheet."""
 
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -15,11 +15,6 @@ from dpvision.errors import ConfigError
 from dpvision.recipes import get_recipe
 
 OutPath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="STORE")]
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(synth, "synth", argv)
 
 
 def synth(
@@ -111,3 +106,6 @@ def synth(
             f"--privacy.dataset-size {num}{batch}"
         )
     emit(result, json, text)
+
+
+run = partial(parse, synth, "synth")

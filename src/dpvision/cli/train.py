@@ -16,6 +16,8 @@ from dpvision.cli.run_args import (
     RunArgs,
     announce,
     check_places,
+    dry_run,
+    executed,
     resumed_hardware,
     saved_config,
 )
@@ -135,7 +137,6 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
     from dpvision.encoders.starting_weights import open_parent
     from dpvision.models import count_parameters
     from dpvision.runs.folder import read_run
-    from dpvision.runs.lineage import runs_on
     from dpvision.train.loop import fit
     from dpvision.train.start import check_run, new_session, resumed_session
 
@@ -159,10 +160,8 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
         plan, store, num_records, lineage = check_run(config, open_parent)
         if main_process:
             charge, charged = charge_words(store, plan)
-            result = {"dry_run": True, **plan.to_dict(), "store_visibility": store.visibility}
+            result = dry_run(plan, store, lineage, charge)
             result["operator_only"] = {"num_records": num_records}
-            result["total"] = spent(plan, plan.steps, runs_on(lineage, store.store_id))[0]
-            result["store_total"] = charge
             lines = [
                 plan_text(config, plan, store, lineage),
                 charged,
@@ -218,21 +217,10 @@ def _finish(session: "Session", root: Path, complete: bool, as_json: bool) -> No
     from dpvision.runs.lineage import runs_on
 
     assert session.run is not None
-    plan, steps = session.plan, session.run.ledger.steps
-    cost, said = spent(plan, steps, runs_on(session.lineage, session.store.store_id))
-    result = {
-        "run": str(root),
-        "complete": complete,
-        "steps": steps,
-        "updates": session.updates,
-        **cost,
-        "guarantee": plan.guarantee,
-    }
-    lines = [
-        f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} steps: {said}. "
-        f"Run folder: {root}"
-    ]
-    lines += lost_words(steps - session.updates, "steps")
+    steps, behind = session.run.ledger.steps, runs_on(session.lineage, session.store.store_id)
+    result, said = executed(root, session.plan, steps, behind, complete)
+    result["updates"] = session.updates
+    lines = [said, *lost_words(steps - session.updates, "steps")]
     if not complete:
         lines.append("Saved. Continue with --resume.")
     if complete:

@@ -94,6 +94,23 @@ def joined(typed: Mapping[str, Any], short: Mapping[str, Any]) -> dict[str, Any]
     return {**typed, **given}
 
 
+def optional(cls: type[T], *names: str) -> T:
+    """Return options for these fields of a dataclass, as a value of it: an option that is not given
+    is None, and so are all other fields. Nothing is checked.
+    """
+    hints = get_type_hints(cls)
+    return _subclass(
+        cls,
+        {
+            f.name: (
+                hints[f.name] | None if f.name in names else Annotated[None, tyro.conf.Suppress],
+                None,
+            )
+            for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        },
+    )()
+
+
 def words_of(name: str, value: Any) -> list[str]:
     """Return a setting as the words of a command line."""
     option = f"--{name.replace('_', '-')}"
@@ -120,12 +137,7 @@ def _untyped(config: Any) -> Any:
     cls, hints = type(config), get_type_hints(type(config))
     flat = [f.metadata["flat"] for f in dataclasses.fields(config) if "flat" in f.metadata]
     hints |= {by: Literal[tuple(classes())] for classes, by in flat if by}
-    made: dict[str, Any] = {
-        "__annotations__": {},
-        "__doc__": cls.__doc__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-    }
+    made: dict[str, tuple[Any, Any]] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         hint: Any
@@ -143,11 +155,21 @@ def _untyped(config: Any) -> Any:
             hint, default = bool, value
         else:
             hint = Annotated[_Default, _spec(hints[f.name])]
-        made["__annotations__"][f.name], made[f.name] = hint, default
-    # A subclass: tyro finds the fields' docstrings in the source of its base. No check of ranges:
-    # settings are checked together, later.
+        made[f.name] = hint, default
+    return _subclass(cls, made)
+
+
+def _subclass(cls: type, made: Mapping[str, tuple[Any, Any]]) -> Any:
+    """Return a dataclass with the fields of ``cls``, of these types and defaults.
+
+    It is a subclass: tyro finds the fields' docstrings in the source of its base. It has no check
+    of ranges: settings are checked together, later.
+    """
+    about = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+    about["__annotations__"] = {name: hint for name, (hint, _) in made.items()}
+    about |= {name: default for name, (_, default) in made.items()}
     return dataclass(frozen=True)(
-        type(cls.__name__, (cls,), made | {"__post_init__": lambda self: None})
+        type(cls.__name__, (cls,), about | {"__post_init__": lambda self: None})
     )
 
 

@@ -1,8 +1,8 @@
 """``dpvision verify``: check a statement against the run and the store."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
@@ -14,11 +14,6 @@ from dpvision.errors import ConfigError
 
 if TYPE_CHECKING:
     from dpvision.statement.check import Check
-
-
-def run(argv: Sequence[str]) -> None:
-    """Parse and run."""
-    parse(verify, "verify", argv)
 
 
 def verify(
@@ -105,3 +100,6 @@ def _text(checks: "list[Check]", bad: int, unverified: int) -> str:
     return "\n".join(
         [*lines, "", verdict + (f" {unknown} could not be checked." if unknown else "")]
     )
+
+
+run = partial(parse, verify, "verify")

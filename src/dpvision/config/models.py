@@ -11,7 +11,7 @@ from dpvision.config.heads import HeadConfig
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """A plain vision transformer encoder (pre-LayerNorm, class token, fixed sin-cos positions)."""
+    """A plain vision transformer encoder (pre-LayerNorm, class token, sin-cos positions)."""
 
     kind: Literal["vit"] = "vit"
     image_size: int = 224
@@ -24,6 +24,10 @@ class ViTConfig:
     """A bias on queries, keys and values: with in ViP, without in DP-Cap."""
     train_cls: bool = True
     """Whether the class token is trained; if False, it keeps its random initial value (DP-Cap)."""
+    positions: Literal["fixed", "loaded"] = "fixed"
+    """The sin-cos table, or those of the file in ``init_from`` (docs/papers_files.md); never
+    trained.
+    """
 
     def __post_init__(self) -> None:
         check_choices(self)

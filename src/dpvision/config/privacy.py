@@ -19,17 +19,16 @@ class PrivacyConfig:
     """The requested guarantee; ``privacy.plan.make_plan`` turns it into a plan."""
 
     dataset_size: int
-    """Declared, public number of records N. The sample rate is expected_batch_size /
-    unit.sampled_from,
-    whatever the store holds.
+    """Declared, public number of records N. The sample rate is expected_batch_size / N (with
+    sampling_unit="person", / num_units), whatever the store holds.
     """
     expected_batch_size: float
     """Mean number of records (with sampling_unit="person", of people) in a logical batch; public,
     and the divisor of the gradient.
     """
     steps: int | None
-    """Number of logical steps T (releases). If None, a private head's own number (``heads``,
-    ``adapt.defaults``); networks need one.
+    """Number of logical steps T (releases). If None, a private head's own number; networks need
+    one.
     """
     max_grad_norm: float | None = 1.0
     """Clipping norm C of a record's (or person's) whole gradient, 1e-12 to 1e12; None only without
@@ -56,6 +55,9 @@ class PrivacyConfig:
     guarantee.
     """
     sampling: Literal["poisson", "truncated_poisson", "full_batch"] = "poisson"
+    """How a logical batch is drawn: each record by its own coin, the same with a cap, or all
+    records.
+    """
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch; required there, forbidden elsewhere."""
     max_records_per_unit: int = 1

@@ -49,7 +49,9 @@ class DataConfig:
     caption if the record has several.
     """
     tokenizer: str | None = None
-    """File made by ``dpvision data tokenizer``; needed by a captioner, unused by others."""
+    """File made by ``dpvision data tokenizer``, or BERT's vocab.txt; needed by a captioner, unused
+    by others.
+    """
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -181,7 +183,9 @@ class RunConfig:
     seed: int = 0
     """Initialisation, masks and augmentation only: never the draw of the batch or the noise."""
     init_from: str | None = None
-    """Run folder or checkpoint whose weights this run starts from; its lineage is inherited."""
+    """Weights that this run starts from, with their lineage: a run folder or checkpoint; timm:NAME;
+    or a file, timm:NAME@FILE, vip:FILE, mae:FILE or dpcap:FILE, declared by --public-weights.
+    """
     public_weights: str | None = None
     """For weights without a lineage, from init_from or of a head's encoder: the declaration that
     they are public, as 'NAME; LICENCE; SOURCE'. The statement repeats it as declared.

@@ -62,8 +62,9 @@ def take(batch: Batch, rows: slice | Tensor) -> Batch:
 
 
 def rows_where(mask_B: Tensor, first: Batch, second: Batch) -> Batch:
-    """Take rows of ``first`` where ``mask_B`` is True, of ``second`` elsewhere; both have the same
-    tensors.
+    """Take rows of ``first`` where ``mask_B`` is True, of ``second`` elsewhere.
+
+    Both have the same tensors.
     """
     others = iter([value for value in second if value is not None])
     return mapped(

@@ -8,9 +8,25 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ftfy
+
+
+@dataclass(frozen=True)
+class CaptionRule:
+    """Where an import finds captions beside those of the source, and whether it needs them."""
+
+    captions: Path | None = None
+    """File of captions: COCO's captions_*.json, lines NAME#NUMBER<TAB>CAPTION, or a CSV with
+    columns image and caption. Captions next to an image (NAME.txt, NAME.json, a column `captions`,
+    `caption` or `text`) are found without it.
+    """
+    require_captions: bool = False
+    """Leave out images without a caption; a captioner needs at least one per image."""
+
 
 CAPTION_FIELDS = ("captions", "caption", "text")
 MAX_CAPTION_CHARS = 1000

@@ -42,7 +42,7 @@ class Dataset:
 
 
 def dataset_source(name: str, split: str, root: str | Path) -> Source:
-    """Open one split: samples with integer labels, and the class names.
+    """Open one split, for ``import_samples``: samples with integer labels, and the class names.
 
     The names have the same order in every split.
 
@@ -73,7 +73,7 @@ def dataset_source(name: str, split: str, root: str | Path) -> Source:
             f"dataset {name}: {root}: {got} classes; expected {dataset.num_classes}. Unpack the "
             "whole archive again."
         )
-    return source
+    return source._replace(licence=dataset.licence, metric=dataset.metric)
 
 
 def find_dataset(name: str) -> Dataset:

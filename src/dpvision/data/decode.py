@@ -228,8 +228,9 @@ def extension(data: bytes) -> str:
 def _loaded(
     image: Image.Image, upright: bool, window: Window | None, png_bits: int | None = None
 ) -> Image.Image:
-    """Return an opened image as RGB, upright or as stored: Pillow turns a TIFF while it loads it,
-    and nothing else.
+    """Return an opened image as RGB, upright or as stored.
+
+    Pillow turns a TIFF while it loads it, and nothing else.
     """
     stored_as = _orientation(image) if image.format == "TIFF" else 1
     try:
@@ -357,6 +358,7 @@ def _png_bits(data: bytes) -> int | None:
 
 def _colour_of_16_bits(data: bytes) -> np.ndarray | None:
     """Return the samples of 16-bit RGB, uint16 (H, W, 3) as stored; None for every other image.
+
     Pillow alone keeps the high bytes.
     """
     parts = []

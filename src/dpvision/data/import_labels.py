@@ -25,8 +25,8 @@ among numbers, "2" and "02".
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -53,27 +53,36 @@ _MEANS_NOTHING = frozenset(["nan", "null", "n/a", "<na>"])
 
 
 @dataclass(frozen=True)
-class ClassRule:
-    """How class names become numbers."""
+class LabelRule:
+    """Which field holds the labels, and how they become class numbers."""
 
-    declared: tuple[str, ...] | None = None
-    """Class names in the order of their numbers; if None, the source's names, else, in a public
-    store only, those found, sorted.
+    label_from: str | None = None
+    """Field that holds the label (class folders and `label` columns are found without it). `parent`
+    for a tar of class folders. A list gives an image several labels; an empty list means that it
+    belongs to none of the classes.
     """
-    unknown: UnknownClasses = "refuse"
-    """What to do with a record of another class."""
-    labels: tuple[str, ...] | None = None
-    """The label that stands for each declared class in the source; if None, the names themselves,
-    or numbers from 0.
+    label_separator: str | None = None
+    """Separator between an image's labels in a text field, such as "|". An empty text is an empty
+    list.
+    """
+    classes: str | Path | Sequence[str] | Mapping[str, str] | None = None
+    """The declared classes, or the file that has them (``read_classes``): names in the order of
+    their numbers, or from the labels of the source to names. If None, the source's own list, else,
+    in a public store only, the names found, sorted.
+    """
+    unknown_classes: UnknownClasses = "refuse"
+    """For an image whose class is not declared: refuse the import, or keep the image unlabelled, so
+    that it contributes exactly zero in training.
     """
 
+    def read(self) -> "LabelRule":
+        """Return the rule with the classes of its file. Raises as ``read_classes``."""
+        if isinstance(self.classes, str | Path):
+            return replace(self, classes=read_classes(self.classes))
+        return self
 
-def read_classes(path: str | Path) -> tuple[str, ...]:
-    """Return the names of ``read_rule``."""
-    return read_rule(path).declared or ()
 
-
-def read_rule(path: str | Path, unknown: UnknownClasses = "refuse") -> ClassRule:
+def read_classes(path: str | Path) -> tuple[str, ...] | dict[str, str]:
     """Read declared classes from a file: names, one per line or as a JSON list, in the order of
     their numbers; or a JSON object from the labels of the source to names, {"1": "cat", "2":
     "dog"}, in the order of the labels if these are numbers, else of the file.
@@ -112,7 +121,7 @@ def read_rule(path: str | Path, unknown: UnknownClasses = "refuse") -> ClassRule
                 f"classes: {path}: {len(names)} entries; expected one or more different names. "
                 "Remove the repeated and the empty ones."
             )
-    return ClassRule(tuple(names), unknown, None if labels is None else tuple(labels))
+    return tuple(names) if labels is None else dict(zip(labels, names, strict=True))
 
 
 def canonical(name: str) -> str:
@@ -146,15 +155,16 @@ def _reading(one: Any) -> tuple[str, int | None]:
 class _Declared:
     """Declared classes by label: by name first, then by number."""
 
-    def __init__(self, names: tuple[str, ...], labels: tuple[str, ...] | None) -> None:
-        spelled = labels or names
-        self.names = names
+    def __init__(self, classes: Sequence[str] | Mapping[str, str]) -> None:
+        spelled, labels = list(classes), isinstance(classes, Mapping)
+        names = classes.values() if isinstance(classes, Mapping) else classes
+        self.names = list(map(canonical, names))
         self._place = {canonical(label): k for k, label in enumerate(spelled)}
         numbers = [_number_in(label) for label in spelled]
         self._place_of_number = {
             n: k for k, n in enumerate(numbers) if n is not None and numbers.count(n) == 1
         }
-        self.by_place = labels is None and not any(n is not None for n in numbers)
+        self.by_place = not labels and not any(n is not None for n in numbers)
         """bool: whether number n means the name at place n."""
         self.places: set[int] = set()
         """Numbers that were read so."""
@@ -172,8 +182,9 @@ class _Declared:
         return number if number < len(self.names) else None
 
     def check(self, field: str) -> None:
-        """Refuse numbers that may count from 0 or from 1. Which of the two never follows from the
-        numbers found, which may be private.
+        """Refuse numbers that may count from 0 or from 1.
+
+        Which of the two never follows from the numbers found, which may be private.
         """
         if not self.places or 0 in self.places:
             return
@@ -203,35 +214,28 @@ class ImportedLabels:
 
     def __init__(
         self,
-        field: str,
+        rule: LabelRule,
         names: list[str] | None,
-        separator: str | None,
         *,
         private: bool = True,
-        rule: ClassRule | None = None,
     ) -> None:
         """
         Args:
             names: class names, if the source has integer labels.
-            separator: separates the classes of one record in a string; if None, a string is one
-                class.
             private: number names by a declared list only.
-            rule: the declared list, and what to do with other names.
         """
+        rule, separator = rule.read(), rule.label_separator
         if separator is not None and not separator.strip():
             raise DataError(
                 f"data import: label_separator={separator!r}; expected a character that no class "
                 "name contains. Use '|'."
             )
-        self.field, self._separator = field, separator
+        self.field, self._separator = rule.label_from or "label", separator
         self._names = None if names is None else [canonical(name) for name in names]
-        self._private, self._rule = private, rule or ClassRule()
-        declared = self._rule.declared
-        self._declared = (
-            None
-            if declared is None
-            else _Declared(tuple(map(canonical, declared)), self._rule.labels)
-        )
+        self._private, self.may_be_unlabelled = private, rule.unknown_classes == "unlabelled"
+        """bool: whether records of undeclared classes are kept without a label."""
+        assert not isinstance(rule.classes, str | Path), "read above"
+        self._declared = None if rule.classes is None else _Declared(rule.classes)
         self._place = {name: k for k, name in enumerate(self._names or ())}
         self._unknown: dict[str, None] = {}
         self._num_unknown = 0
@@ -264,7 +268,7 @@ class ImportedLabels:
             not self._private
             or self._declared is not None
             or self._names is not None
-            or self._rule.unknown == "unlabelled"
+            or self.may_be_unlabelled
         ):
             return []
         if sample.fields.get(self.field) is None:
@@ -288,8 +292,9 @@ class ImportedLabels:
         raise AssertionError("no name")
 
     def number(self, key: str, value: Any) -> int:
-        """Provisional number of a value's class, or set of classes, for ``finish``; -1 for no
-        label.
+        """Provisional number of a value's class, or set of classes; -1 for no label.
+
+        ``finish`` takes it.
 
         Raises:
             DataError: the value is neither a class nor a list of different classes, or some records
@@ -396,13 +401,8 @@ class ImportedLabels:
         """int: number of records with a class that is not declared."""
         return self._num_unknown
 
-    @property
-    def may_be_unlabelled(self) -> bool:
-        """bool: whether records of undeclared classes are kept without a label."""
-        return self._rule.unknown == "unlabelled"
-
     def _check_unknown(self) -> None:
-        if not self._num_unknown or self._rule.unknown == "unlabelled":
+        if not self._num_unknown or self.may_be_unlabelled:
             return
         shown = ", ".join(map(repr, list(self._unknown)[:_NAMED_AT_MOST])) + (
             ", ..." if len(self._unknown) > _NAMED_AT_MOST else ""
@@ -454,7 +454,7 @@ class ImportedLabels:
         self._check_kind()
         if self._declared is not None:
             self._declared.check(self.field)
-            self._names = list(self._declared.names)
+            self._names = self._declared.names
         self._check_unknown()
         class_of = None
         if self._classes:

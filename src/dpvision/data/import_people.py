@@ -8,53 +8,19 @@ be false for the one it shows.
 
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
 from dpvision.data.decode import BadImage, decode
-from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched, alike, person_name
+from dpvision.data.person_names import SHARED_FILE, PersonRule, alike
 from dpvision.data.sources import Sample
 from dpvision.errors import OPERATOR_ONLY, DataError
 
 NO_PERSON = "no person"
 """Reason to leave an image out."""
 _SHOWN = 5
-
-
-@dataclass(frozen=True)
-class PersonRule:
-    """Which field names the person, and what becomes of images without one or with two."""
-
-    field: str | None = None
-    """If None, images have no persons, and the rest is unused."""
-    unmatched: Unmatched = "refuse"
-    """For an image without a person: refuse the import, make it a person of its own, or leave it
-    out.
-    """
-    shared: SharedImages = "refuse"
-    """For an image of two persons: refuse the import, or keep it for the first. Whose it is depends
-    on both persons: deduplication, which the guarantee does not cover.
-    """
-
-    def check(self) -> None:
-        """Raise DataError for a choice about persons where there are none."""
-        if self.field is None and (self.unmatched, self.shared) != ("refuse", "refuse"):
-            raise DataError(
-                f"data import: unmatched={self.unmatched}, shared_images={self.shared} without "
-                "unit_from; expected the field that names the person. Give --unit-from FIELD, "
-                "or drop them."
-            )
-
-    def name(self, sample: Sample) -> str | None:
-        """The person of an image, or None. Raises as ``person_name``."""
-        return (
-            None
-            if self.field is None
-            else person_name(sample.fields.get(self.field), self.field, sample.key)
-        )
 
 
 class Shared(NamedTuple):
@@ -106,8 +72,9 @@ def refuse_shared(field: str, found: list[Shared]) -> None:
 
 
 def refuse_alike(field: str, names: Iterable[str]) -> None:
-    """Raise DataError if names of different persons may be spellings of one
-    (``person_names.alike``).
+    """Raise DataError if names of different persons may be spellings of one.
+
+    ``person_names.alike`` compares them.
 
     Args:
         names: from ``person_name``, each once.
@@ -144,7 +111,7 @@ def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> Non
         DataError: as ``WithoutPerson.refuse``, ``refuse_alike`` and ``refuse_shared``, or no sample
             has the field.
     """
-    assert rule.field is not None
+    assert rule.unit_from is not None
     digests, persons, missing, seen, names = (
         array("Q"),
         array("Q"),
@@ -166,10 +133,10 @@ def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> Non
         digests.append(_digest(sample.image))
         persons.append(0 if name is None else _digest(name.encode("utf-8", "surrogatepass")))
     if seen:
-        check_field("--unit-from", rule.field, seen)
-    missing.refuse(rule.field)
-    refuse_alike(rule.field, names)
-    if rule.shared != "refuse" or not len(digests):
+        check_field("--unit-from", rule.unit_from, seen)
+    missing.refuse(rule.unit_from)
+    refuse_alike(rule.unit_from, names)
+    if rule.shared_images != "refuse" or not len(digests):
         return
     digest_N, person_N = (np.frombuffer(part, dtype=np.uint64) for part in (digests, persons))
     order = np.lexsort((person_N, digest_N))
@@ -178,7 +145,7 @@ def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> Non
     )
     suspects = set(digest_N[order][1:][same].tolist())
     if suspects:
-        refuse_shared(rule.field, _shared(read(), rule, suspects))
+        refuse_shared(rule.unit_from, _shared(read(), rule, suspects))
 
 
 def _shared(samples: Iterable[Sample], rule: PersonRule, suspects: set[int]) -> list[Shared]:

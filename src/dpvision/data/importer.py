@@ -9,7 +9,7 @@ import contextlib
 import json
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpvision.data.caption_files import CaptionFile
-from dpvision.data.captions import Captions, find_captions
+from dpvision.data.captions import CaptionRule, Captions, find_captions
 from dpvision.data.decode import BadImage, decode, in_8_bits, largest_undeclared
-from dpvision.data.import_labels import ClassRule, ImportedLabels, with_classes
+from dpvision.data.import_labels import ImportedLabels, LabelRule, with_classes
 from dpvision.data.import_people import (
     NO_PERSON,
-    PersonRule,
     Shared,
     WithoutPerson,
     check_field,
@@ -33,7 +32,7 @@ from dpvision.data.import_people import (
 )
 from dpvision.data.open import open_store
 from dpvision.data.ordered import ordered_map
-from dpvision.data.person_names import SHARED_FILE, SharedImages, Unmatched
+from dpvision.data.person_names import SHARED_FILE, PersonRule
 from dpvision.data.record_lines import append_line, have_captions, line_of, merge_duplicates
 from dpvision.data.rgb import Window, check_window
 from dpvision.data.sources import Missed, Sample, Source, open_source
@@ -65,14 +64,9 @@ def import_source(
     store_dir: str | Path,
     *,
     public: bool = False,
-    unit_from: str | None = None,
-    unmatched: Unmatched = "refuse",
-    shared_images: SharedImages = "refuse",
-    label_from: str | None = None,
-    label_separator: str | None = None,
-    classes: ClassRule | None = None,
-    captions: str | Path | None = None,
-    require_captions: bool = False,
+    people: PersonRule = PersonRule(),
+    labels: LabelRule = LabelRule(),
+    captions: CaptionRule = CaptionRule(),
     licence: str | None = None,
     window: Window | None = None,
     workers: int = 2,
@@ -90,17 +84,10 @@ def import_source(
         source: see ``sources.open_source``.
         store_dir: folder to make; must not exist.
         public: the images need no protection; what is computed from them may be shown.
-        unit_from: field that names the person an image belongs to.
-        unmatched: with ``unit_from``, what becomes of an image without a person.
-        shared_images: with ``unit_from``, what becomes of an image of two persons.
-        label_from: field that holds the class, or a list of classes; default the class folder, or
-            the field ``label``.
-        label_separator: separates the classes of one image if that field is a string; an empty
-            string is then an empty list.
-        classes: the declared classes; required for a private store with class names.
-        captions: a file of captions for these images, see ``caption_files``; the source's own
-            captions are kept too.
-        require_captions: leave out images without a caption.
+        people: which field names the person, and what becomes of images without one or with two.
+        labels: which field holds the labels, and the declared classes, which a private store with
+            class names requires.
+        captions: a file of captions, see ``caption_files``; the source's own are kept too.
         licence: licence of the images, for the statement of runs on a public store.
         window: the values that become black and white in images of more than 8 bits, which are
             stored as 8-bit PNG; images of tars are then copied too.
@@ -120,49 +107,30 @@ def import_source(
             f"data import: store={store_dir} lies inside the source; expected it elsewhere. "
             "Choose another folder."
         )
-    caption_file = CaptionFile(captions) if captions is not None else None
-    people = PersonRule(unit_from, unmatched, shared_images)
     people.check()
-
-    def opened() -> Source:
-        return open_source(
-            source,
-            unit_from=unit_from,
-            label_from=label_from,
-            label_separator=label_separator,
-            workers=workers,
-        )
-
+    labels = labels.read()
+    opened = partial(
+        open_source,
+        source,
+        unit_from=people.unit_from,
+        label_from=labels.label_from,
+        label_separator=labels.label_separator,
+        workers=workers,
+    )
     found = opened()
-    if unit_from is not None and "refuse" in (unmatched, shared_images):
-        labels = ImportedLabels(
-            label_from or "label",
-            found.label_names,
-            label_separator,
-            private=not public,
-            rule=classes,
-        )
-        check_persons(
-            lambda: with_classes(
-                opened().samples, labels, partial(_counts, people=people, require_captions=False)
-            ),
-            people,
-        )
+    if people.unit_from is not None and "refuse" in (people.unmatched, people.shared_images):
+        if captions.captions is not None:
+            CaptionFile(captions.captions)  # refused before a pass over all images
+        named = ImportedLabels(labels, found.label_names, private=not public)
+        counts = partial(_counts, people=people, require_captions=False)
+        check_persons(lambda: with_classes(opened().samples, named, counts), people)
     return import_samples(
-        found.samples,
+        found,
         store_dir,
         public=public,
-        unit_from=unit_from,
-        unmatched=unmatched,
-        shared_images=shared_images,
-        label_from=label_from,
-        label_separator=label_separator,
-        label_names=found.label_names,
-        counts=found.counts,
-        missed=found.missed,
-        classes=classes,
-        caption_file=caption_file,
-        require_captions=require_captions,
+        people=people,
+        labels=labels,
+        captions=captions,
         licence=licence,
         window=window,
         workers=workers,
@@ -171,70 +139,58 @@ def import_source(
 
 
 def import_samples(
-    samples: Iterable[Sample],
+    source: Source | Iterable[Sample],
     store_dir: str | Path,
     *,
     public: bool = False,
-    unit_from: str | None = None,
-    unmatched: Unmatched = "refuse",
-    shared_images: SharedImages = "refuse",
-    label_from: str | None = None,
-    label_separator: str | None = None,
-    label_names: list[str] | None = None,
-    counts: Mapping[str, int] | None = None,
-    missed: Missed | None = None,
-    classes: ClassRule | None = None,
-    caption_file: CaptionFile | None = None,
-    require_captions: bool = False,
+    people: PersonRule = PersonRule(),
+    labels: LabelRule = LabelRule(),
+    captions: CaptionRule = CaptionRule(),
     licence: str | None = None,
-    metric: str | None = None,
     window: Window | None = None,
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Import any iterable of samples into a new store; see ``import_source``.
+    """Import a source or any iterable of samples into a new store; see ``import_source``.
 
     Args:
-        label_names: names of integer labels.
-        counts: further counts for the summary, final when the samples are at their end.
-        missed: rows of a table that match no file, and files without a row.
-        caption_file: captions by the samples' names; its ``attach`` must not have been called yet.
-        metric: how scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the
-            evaluation's setting.
+        source: e.g. of ``datasets.dataset_source``, or ``Source(samples, label_names)``.
+        licence: if None, the source's.
     """
     target = Path(store_dir).resolve()
-    people = PersonRule(unit_from, unmatched, shared_images)
+    source = source if isinstance(source, Source) else Source(iter(source))
     people.check()
+    caption_file = None if captions.captions is None else CaptionFile(captions.captions)
     with new_store_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
-        labels = ImportedLabels(
-            label_from or "label", label_names, label_separator, private=not public, rule=classes
-        )
-        build = _Build(folder, files, people, labels, missed or Missed(), licence, metric)
-        done = 0
-        named = samples if caption_file is None else caption_file.attach(samples)
-        listed = with_classes(
-            named, labels, partial(_counts, people=people, require_captions=require_captions)
-        )
-        for chunk in _checked(listed, build.key, require_captions, window, workers):
+        imported = ImportedLabels(labels, source.label_names, private=not public)
+        build = _Build(folder, files, people, imported, source.missed)
+        samples = source.samples if caption_file is None else caption_file.attach(source.samples)
+        counts = partial(_counts, people=people, require_captions=captions.require_captions)
+        listed, done = with_classes(samples, imported, counts), 0
+        for chunk in _checked(listed, build.key, captions.require_captions, window, workers):
             for checked in chunk:
                 build.add(checked)
             done += len(chunk)
             if progress is not None:
                 progress(done)
-        more: dict[str, Any] = dict(counts or {}) | (
-            {} if caption_file is None else caption_file.summary()
-        )
-        more |= {} if window is None else {"window": list(window)}
+        more: dict[str, Any] = dict(source.counts)
         if caption_file is not None:
+            more |= caption_file.summary()
             build.write_missed(caption_file.missed())
-        build.finish("public" if public else "private", done, more)
+        more |= {} if window is None else {"window": list(window)}
+        about = {
+            "visibility": "public" if public else "private",
+            "licence": licence or source.licence,
+            "metric": source.metric,
+        }
+        build.finish(about, done, more)
     return open_store(target)
 
 
 def _counts(sample: Sample, people: PersonRule, require_captions: bool) -> bool:
     """Return whether an image is not left out for its person, its captions or its bytes."""
     dropped = (
-        people.field is not None and people.unmatched == "drop" and people.name(sample) is None
+        people.unit_from is not None and people.unmatched == "drop" and people.name(sample) is None
     )
     return (
         not dropped
@@ -308,14 +264,11 @@ class _Build:
         people: PersonRule,
         labels: ImportedLabels,
         missed: Missed,
-        licence: str | None,
-        metric: str | None,
     ) -> None:
         self.store_id = secrets.token_hex(16)
         self._folder = folder
         self._people, self._labels = people, labels
         self._no_person, self._name_of_unit = WithoutPerson(), dict[int, str]()
-        self._licence, self._metric = licence, metric
         self.key = new_key(folder)
         self._text = files.enter_context((folder / "records.jsonl").open("w+b"))
         self._left_out = files.enter_context((folder / "confidential" / "left_out.jsonl").open("w"))
@@ -341,7 +294,7 @@ class _Build:
         if (
             problem is None
             and person is None
-            and self._people.field is not None
+            and self._people.unit_from is not None
             and self._people.unmatched != "own-person"
         ):
             self._no_person.add(sample.key)
@@ -401,25 +354,25 @@ class _Build:
 
         found = [Shared(*of(first), *of(second)) for first, second in pairs]
         self._text.seek(0, 2)
-        if self._people.field is not None and self._people.shared == "refuse":
-            refuse_shared(self._people.field, found)
+        if self._people.unit_from is not None and self._people.shared_images == "refuse":
+            refuse_shared(self._people.unit_from, found)
         if found:
             lines = [json.dumps(shared._asdict()) + "\n" for shared in found]
             (self._folder / "confidential" / SHARED_FILE).write_text("".join(lines))
 
     def _check_fields(self) -> None:
         for option, name in (
-            ("--unit-from", self._people.field),
+            ("--unit-from", self._people.unit_from),
             ("--label-from", self._labels.field),
         ):
             if name is not None and name != "label" and self._fields_seen:
                 check_field(option, name, self._fields_seen)
-        if self._people.field is not None and self._people.unmatched == "refuse":
-            self._no_person.refuse(self._people.field)
-        if self._people.field is not None:
-            refuse_alike(self._people.field, self._name_of_unit.values())
+        if self._people.unit_from is not None and self._people.unmatched == "refuse":
+            self._no_person.refuse(self._people.unit_from)
+        if self._people.unit_from is not None:
+            refuse_alike(self._people.unit_from, self._name_of_unit.values())
 
-    def finish(self, visibility: str, num_seen: int, more: dict[str, Any]) -> None:
+    def finish(self, about: dict[str, Any], num_seen: int, more: dict[str, Any]) -> None:
         self._check_fields()
         self._flush()
         rows = np.concatenate(self._blocks)
@@ -445,19 +398,16 @@ class _Build:
         self._unmatched.flush()
         if not self._unmatched.tell():
             (self._folder / "confidential" / UNMATCHED_FILE).unlink()
-        about: dict[str, Any] = {
+        about = about | {
             "store_id": self.store_id,
-            "visibility": visibility,
             "label_names": names,
-            "unit_field": self._people.field,
-            "licence": self._licence,
+            "unit_field": self._people.unit_from,
             "split": None,
-            "metric": self._metric,
             "may_be_unlabelled": self._labels.may_be_unlabelled,
         }
-        if self._people.field is not None:
+        if self._people.unit_from is not None:
             about["shared_images"] = merged["unit_conflicts"]
-            about |= {SHARED_KEPT: "first"} if self._people.shared == "first" else {}
+            about |= {SHARED_KEPT: "first"} if self._people.shared_images == "first" else {}
         about |= {WINDOW: more["window"]} if "window" in more else {}
         about |= {UNDECLARED: True} if self._largest else {}
         text = ("records.jsonl", self._text.tell())

@@ -68,8 +68,9 @@ def inspect_store(store: Store, seed: int = 0) -> dict[str, Any]:
 def contact_sheet(
     store: Store, num: int = 64, *, tile_px: int = 96, columns: int = 8, seed: int = 0
 ) -> Image.Image:
-    """Make a sheet of ``num`` random records as square tiles (centre crops), each with its label
-    names below.
+    """Make a sheet of ``num`` random records as square tiles (centre crops).
+
+    Each has its label names below.
 
     The sheet of a private store shows private images: keep it under ``confidential/``.
     """
@@ -108,8 +109,9 @@ def contact_sheet(
 
 
 def texture_sheet_size(num: int, size_px: int, columns: int = 12) -> tuple[int, int]:
-    """Return width and height in pixels of ``texture_sheet``. Raises ConfigError unless ``num`` is
-    1 to 10,000.
+    """Return width and height in pixels of ``texture_sheet``.
+
+    Raises ConfigError unless ``num`` is 1 to 10,000.
     """
     if not 1 <= num <= 10_000:
         raise ConfigError(

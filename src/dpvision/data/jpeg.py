@@ -57,8 +57,9 @@ def may_be_turned(data: bytes) -> bool:
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield marker, start (of its length field) and end of each segment up to the first scan's
-    header.
+    """Yield marker, start and end of each segment up to the first scan's header.
+
+    The start is that of its length field.
     """
     at = 2
     while at + 4 <= len(data) and data[at] == 0xFF:
@@ -76,8 +77,9 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def plain(data: bytes) -> bytes:
-    """Return the file without application data, with the usual JFIF revision, Adobe transform and
-    scan parameters.
+    """Return the file without application data.
+
+    The JFIF revision, Adobe transform and scan parameters are the usual ones.
     """
     made, end, components, sequential = bytearray(b"\xff\xd8"), 2, 3, False
     for marker, start, end in _segments(data):

@@ -189,8 +189,9 @@ def _texture_batches(
     *,
     normalised: bool = True,
 ) -> Iterator[Batch]:
-    """Yield views of textures generated on ``device``: a GPU generates them faster than threads
-    could copy them.
+    """Yield views of textures generated on ``device``.
+
+    A GPU generates them faster than threads could copy them.
     """
     for part in parts:
         x_BVCHW, valid_B = store.views(part, key, data, image_size, device)
@@ -226,8 +227,9 @@ def _batched(
     workers: int,
     dtype: type = np.float32,
 ) -> Iterator[tuple[np.ndarray, np.ndarray, _Arrays]]:
-    """Apply ``work`` to chunks in threads; yield each part of the rows, its images (B, *shape) and
-    the joined results of ``work``.
+    """Apply ``work`` to chunks in threads.
+
+    Yields each part of the rows, its images (B, *shape) and the joined results of ``work``.
 
     ``work`` gets a chunk of rows and the part of the images that it has to fill: joining finished
     images would leave the reader's thread a copy of every one, more than it can make for 16
@@ -261,8 +263,9 @@ def _augment(
     captions: CaptionReader | None,
     out_BVCHW: np.ndarray,
 ) -> _Arrays:
-    """Fill ``out_BVCHW``: normalised if it is float32, as they are if it is uint8; zeros where the
-    record is not valid.
+    """Fill ``out_BVCHW``: normalised if it is float32, as they are if it is uint8.
+
+    Zeros where the record is not valid.
     """
     image_BVCHW, valid_B = store.views(rows, key, data, image_size)
     valid, tokens = valid_B.numpy(), []

@@ -79,8 +79,9 @@ class LabelSets:
         return LabelSets(flat)
 
     def listed(self, place_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All labels of the records with sets at ``place_B``: record (0 ... B - 1) and class of
-        each, int64 (M,), in order.
+        """All labels of the records with sets at ``place_B``, in order.
+
+        Record (0 ... B - 1) and class of each, int64 (M,).
         """
         place_B = place_B.astype(np.int64)
         count_B = (
@@ -96,8 +97,9 @@ class LabelSets:
 def zero_one(
     record_M: np.ndarray, class_M: np.ndarray, known_B: np.ndarray, num_classes: int
 ) -> np.ndarray:
-    """Targets, uint8 (B, K): 1 for each class of a record, 0 elsewhere; ``NOT_KNOWN`` throughout
-    where ``known_B`` is False or a class is outside 0 ... K - 1.
+    """Targets, uint8 (B, K): 1 for each class of a record, 0 elsewhere.
+
+    ``NOT_KNOWN`` throughout where ``known_B`` is False or a class is outside 0 ... K - 1.
 
     Args:
         record_M, class_M: as returned by ``LabelSets.listed``.
@@ -111,8 +113,9 @@ def zero_one(
 
 
 class LabelSetWriter:
-    """Numbers distinct sets in order of arrival, and writes them; holds each distinct set once in
-    memory.
+    """Numbers distinct sets in order of arrival, and writes them.
+
+    Holds each distinct set once in memory.
     """
 
     def __init__(self) -> None:
@@ -123,8 +126,9 @@ class LabelSetWriter:
         return self._number.setdefault(classes, len(self._number))
 
     def write(self, path: Path, class_of: np.ndarray | None = None) -> np.ndarray:
-        """Write labels.npy; return the position of each set by its number, int32, with -1 appended
-        for unlabelled records.
+        """Write labels.npy; return the position of each set by its number, int32.
+
+        -1 is appended for unlabelled records.
 
         Args:
             class_of: class of each number that was added; if None, the numbers are the classes.

@@ -133,8 +133,9 @@ def _signed(store: Store, rows: np.ndarray) -> np.ndarray:
 
 
 def _digest(data: bytes) -> int:
-    """64-bit digest: among 10^12 pairs of different images the chance of a collision is about 1 in
-    10^7.
+    """64-bit digest.
+
+    Among 10^12 pairs of different images the chance of a collision is about 1 in 10^7.
     """
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 

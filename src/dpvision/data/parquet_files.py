@@ -104,8 +104,9 @@ def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
 def read_parquet(
     paths: list[Path], label: str, wanted: list[str]
 ) -> tuple[Iterator[tuple[str, bytes | None, dict[str, Any]]], list[str] | None, int]:
-    """Return the rows (image name, image file or None, other cells), class names, and the number of
-    further columns of images.
+    """Return the rows, class names, and the number of further columns of images.
+
+    A row is (image name, image file or None, other cells).
 
     Args:
         label: the column of classes, if there is one.

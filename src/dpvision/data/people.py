@@ -31,8 +31,9 @@ class People:
 
     @classmethod
     def of(cls, store: Store) -> "People":
-        """Collect the people of ``store``, in which every record has one
-        (``store_checks.check_people``).
+        """Collect the people of ``store``, in which every record has one.
+
+        ``store_checks.check_people`` checks that.
         """
         unit_N = np.asarray(store.index["unit"]).astype(np.int64)
         row_N = np.argsort(unit_N, kind="stable")
@@ -48,8 +49,9 @@ class People:
         return len(self.id_P)
 
     def images(self, place_B: np.ndarray, key: StepKey, count: int) -> np.ndarray:
-        """Choose ``count`` images of each of the people at ``place_B`` for a step: int64 rows (B,
-        K).
+        """Choose ``count`` images of each of the people at ``place_B`` for a step.
+
+        int64 rows (B, K).
 
         A person's images are put in the order of hashes of (seed, step, image id); the first K are
         chosen, starting over after the last.

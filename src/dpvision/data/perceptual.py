@@ -136,8 +136,9 @@ def _look_into(
     nearest: np.ndarray,
     bits: np.ndarray,
 ) -> None:
-    """Compare each query hash with the base hashes in its bucket; updates ``nearest`` and ``bits``
-    in place.
+    """Compare each query hash with the base hashes in its bucket.
+
+    Updates ``nearest`` and ``bits`` in place.
     """
     first, count = start[drawer], start[drawer.astype(np.int64) + 1] - start[drawer]
     ends = np.cumsum(count)

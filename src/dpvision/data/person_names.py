@@ -3,10 +3,14 @@
 import re
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dpvision.errors import DataError
+
+if TYPE_CHECKING:
+    from dpvision.data.sources import Sample
 
 Unmatched = Literal["refuse", "own-person", "drop"]
 SharedImages = Literal["refuse", "first"]
@@ -86,6 +90,39 @@ _MAYBE_SCIENTIFIC = re.compile(r"\d{1,9}e\d{1,2}")
 _HEXADECIMAL = re.compile(r"(?=.*\d)[\da-f]*[a-df][\da-f]*")
 _LEADING_ZEROS = re.compile(r"(?<!\d)0+(?=\d+(?![^\W_]))")
 """Of a group of digits at the end of a word, so that hexadecimal ids of one length stay apart."""
+
+
+@dataclass(frozen=True)
+class PersonRule:
+    """Which field names the person, and what becomes of images without one or with two."""
+
+    unit_from: str | None = None
+    """Field that names the person: column, JSON field, or `parent` for the folder's name. Without
+    it, images have no persons.
+    """
+    unmatched: Unmatched = "refuse"
+    """With --unit-from, for an image without a person: refuse the import, make it a person of its
+    own, or leave it out.
+    """
+    shared_images: SharedImages = "refuse"
+    """With --unit-from, for an image of two persons: refuse the import, or keep it for the first.
+    Statements then list this as not covered.
+    """
+
+    def check(self) -> None:
+        """Raise DataError for a choice about persons where there are none."""
+        if self.unit_from is None and (self.unmatched, self.shared_images) != ("refuse", "refuse"):
+            raise DataError(
+                f"data import: unmatched={self.unmatched}, shared_images={self.shared_images} "
+                "without unit_from; expected the field that names the person. Give --unit-from "
+                "FIELD, or drop them."
+            )
+
+    def name(self, sample: "Sample") -> str | None:
+        """The person of an image, or None. Raises as ``person_name``."""
+        if self.unit_from is None:
+            return None
+        return person_name(sample.fields.get(self.unit_from), self.unit_from, sample.key)
 
 
 def person_name(value: Any, field: str, key: str) -> str | None:

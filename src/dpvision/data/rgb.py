@@ -105,8 +105,9 @@ def is_deep(image: Image.Image) -> bool:
 
 
 def to_8_bits(values: np.ndarray, window: Window) -> np.ndarray:
-    """Map ``window`` to 0 ... 255, uint8: equal steps of integers (v >> 8 for 0 ... 65535), rounded
-    for floats.
+    """Map ``window`` to 0 ... 255, uint8.
+
+    Equal steps of integers (v >> 8 for 0 ... 65535), rounded for floats.
     """
     low, high = window
     if np.issubdtype(values.dtype, np.integer) and low == int(low) and high == int(high):
@@ -178,8 +179,9 @@ def _tag(image: Image.Image, number: int) -> float | None:
 
 
 def _with_scaled_trns(image: Image.Image, png_bits: int | None) -> Image.Image:
-    """Return a PNG with its transparent colour in the pixels' 8 bits: Pillow scales the pixels of 2
-    and 4 bits but not the colour.
+    """Return a PNG with its transparent colour in the pixels' 8 bits.
+
+    Pillow scales the pixels of 2 and 4 bits but not the colour.
     """
     clear = image.info.get("transparency")
     if (

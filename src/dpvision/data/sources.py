@@ -73,6 +73,12 @@ class Source(NamedTuple):
     """Further counts for the import's summary, final when the samples are at their end."""
     missed: Missed = Missed()
     """Rows and files that the join of a table with the files did not match."""
+    licence: str | None = None
+    """Licence of the images, if the source has one."""
+    metric: str | None = None
+    """How scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the
+    evaluation's setting.
+    """
 
 
 def open_source(

@@ -1,5 +1,6 @@
-"""A store: records in tar shards, found by position through a memory-mapped index, read with
-``os.pread``.
+"""A store: records in tar shards, found by position and read with ``os.pread``.
+
+The index is memory-mapped.
 
 A store is a folder::
 
@@ -134,8 +135,9 @@ class _Shard:
 
 
 class Store:
-    """Records by position, 0 ... num_records - 1. Opened by ``data.open.open_store``; safe to read
-    from several threads.
+    """Records by position, 0 ... num_records - 1.
+
+    Opened by ``data.open.open_store``; safe to read from several threads.
     """
 
     generated: ClassVar[bool] = False
@@ -178,22 +180,26 @@ class Store:
 
     @property
     def window(self) -> Window | None:
-        """tuple: declared range by which images of more than 8 bits were read at the import
-        (``--window``), or None.
+        """tuple: declared range by which images of more than 8 bits were read, or None.
+
+        It was declared at the import (``--window``).
         """
         found = self.meta.get(WINDOW)
         return None if found is None else (float(found[0]), float(found[1]))
 
     @property
     def undeclared_range(self) -> bool:
-        """bool: whether there are images of 16 bits that are read by their whole range, because
-        none is stated or declared.
+        """bool: whether there are images of 16 bits that are read by their whole range.
+
+        No other range is stated or declared for them.
         """
         return bool(self.meta.get(UNDECLARED))
 
     def check(self) -> None:
-        """Raise DataError unless every file has its recorded size, every row lies inside its file,
-        and the last row of each shard follows a tar header of its size.
+        """Raise DataError unless all files are whole.
+
+        Every file has its recorded size, every row lies inside its file, and the last row of each
+        shard follows a tar header of its size.
         """
         files = [*zip(self.shard_paths, (s["bytes"] for s in self.meta["shards"]), strict=True)]
         text = self.meta["text"]
@@ -269,8 +275,9 @@ class Store:
         return [image for part in parts for image in part]
 
     def _read_some(self, rows: np.ndarray) -> list[bytes]:
-        """Images of rows in at most ``_OPEN_SHARDS`` shards. Written for speed: its overhead over
-        os.pread is benchmarked.
+        """Images of rows in at most ``_OPEN_SHARDS`` shards.
+
+        Written for speed: its overhead over os.pread is benchmarked.
         """
         shards, sizes, offsets = (column[rows].tolist() for column in self._where)
         held = {
@@ -299,8 +306,9 @@ class Store:
         image_size: int,
         device: str | torch.device = "cpu",
     ) -> tuple[Tensor, Tensor]:
-        """This step's augmented views of int64 ``rows`` (B,): image_BVCHW uint8, and valid_B bool,
-        False if a file does not decode.
+        """This step's augmented views of int64 ``rows`` (B,).
+
+        image_BVCHW uint8, and valid_B bool, False if a file does not decode.
 
         Both are on the CPU; ``device`` matters to generated images only. Raises DataError as
         ``read_many`` does.
@@ -315,8 +323,9 @@ class Store:
         return tuple(self._line(row)["captions"])
 
     def captions_many(self, rows: np.ndarray) -> list[tuple[str, ...]]:
-        """Captions of each of the int64 ``rows`` (B,). A damaged line has none: in a step it
-        removes its own record only.
+        """Captions of each of the int64 ``rows`` (B,).
+
+        A damaged line has none: in a step it removes its own record only.
 
         Raises:
             DataError: records.jsonl can no longer be read, or ends early.
@@ -344,8 +353,9 @@ class Store:
         return [captions_of(line) for line in lines]
 
     def has_captions(self, rows: np.ndarray) -> np.ndarray:
-        """Which of the int64 ``rows`` (B,) have at least one caption, bool (B,). No line is parsed:
-        a second per million.
+        """Which of the int64 ``rows`` (B,) have at least one caption, bool (B,).
+
+        No line is parsed: a second per million.
         """
         text = self.meta["text"]
         index = self.index[rows]
@@ -394,8 +404,9 @@ class Store:
 
     @property
     def labels(self) -> np.ndarray:
-        """int64 (N,): label of each record, -1 for none. Raises DataError if records may have
-        several.
+        """int64 (N,): label of each record, -1 for none.
+
+        Raises DataError if records may have several.
         """
         if self.multi_label:
             raise DataError(
@@ -406,8 +417,9 @@ class Store:
         return self.index["label"].astype(np.int64)
 
     def classes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All labels of int64 ``rows`` (B,), in order: position in ``rows`` and class of each,
-        int64 (M,).
+        """All labels of int64 ``rows`` (B,), in order.
+
+        Position in ``rows`` and class of each, int64 (M,).
         """
         label_B = self.index["label"][rows]
         if self.label_sets is not None:
@@ -416,8 +428,10 @@ class Store:
         return place_M, label_B[place_M].astype(np.int64)
 
     def targets(self, rows: np.ndarray, num_classes: int) -> np.ndarray:
-        """Labels of int64 ``rows`` (B,) as zeros and ones, uint8 (B, K); ``multi_label.NOT_KNOWN``
-        throughout for a record that is unlabelled or has a class outside 0 ... K - 1.
+        """Labels of int64 ``rows`` (B,) as zeros and ones, uint8 (B, K).
+
+        ``multi_label.NOT_KNOWN`` throughout for a record that is unlabelled or has a class outside
+        0 ... K - 1.
         """
         return zero_one(*self.classes(rows), self.index["label"][rows] >= 0, num_classes)
 
@@ -444,8 +458,9 @@ class Store:
         return np.sort(np.concatenate([np.flatnonzero(alone), kept])).astype(np.int64)
 
     def import_summary(self) -> dict[str, Any]:
-        """Counts of the import: records, images left out by reason, duplicates merged. Private: for
-        the operator only.
+        """Counts of the import: records, images left out by reason, duplicates merged.
+
+        Private: for the operator only.
         """
         try:
             return parse_json((self.path / "confidential" / "import.json").read_text())
@@ -465,8 +480,9 @@ def write_description(
     text: tuple[str, int],
     labels: tuple[str, int] | None = None,
 ) -> None:
-    """Write index.npy and store.json, the two files that make a folder a store, and
-    ledger_marks.json.
+    """Write index.npy, store.json and ledger_marks.json.
+
+    The first two make a folder a store.
 
     Args:
         about: the entries of ``ABOUT``; the first five are required, others may be missing.

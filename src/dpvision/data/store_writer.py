@@ -40,8 +40,9 @@ def require_new(target: Path) -> None:
 
 @contextlib.contextmanager
 def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
-    """Yield a temporary folder next to ``target``; rename it to ``target`` if the block succeeds,
-    remove it if not.
+    """Yield a temporary folder next to ``target``.
+
+    It is renamed to ``target`` if the block succeeds, and removed if not.
 
     Raises:
         DataError: ``target`` exists, or a write fails (disk full).
@@ -60,8 +61,9 @@ def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
 
 
 class ShardWriter:
-    """Writes tar shards of about ``SHARD_BYTES``: NUMBER.jpg, and NUMBER.json with key, captions,
-    label and unit.
+    """Writes tar shards of about ``SHARD_BYTES``.
+
+    NUMBER.jpg, and NUMBER.json with key, captions, label and unit.
     """
 
     def __init__(self, folder: Path, files: contextlib.ExitStack) -> None:
@@ -117,8 +119,9 @@ _KEY_BYTES = 32
 
 
 def new_key(store_dir: Path) -> bytes:
-    """Draw a key of 32 random bytes and write it to the ``confidential/`` folder of a new store,
-    readable by its owner only.
+    """Draw a key of 32 random bytes and write it to ``confidential/`` of a new store.
+
+    Readable by its owner only.
     """
     key = secrets.token_bytes(_KEY_BYTES)
     _write(store_dir, key)
@@ -126,8 +129,9 @@ def new_key(store_dir: Path) -> bytes:
 
 
 def copy_key(source_dir: Path, store_dir: Path) -> None:
-    """Copy the key to a store that shares the records; does nothing if the source has no key
-    (textures).
+    """Copy the key to a store that shares the records.
+
+    Does nothing if the source has no key (textures).
     """
     if (source_dir / KEY_FILE).exists():
         _write(store_dir, read_key(source_dir))
@@ -154,8 +158,9 @@ def read_key(store_dir: Path) -> bytes:
 
 
 def keyed_hash(key: bytes, data: bytes) -> int:
-    """63-bit keyed BLAKE2b of ``data``: reveals nothing about ``data`` without the key, and differs
-    between stores.
+    """63-bit keyed BLAKE2b of ``data``.
+
+    Reveals nothing about ``data`` without the key, and differs between stores.
     """
     return int.from_bytes(blake2b(data, key=key, digest_size=8).digest(), "little") >> 1
 

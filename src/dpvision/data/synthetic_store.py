@@ -1,5 +1,6 @@
-"""Stores of procedural images: the demo's stand-in for a private set, and public sets for its
-probes.
+"""Stores of procedural images.
+
+The demo's stand-in for a private set, and public sets for its probes.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from PIL import Image
 
 from dpvision.data.importer import import_samples
 from dpvision.data.ordered import ordered_map
-from dpvision.data.sources import Sample
+from dpvision.data.sources import Sample, Source
 from dpvision.data.store import Store
 from dpvision.data.texture_store import check_first, texture_files
 from dpvision.errors import DataError
@@ -41,8 +42,9 @@ def write_scenes(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Make a store of the captioned scenes ``first`` ... ``first + num - 1`` as PNG files, with
-    captions and labels.
+    """Make a store of the captioned scenes ``first`` ... ``first + num - 1``.
+
+    PNG files, with captions and labels.
 
     Scenes are public by nature; ``public=False`` treats them as a private set, with all its
     restrictions.
@@ -72,11 +74,9 @@ def write_scenes(
         kept = ((i, scene) for i, scene in zip(numbers, scenes, strict=True) if keep(scene))
         samples = (_sample(i, scene, label, multi_label, caption_of) for i, scene in kept)
         return import_samples(
-            samples,
+            Source(samples, list(ATTRIBUTES[label]), licence="Apache-2.0 (procedural)"),
             store_dir,
             public=public,
-            label_names=list(ATTRIBUTES[label]),
-            licence="Apache-2.0 (procedural)",
             progress=progress,
         )
 
@@ -90,8 +90,9 @@ def write_textures(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Make a public store of the canonical views of textures ``first`` ... ``first + num - 1`` as
-    PNG files.
+    """Make a public store of textures ``first`` ... ``first + num - 1``.
+
+    Their canonical views, as PNG files.
 
     Args:
         num: textures to make, at least 1.
@@ -120,8 +121,9 @@ def write_textures(
 def _drawn(
     draw: Callable[[range], list[T]], numbers: range, at_once: int, workers: int
 ) -> Iterator[Iterator[T]]:
-    """Yield what ``draw`` makes of the numbers, ``at_once`` in a call, in order; nothing is drawn
-    before it is asked for.
+    """Yield what ``draw`` makes of the numbers, ``at_once`` in a call, in order.
+
+    Nothing is drawn before it is asked for.
     """
     parts = (numbers[i : i + at_once] for i in range(0, len(numbers), at_once))
     if workers == 1:

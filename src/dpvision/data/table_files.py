@@ -23,8 +23,9 @@ from dpvision.strict_json import parse_json
 def read_csv(
     lines: Iterable[str], where: str, *, skipinitialspace: bool = False
 ) -> tuple[list[str], Iterator[dict[str, str]]]:
-    """Return the columns, without blanks around them, and the rows by column, read as they are
-    asked for.
+    """Return the columns, without blanks around them, and the rows by column.
+
+    Rows are read as they are asked for.
 
     Empty lines are skipped. Several columns may lack a name.
 

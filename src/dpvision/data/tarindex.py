@@ -35,8 +35,9 @@ class Member(NamedTuple):
 
 
 def scan(path: Path) -> list[Member]:
-    """List the files of a tar in order, and links to them with the bytes of their files; folders
-    and devices are skipped.
+    """List the files of a tar in order, and links to them.
+
+    Links have the bytes of their files; folders and devices are skipped.
 
     Raises:
         DataError: the file cannot be read, is not an uncompressed tar, ends inside a member, or

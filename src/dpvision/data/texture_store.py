@@ -1,5 +1,6 @@
-"""A store of procedural textures that holds a description only; each image is generated when it is
-read.
+"""A store of procedural textures that holds a description only.
+
+Each image is generated when it is read.
 
     store.json    format, store_id (random), visibility "public", num_records, first, size_px,
                   generator_version
@@ -36,8 +37,9 @@ _FIRST_BOUND = 1 << 62
 
 
 class TextureStore(Store):
-    """Public records by position; record i is texture number ``first`` + i, which is also its id.
-    Opened by ``data.open.open_store``.
+    """Public records by position; record i is texture number ``first`` + i.
+
+    That is also its id. Opened by ``data.open.open_store``.
     """
 
     generated = True
@@ -79,9 +81,10 @@ class TextureStore(Store):
         image_size: int,
         device: str | torch.device = "cpu",
     ) -> tuple[Tensor, Tensor]:
-        """This step's views of the textures of ``rows``, functions of (seed, step, view, number):
-        image_BVCHW uint8 on ``device``, and valid_B, all True, on the CPU. Each replaces a crop, so
-        only the number of views is taken from ``data``.
+        """This step's views of the textures of ``rows``.
+
+        Functions of (seed, step, view, number): image_BVCHW uint8 on ``device``, and valid_B, all
+        True, on the CPU. Each replaces a crop, so only the number of views is taken from ``data``.
         """
         number_B = torch.from_numpy(self.index["id"][rows])
         looks = [key.bits(number_B, f"look.{v}", 1)[:, 0] for v in range(data.views)]

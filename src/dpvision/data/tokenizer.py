@@ -1,5 +1,5 @@
 """Captions as token ids: byte-level BPE (Hugging Face ``tokenizers``) in one JSON file, the public
-text that it is trained on, and the token rows of a batch.
+text that it is trained on, and the token rows of a batch. ``wordpiece`` has BERT's tokenizer.
 
 A normaliser inside the file folds case and variants of characters (NFKC, lower case): the captions
 in the DP-Cap paper's figures are in lower case, 30,522 entries is the size of a lower-case
@@ -24,6 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID
+from dpvision.data import wordpiece
 from dpvision.data.captions import MAX_TEXT_BYTES, clean_caption, text_encoding
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
@@ -57,17 +58,21 @@ class CaptionTokenizer:
         """SHA-256 of the canonical JSON (sorted keys, no blanks), independent of the file's
         layout.
         """
+        self.is_wordpiece = isinstance(self._tokenizer.model, models.WordPiece)
+        """Whether it is BERT's WordPiece, which has an entry for unknown words."""
 
     @classmethod
     def load(cls, path: str | Path) -> "CaptionTokenizer":
-        """Load a tokenizer from a file.
+        """Load a tokenizer from a file; from a .txt file as the vocabulary of BERT's WordPiece.
 
         Raises:
-            DataError: the file is missing; it is not a byte-level BPE with the special ids of
-                ``dpvision.config``; or it would lose text (a byte without an entry, truncation) or
-                be random (BPE dropout).
+            DataError: the file is missing; it is neither BERT's uncased WordPiece nor a byte-level
+                BPE with the special ids of ``dpvision.config``; or it would lose text (a byte
+                without an entry, truncation) or be random (BPE dropout).
         """
         path = Path(path)
+        if path.suffix == ".txt":
+            return cls(_canonical(wordpiece.read_vocabulary(path)))
         try:
             parsed = json.loads(path.read_bytes())
             problem = _problem(parsed)
@@ -226,6 +231,8 @@ def _problem(parsed: Any) -> str | None:
     """Why a parsed tokenizer file is not acceptable; None if it is."""
     model = parsed.get("model") if isinstance(parsed, dict) else None
     vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(model, dict) and model.get("type") == "WordPiece" and isinstance(vocab, dict):
+        return wordpiece.problem(parsed, vocab)
     if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(vocab, dict):
         return "no byte-pair encoding"
     added = parsed.get("added_tokens")

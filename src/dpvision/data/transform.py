@@ -1,5 +1,6 @@
-"""Convert uint8 pixels to model inputs: random crops and flips for training, a centre crop for
-everything else.
+"""Convert uint8 pixels to model inputs.
+
+Random crops and flips for training, a centre crop for everything else.
 
 Every resize is antialiased and bicubic. A box drawn in the pixels of the image is cut out and
 resized by torch on uint8 (``resized``), as torchvision's ``RandomResizedCrop`` does, faster than
@@ -117,16 +118,18 @@ def crop_box(
 def cut(
     image: Image.Image, box: tuple[float, float, float, float], image_size: int, flip: bool = False
 ) -> np.ndarray:
-    """Resize a box of an RGB image to a square, uint8 of shape (image_size, image_size, 3), and
-    mirror it left to right if ``flip``.
+    """Resize a box of an RGB image to a square; mirror it left to right if ``flip``.
+
+    uint8 of shape (image_size, image_size, 3).
     """
     pixels = np.asarray(image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box))
     return pixels[:, ::-1] if flip else pixels
 
 
 def resized(pixels_HWC: np.ndarray, box: tuple[int, int, int, int], image_size: int) -> np.ndarray:
-    """Resize a box of uint8 pixels (H, W, 3) to a square, uint8 (image_size, image_size, 3), by
-    torch's antialiased bicubic filter.
+    """Resize a box of uint8 pixels (H, W, 3) to a square, uint8 (image_size, image_size, 3).
+
+    By torch's antialiased bicubic filter.
 
     One image at a time: torch then starts no threads of its own, and the pixels depend on nothing
     else.
@@ -143,8 +146,9 @@ def resized(pixels_HWC: np.ndarray, box: tuple[int, int, int, int], image_size: 
 
 
 def centre_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """The centred square over the shorter side: what a resize of that side and a centre crop
-    keep.
+    """The centred square over the shorter side.
+
+    What a resize of that side and a centre crop keep.
     """
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
@@ -187,8 +191,9 @@ def training_view(
 def random_views(
     files: Sequence[bytes], record_id_B: np.ndarray, key: StepKey, data: DataConfig, image_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a step's training views of image files: uint8 pixels (B, V, C, H, W), and bool (B,),
-    False and zeros if a file does not decode.
+    """Draw a step's training views of image files.
+
+    uint8 pixels (B, V, C, H, W), and bool (B,), False and zeros if a file does not decode.
 
     Crop (``training_box``, bicubic) and flip are drawn from ``key`` and the record's id in the
     streams "crop.V" and "flip.V".
@@ -261,8 +266,9 @@ def normalise(
 
 
 def normalise_tensor(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """``normalise`` of uint8 (..., 3, H, W) on the tensor's device, the same float32 numbers bit
-    for bit.
+    """``normalise`` of uint8 (..., 3, H, W) on the tensor's device.
+
+    The same float32 numbers bit for bit.
     """
     scale, shift = (
         send(torch.from_numpy(constant), pixels.device) for constant in _scale_and_shift(mean, std)
@@ -276,18 +282,6 @@ def _scale_and_shift(mean: Sequence[float], std: Sequence[float]) -> tuple[np.nd
     return (1 / (255 * spread)).astype(np.float32)[:, None, None], (-centre / spread).astype(
         np.float32
     )[:, None, None]
-
-
-def to_uint8(x_CHW: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Invert ``normalise`` for display: a float array or CPU tensor (..., 3, H, W) to uint8 (...,
-    H, W, 3), clipped.
-    """
-    x = np.asarray(x_CHW, dtype=np.float32)
-    scale, shift = (
-        np.asarray(std, dtype=np.float32)[:, None, None],
-        np.asarray(mean, dtype=np.float32)[:, None, None],
-    )
-    return np.moveaxis((x * scale + shift) * 255, -3, -1).round().clip(0, 255).astype(np.uint8)
 
 
 def evaluation_view(
@@ -305,8 +299,10 @@ def evaluation_view(
 
 
 def own_size(width: int, height: int, sizes: Sequence[int]) -> int:
-    """The resolution at which an image is encoded: the largest of ``sizes`` (ascending) that
-    enlarges its shorter side by at most a quarter, or the smallest. A function of this image alone.
+    """The resolution at which an image is encoded.
+
+    The largest of ``sizes`` (ascending) that enlarges its shorter side by at most a quarter, or the
+    smallest. A function of this image alone.
     """
     return max(
         (size for size in sizes if size <= ENLARGEMENT * min(width, height)), default=sizes[0]
@@ -320,8 +316,9 @@ def normalise_canvas(
     std: Sequence[float],
     out_CHW: np.ndarray,
 ) -> None:
-    """``normalise`` a uint8 image that fills the upper left ``side`` pixels of its canvas; the rest
-    becomes NaN.
+    """``normalise`` a uint8 image that fills the upper left ``side`` pixels of its canvas.
+
+    The rest becomes NaN.
     """
     normalise(pixels_HWC, mean, std, out_CHW)
     out_CHW[:, side:], out_CHW[:, :, side:] = np.nan, np.nan
@@ -334,8 +331,9 @@ def blank_margin(x_BCHW: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The evaluation transform: ``evaluation_box`` resized to ``image_size``, normalised. Made by
-    ``preprocess`` or ``preprocess_of``.
+    """The evaluation transform: ``evaluation_box`` resized to ``image_size``, normalised.
+
+    Made by ``preprocess`` or ``preprocess_of``.
 
     With ``data.own_sizes`` the image keeps its own resolution, in the upper left corner of a canvas
     of ``image_size``.
@@ -352,8 +350,9 @@ class Preprocess:
     def __call__(
         self, image: str | Path | bytes | Image.Image | np.ndarray, window: Window | None = None
     ) -> np.ndarray:
-        """Transform an image to float32 x_CHW. The path, or the bytes, of a file give what training
-        and evaluation see of it.
+        """Transform an image to float32 x_CHW.
+
+        The path, or the bytes, of a file give what training and evaluation see of it.
 
         Args:
             image: path, bytes, Pillow image, or uint8 RGB pixels (H, W, 3); see
@@ -376,8 +375,9 @@ class Preprocess:
 def preprocess(
     image_size: int, mean: Sequence[float], std: Sequence[float], own_sizes: tuple[int, ...] = ()
 ) -> Preprocess:
-    """Make the evaluation transform of a model: shorter side to ``image_size``, centre crop,
-    normalised.
+    """Make the evaluation transform of a model.
+
+    Shorter side to ``image_size``, centre crop, normalised.
     """
     return Preprocess(image_size, tuple(mean), tuple(std), DataConfig(own_sizes=own_sizes))
 

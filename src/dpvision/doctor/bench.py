@@ -24,6 +24,7 @@ from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.separable import check_separable
 from dpvision.dp.support import check_exact
 from dpvision.errors import ConfigError, PrivacyError
+from dpvision.privacy.printed import duration, size
 from dpvision.train.distributed import join
 from dpvision.train.memory import keep_freed_memory
 from dpvision.train.step import autocast, to_device
@@ -180,7 +181,7 @@ def _gates(built: Built, end: float) -> str:
     """
     needed = _FLOAT64_COPIES * 8 * sum(p.numel() for p in built.model.parameters())
     if needed > available_bytes():
-        return f"left out: {needed / 2**30:.1f} GiB needed"
+        return f"left out: {size(needed)} needed"
     one = records(built.batch, 1)
     with torch.no_grad():
         built.loss_fn(built.model, one, KEY)
@@ -188,7 +189,7 @@ def _gates(built: Built, end: float) -> str:
         built.loss_fn(built.model, one, KEY)
     needed_s = _FLOAT64_PASSES * (time.monotonic() - start)
     if needed_s > (end - time.monotonic()) / 3:
-        return f"left out: about {needed_s:.0f} s needed, a third of --max-minutes allowed"
+        return f"left out: about {duration(needed_s)} needed, a third of --max-minutes allowed"
     check_separable(built.loss_fn, built.model, built.batch, KEY)
     check_exact(built.loss_fn, built.model, built.batch, KEY)
     return "passed"

@@ -370,6 +370,7 @@ def _library_class(kind: type) -> bool:
     return _of_library(getattr(sys.modules.get(name), "__file__", None), name)
 
 
+_LIBRARIES = ("torch", "torchvision", "timm", "transformers", "peft", "accelerate", "lightning")
 _FOLDERS = tuple(
     f"{folder}{os.sep}"
     for folder in (
@@ -377,10 +378,7 @@ _FOLDERS = tuple(
         Path(os.__file__).parent,
         Path(__file__).parents[1],
         Path(np.__file__).parent,
-        *(
-            Path(torch.__file__).parents[1] / name
-            for name in ("torch", "torchvision", "timm", "transformers")
-        ),
+        *(Path(torch.__file__).parents[1] / name for name in _LIBRARIES),
     )
 )
 """Of libraries whose classes, modules and functions stay as they are: of Python, without what users

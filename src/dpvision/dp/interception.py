@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpvision.dp.batch_dims import MIXED, OPENED, READS, BatchDim, Call, block_call, tensors_in
@@ -105,6 +105,38 @@ def _refuse_hooks() -> None:
         raise PrivacyError(CHECKPOINTED)
 
 
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raise PrivacyError for the hooks of a model's layers that run in the backward pass."""
+    everywhere = vars(nn.modules.module)
+    for name, layer in model.named_modules():
+        for kind in ("_backward_hooks", "_backward_pre_hooks"):
+            for hook in [*vars(layer)[kind].values(), *everywhere[f"_global{kind}"].values()]:
+                raise _hooked(f"layer {name!r} ({type(layer).__name__})", hook)
+
+
+def refuse_tensor_hook(function: Any, args: Any) -> None:
+    """Raise PrivacyError for a call that hooks the gradient of a tensor."""
+    if function is Tensor.register_hook:
+        raise _hooked("a tensor of the forward pass", args[1])
+
+
+def _hooked(where: str, hook: Any) -> PrivacyError:
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    return PrivacyError(
+        f"separability: {where} has the backward hook {name}; expected none: it sees the gradients "
+        "of all records together and may mix them, as g / g.norm() does. Remove it, and scale "
+        "values in the forward pass."
+    )
+
+
+class RefuseTensorHooks(TorchFunctionMode):
+    """Runs code as it is, without hooks on gradients."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_tensor_hook(func, args)
+        return func(*args, **(kwargs or {}))
+
+
 class GraphChanged(Exception):
     """The pass made another call than when its batch dimensions were found."""
 
@@ -162,6 +194,8 @@ class InterceptedPass(TorchFunctionMode):
         self._batch_dims: dict[int, BatchDim | None] = {}
         self._output: BatchDim | None = None
         self._lowered: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self.low: torch.dtype | None = None
+        """Half precision that autocast chose, also one that the model switched on itself."""
         self.taps: list[Tap] = []
         self.traced = False
         self.zeros: list[Tensor] | None = None
@@ -177,6 +211,7 @@ class InterceptedPass(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        refuse_tensor_hook(func, args)
         if func is block_call and self.run_block is not None and torch.is_grad_enabled():
             done = self.run_block(self, *args, **kwargs)
             if done is not None:
@@ -294,6 +329,7 @@ class InterceptedPass(TorchFunctionMode):
         if autocast_dtype(input.device) is None:
             return (input, *weights)  # type: ignore[arg-type]
         dtype = lowered_dtype(input)
+        self.low = dtype if dtype not in UNIT else self.low
         made = input
         if dtype != input.dtype:
             source, kept = self._lowered.get(id(input), (None, None))

@@ -185,7 +185,7 @@ def forward_backward(
         slow,
         slow_gradients,
         chunks,
-        _rounding(params),
+        _rounding(params, run.low),
     )
 
 
@@ -383,9 +383,12 @@ def _rounded(value: Tensor, param: Tensor, num_records: int) -> Tensor:
     return value.to(param.dtype) if num_records <= MOST_ROUNDED else value.double()
 
 
-def _rounding(params: dict[str, Tensor]) -> float:
+def _rounding(params: dict[str, Tensor], low: torch.dtype | None) -> float:
     """Relative rounding of the scaled operands of weight gradients, in the precision of the forward
     pass.
+
+    Args:
+        low: half precision that the pass used (``InterceptedPass.low``).
     """
     sample = next(iter(params.values()))
-    return rounding(autocast_dtype(sample.device) or sample.dtype, sample.device)
+    return rounding(low or autocast_dtype(sample.device) or sample.dtype, sample.device)

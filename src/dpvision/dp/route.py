@@ -25,7 +25,13 @@ from dpvision.dp.batch_dims import (
     order_by_values,
 )
 from dpvision.dp.compiled import Pending
-from dpvision.dp.interception import CHECKPOINTED, InterceptedPass
+from dpvision.dp.interception import (
+    CHECKPOINTED,
+    GraphChanged,
+    InterceptedPass,
+    RefuseTensorHooks,
+    refuse_backward_hooks,
+)
 from dpvision.dp.per_record import LossModule, copied_buffers, per_record_gradients, prefixed
 from dpvision.dp.record_flow import Level, RecordsRead, follow
 from dpvision.dp.rule import NoRule
@@ -90,6 +96,7 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
             computes a loss from several; it checkpoints activations; or it uses a parameter in a
             way for which there is neither a rule nor per-record gradients.
     """
+    refuse_backward_hooks(model)
     params = trained(model)
     wrapped, buffers = LossModule(loss_fn, model), prefixed(copied_buffers(model))
 
@@ -106,7 +113,7 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
         return lambda batch: functional_call(wrapped, weights, (batch, key))
 
     few, many, replaced = _probes(batch)
-    with torch.no_grad():
+    with torch.no_grad(), RefuseTensorHooks():
         calls = find_batch_dims(run, few, many)
         moved = isinstance(calls, list) and _moves_rows(run, many, calls)
         if replaced and isinstance(calls, list):
@@ -129,6 +136,12 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
             assert names, "a rule gave up on tensors that are no parameters"
             slow |= {name: error.reason for name in names}
             continue
+        except GraphChanged as error:
+            raise PrivacyError(
+                f"clip: the forward pass came to {error} with gradients, and did otherwise "
+                "without; expected the same calls. Leave out what asks for requires_grad or "
+                "torch.is_grad_enabled()."
+            ) from None
         leaked = backward(params, slow, record, [], losses_B, 1.0)
         if leaked:
             slow |= dict.fromkeys(leaked, _UNSEEN)

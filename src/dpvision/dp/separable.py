@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from dpvision.data.batch import Batch, mapped, rows_where, take
 from dpvision.data.keys import StepKey
 from dpvision.dp.held_values import Undescribed, held
-from dpvision.dp.interception import CHECKPOINTED
+from dpvision.dp.interception import CHECKPOINTED, RefuseTensorHooks, refuse_backward_hooks
 from dpvision.dp.per_record import LossFn, checked_losses
 from dpvision.errors import PrivacyError
 
@@ -51,14 +51,14 @@ _CHECKED: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDict
 def require_separable(
     loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, public: Batch | None = None
 ) -> bool:
-    """Run ``check_separable`` on three random records of the shapes of ``batch``, once for each
-    model and loss; ``clipped_sum`` calls it.
+    """Run ``check_separable`` on three random records, once for each model and loss.
+
+    ``clipped_sum`` calls it. The records have the shapes of ``batch``.
 
     The records are random because ``batch`` may be private: whether the check passes must not
     depend on it. Zero parameters are perturbed. It is repeated for other layers, for other numbers
     that the loss holds, captures or reads, and each time if one of them cannot be described
-    (``held_values``). A term that is absent until a
-    later step is looked for at ``_OTHER_STEPS``.
+    (``held_values``). A term that is absent until a later step is looked for at ``_OTHER_STEPS``.
 
     Args:
         public: public records to check in place of random ones.
@@ -175,6 +175,7 @@ def check_separable(
     Raises:
         PrivacyError: records are mixed; the message names the layer and the remedy.
     """
+    refuse_backward_hooks(model)
     for name, module in model.named_modules():
         check_module(name, module)
     copied = copy.deepcopy(model).cpu().double()
@@ -289,11 +290,14 @@ def check_module(name: str, module: nn.Module) -> None:
             "record for itself. Replace it by GroupNorm or LayerNorm, or put it in eval mode "
             "with public running statistics."
         )
-    if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+    # Stochastic depth is a class of each library's own.
+    drops = isinstance(module, _DropoutNd) or kind.endswith(("DropPath", "StochasticDepth"))
+    setting = "drop_prob" if hasattr(module, "drop_prob") else "p"
+    if drops and module.training and (getattr(module, setting, None) or 0.0) > 0:
         raise PrivacyError(
             f"separability: layer {name!r} ({kind}) draws from the global random state; expected "
-            "draws keyed by record. Set p=0, put it in eval mode, or draw the mask from StepKey "
-            "and record_id_B."
+            f"draws keyed by record. Set {setting}=0, put it in eval mode, or draw the mask from "
+            "StepKey and record_id_B."
         )
 
 
@@ -409,6 +413,8 @@ def blame(
                 "this one's gradient; expected a function of each record alone. Normalise over "
                 "a record's own values: GroupNorm or LayerNorm."
             )
+    with RefuseTensorHooks():
+        loss_fn(model, batch, key)
     return (
         "separability: the loss function mixes records (no layer does); expected a loss of each "
         "record alone. Contrastive terms and means over the batch cannot be trained privately: "

@@ -83,6 +83,8 @@ class Encoder:
     """Declared range of the samples of more than 8 bits that a run was trained on; files are read
     by it.
     """
+    network: nn.Module | None = field(default=None, compare=False)
+    """The module on ``device`` that computes ``poolings``; None if that is another function."""
     licence: str | None = None
     """Licence of published weights as stated by their library or folder; None if not stated, and
     for runs, whose manifests have it.

@@ -21,14 +21,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any
 
 import numpy as np
 import PIL
 import simplejpeg
-import sklearn
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -298,17 +295,6 @@ def features_key(encoder: str, store: Store, rows: np.ndarray) -> str:
 def score_key(*parts: Any) -> str:
     """Return the cache key of a score that ``parts`` (JSON values) determine."""
     return _digest(list(parts)).hexdigest()[:40]
-
-
-def code_digest(*modules: ModuleType) -> str:
-    """Return a digest of modules' source and of the library versions, since a change of either may
-    change a score.
-    """
-    libraries = [torch.__version__, np.__version__, sklearn.__version__]
-    digest = _digest([*libraries, *_decoders()])
-    for module in modules:
-        digest.update(Path(module.__file__ or "").read_bytes())
-    return digest.hexdigest()
 
 
 def _decoders() -> list[str]:

@@ -16,6 +16,7 @@ Legend: N records, B images of a batch, D feature dimension, C channels, H heigh
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from dpvision.encoders.encoder import Encoder, FeatureFunction
 from dpvision.encoders.feature_cache import FeatureCache, features_key, score_key
 from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
+from dpvision.privacy.printed import size
 from dpvision.synthetic.textures import textures
 
 _CPU_ROWS = 32
@@ -104,9 +106,9 @@ def feature_array(
     if num_bytes > _WHOLE_BYTES:
         raise DataError(
             f"features: no space under {store.path}/confidential; expected "
-            f"{num_bytes / 1e9:,.1f} GB free. Free space, or move the store."
+            f"{size(num_bytes)} free. Free space, or move the store."
         )
-    blocks = list(_blocks(encoder, pooling, width, store, rows, 0, dtype, how))
+    blocks = list(_blocks(encoder, pooling, width, store, rows, dtype, how))
     return np.concatenate(blocks) if blocks else np.empty((0, width), dtype)
 
 
@@ -127,7 +129,7 @@ def feature_blocks(
     if keep and (kept := _kept_array(encoder, pooling, width, store, rows, dtype, how)) is not None:
         yield from (kept[i : i + how.batch_size] for i in range(0, len(rows), how.batch_size))
     elif len(rows):
-        yield from _blocks(encoder, pooling, width, store, rows, 0, dtype, how)
+        yield from _blocks(encoder, pooling, width, store, rows, dtype, how)
 
 
 def _kept_array(
@@ -150,11 +152,13 @@ def _kept_array(
     if kept is not None or not cache.has_room(key, shape[0] * shape[1] * dtype.itemsize):
         return kept
 
-    def blocks_from(first: int) -> Iterator[np.ndarray]:
-        return _blocks(encoder, pooling, width, store, rows, first, dtype, how)
-
     return cache.save_array(
-        key, shape, dtype, blocks_from, step=how.batch_size, progress=how.progress
+        key,
+        shape,
+        dtype,
+        partial(_blocks, encoder, pooling, width, store, rows, dtype, how),
+        step=how.batch_size,
+        progress=how.progress,
     )
 
 
@@ -191,9 +195,9 @@ def _blocks(
     width: int,
     store: Store,
     rows: np.ndarray,
-    first: int,
     dtype: np.dtype,
     how: Extraction,
+    first: int = 0,
 ) -> Iterator[np.ndarray]:
     """Yield the rows from ``first`` on in batches that start at multiples of the batch size, so
     that a record has the same batch, and thus the same bits, after an interruption.

@@ -12,7 +12,7 @@ Legend: N images, D feature dimension, B images of a block, C channels, H height
 import io
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,8 @@ from torch import Tensor
 from dpvision.config import DataConfig
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.loader import image_batches
-from dpvision.data.overlap import Matches, matches_of
+from dpvision.data.overlap import Matches, Signatures, find_matches, matches_of, signatures
+from dpvision.data.perceptual import RADIUS, SECOND_RADIUS
 from dpvision.data.store import Store
 from dpvision.data.transform import preprocess
 from dpvision.encoders.encoder import Encoder
@@ -50,6 +51,67 @@ class Threshold:
     recall: dict[str, float]
     """Share of copies found, by kind of copy."""
     num_images: int
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Images of a public store that are also in a private one."""
+
+    matches: Matches
+    methods: list[str]
+    """How they were found, in words."""
+    threshold: Threshold | None = None
+    """Of features, if they were compared."""
+
+
+def find_overlap(
+    public: Store,
+    private: Store,
+    encoder: Encoder | None = None,
+    *,
+    radius: int | None = RADIUS,
+    cosine: float | None = None,
+    batch_size: int = 256,
+    workers: int = 2,
+    say: Say = lambda text: None,
+) -> Overlap:
+    """Find public images that are in a private store: by bytes, by pixels, by perceptual hashes
+    and, with an encoder, by features.
+
+    Args:
+        radius: bits in which perceptual hashes may differ; if None, they are not compared.
+        cosine: cosine of features above which two images match; if None, it is measured.
+
+    Raises:
+        ConfigError, DataError: as ``find_matches``, ``measure_threshold`` and
+            ``find_feature_matches``.
+    """
+
+    def signed(store: Store) -> Signatures:
+        return signatures(
+            store,
+            workers=workers,
+            progress=lambda n: say(f"{store.path.name}: {n:,} of {store.num_records:,} images"),
+        )
+
+    found = find_matches(signed(public), signed(private), radius=radius)
+    methods = ["identical bytes", "identical pixels"]
+    if radius is not None:
+        methods.append(
+            f"perceptual hashes within {radius} and {SECOND_RADIUS} of 64 bits, mirror images too"
+        )
+    if encoder is None:
+        return Overlap(found, methods)
+    threshold = measure_threshold(encoder, public, say=say)
+    if cosine is not None:
+        threshold = replace(threshold, cosine=cosine)
+    near = find_feature_matches(
+        encoder, public, private, threshold, batch_size=batch_size, workers=workers, say=say
+    )
+    methods.append(
+        f"features of {encoder.name} with a cosine above {threshold.cosine:.3f}, mirror images too"
+    )
+    return Overlap(found.joined(near), methods, threshold)
 
 
 def make_copies(pixels_HWC: np.ndarray) -> dict[str, np.ndarray]:
@@ -118,9 +180,11 @@ def measure_threshold(
         if not originals:
             continue
         copies = [make_copies(pixels) for pixels in originals]
-        own.append(_features(encoder, _stacked([prepare(p) for p in originals]), device))
+        own.append(
+            _features(encoder, torch.from_numpy(np.stack([prepare(p) for p in originals])), device)
+        )
         for name in copies[0]:
-            shown = _stacked([prepare(c[name]) for c in copies])
+            shown = torch.from_numpy(np.stack([prepare(c[name]) for c in copies]))
             copied.setdefault(name, []).append(
                 (_features(encoder, shown, device), _features(encoder, shown.flip(-1), device))
             )
@@ -268,10 +332,6 @@ def _unit(x_BD: np.ndarray, centre_D: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", divide="ignore"):
         x_BD = x_BD / np.linalg.norm(x_BD, axis=1, keepdims=True)
     return np.nan_to_num(x_BD, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _stacked(x: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(x))
 
 
 def _pixels(data: bytes) -> np.ndarray | None:

@@ -8,19 +8,21 @@ Legend: B images, C channels, H height, W width, D feature dimension.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
-from dpvision.encoders.encoder import Encoder, FeatureFunction
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.hog import hog
 from dpvision.encoders.patch_constants import SIZES, feature_orders
 from dpvision.encoders.patch_features import patch_features
 from dpvision.encoders.scattering import make_scattering
 from dpvision.errors import ConfigError
 from dpvision.runs.lineage import public_weights
+from dpvision.threads import is_traced
 
 DEFAULT_RESOLUTION = 128
 """Default maximum resolution of patches, px."""
@@ -72,12 +74,32 @@ def fixed_encoder(
     mean, std = (
         (IMAGENET_MEAN, IMAGENET_STD) if name == "pixels" else ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     )
-    makers: dict[str, Callable[[], FeatureFunction]] = {
-        "pixels": lambda: raw_pixels,
-        "hog": lambda: _hog(size),
-        "scattering": lambda: _scattering(size, device),
-    }
-    return Encoder(name, size, mean, std, makers[name](), "fixed", weights="none")
+    if name == "pixels":
+        network = FixedNetwork("pixels", lambda x_BCHW: raw_pixels(x_BCHW)["pixels"])
+    elif name == "hog":
+        network = FixedNetwork("hog", partial(hog, cell_px=max(2, size // _CELLS)))
+    else:
+        network = FixedNetwork("4x4", ScatteringCells(min(_MOST_SIDE, size) // 4 * 4))
+    network.to(device)
+    return Encoder(
+        name, size, mean, std, network.poolings, "fixed", weights="none", network=network
+    )
+
+
+class FixedNetwork(nn.Module):
+    """A function of images without training, under the name of its pooling."""
+
+    def __init__(self, pooling: str, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.pooling, self.function = pooling, function
+
+    def poolings(self, x_BCHW: Tensor) -> dict[str, Tensor]:
+        """Return features, float32 (B, D), by name."""
+        return {self.pooling: self.function(x_BCHW)}
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return the features, float32 (B, D)."""
+        return self.function(x_BCHW)
 
 
 def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:
@@ -94,22 +116,19 @@ def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:
     return {"pixels": x_BCHW.flatten(1)}
 
 
-def _hog(image_size: int) -> FeatureFunction:
-    cell_px = max(2, image_size // _CELLS)
-    return lambda x_BCHW: {"hog": hog(x_BCHW, cell_px)}
-
-
 def _patches(name: str, image_size: int, device: str | torch.device) -> Encoder:
     sizes = tuple(side for side in SIZES if side <= max(image_size, SIZES[0]))
-    features = patch_features(scattering="scattering" in name, most_px=sizes[-1], device=device)
+    features = patch_features(scattering="scattering" in name, most_px=sizes[-1])
+    network = FixedNetwork("3x3", features.eval().to(device))
     orders_D = feature_orders(scattering="scattering" in name)
     return Encoder(
         name,
         sizes[-1],
         (0.0, 0.0, 0.0),
         (1.0, 1.0, 1.0),
-        lambda x_BCHW: {"3x3": features(x_BCHW)},
+        network.poolings,
         "fixed",
+        network=network,
         weights="trained",
         own_sizes=sizes,
         standard_rows=True,
@@ -119,25 +138,22 @@ def _patches(name: str, image_size: int, device: str | torch.device) -> Encoder:
     )
 
 
-def _scattering(image_size: int, device: str | torch.device) -> FeatureFunction:
-    side = min(_MOST_SIDE, image_size) // 4 * 4
-    transform = make_scattering(side, device=device)
+class ScatteringCells(nn.Module):
+    """The scattering transform of images resized to ``side`` px, averaged to 4 x 4 positions."""
 
-    def poolings(x_BCHW: Tensor) -> dict[str, Tensor]:
-        parts = _resized(x_BCHW, side).split(_SCATTERING_CHUNK)
-        return {
-            "4x4": torch.cat(
-                [
-                    F.adaptive_avg_pool2d(transform(part).flatten(1, 2), 4).flatten(1)
-                    for part in parts
-                ]
-            )
-        }
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.transform = make_scattering(side)
 
-    return poolings
-
-
-def _resized(x_BCHW: Tensor, side: int) -> Tensor:
-    if x_BCHW.shape[-1] == side:
-        return x_BCHW
-    return F.interpolate(x_BCHW, (side, side), mode="bilinear", antialias=True)
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return coefficients, float32 (B, D)."""
+        side = self.transform.side_px
+        if x_BCHW.shape[-1] != side:
+            x_BCHW = F.interpolate(x_BCHW, (side, side), mode="bilinear", antialias=True)
+        parts = (x_BCHW,) if is_traced() else x_BCHW.split(_SCATTERING_CHUNK)
+        return torch.cat(
+            [
+                F.adaptive_avg_pool2d(self.transform(part).flatten(1, 2), 4).flatten(1)
+                for part in parts
+            ]
+        )

@@ -77,7 +77,9 @@ def cell_histograms(
     )
     below_BHW = place_BHW.floor()
     share_BHW = place_BHW - below_BHW
-    vote_BOHW = torch.zeros(len(x_BCHW), num_orientations, *x_BCHW.shape[2:], device=x_BCHW.device)
+    vote_BOHW = torch.zeros(
+        x_BCHW.shape[0], num_orientations, *x_BCHW.shape[2:], device=x_BCHW.device
+    )
     for index_BHW, weight_BHW in ((below_BHW, 1 - share_BHW), (below_BHW + 1, share_BHW)):
         orientation_BHW = index_BHW.long().remainder(num_orientations)
         vote_BOHW.scatter_add_(1, orientation_BHW[:, None], (length_BHW * weight_BHW)[:, None])
@@ -100,7 +102,7 @@ def _gradient(x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _whole_cells(x_BCHW: Tensor, cell_px: int) -> Tensor:
-    height, width = x_BCHW.shape[-2:]
+    height, width = map(int, x_BCHW.shape[-2:])
     top, left = height % cell_px // 2, width % cell_px // 2
     return x_BCHW[
         ..., top : top + height // cell_px * cell_px, left : left + width // cell_px * cell_px

@@ -16,13 +16,14 @@ from dpvision.encoders.fixed import FIXED, fixed_encoder
 from dpvision.encoders.identity import check_alone
 from dpvision.encoders.trained import run_encoder
 from dpvision.errors import ConfigError
-from dpvision.models.timm_cache import find_timm_weights
 from dpvision.runs.lineage import runs_with_these_weights
 
 _FORMS = (
     "a run folder, random:RUN, {timm,torchvision}:NAME, hf:DIR, onnx:NODE@FILE, "
-    "{vip,mae,simclr,tan}:FILE, pixels, hog, scattering, patches or patches+scattering"
+    "{vip,mae,dpcap,simclr,tan}:FILE, pixels, hog, scattering, patches or patches+scattering"
 )
+_LIBRARIES = ("timm", "torchvision")
+_RELEASED = ("vip", "mae", "dpcap", "simclr", "tan")
 
 
 def open_encoder(
@@ -35,12 +36,15 @@ def open_encoder(
     """Open the encoder that ``spec`` names, frozen and in evaluation mode, on ``device``. Also
     available as ``dpvision.load``.
 
+    A kind counts only before a colon. Without one, ``spec`` is an encoder without training of that
+    name, or else a folder; ``./hog`` is a folder.
+
     Args:
         spec: a run or checkpoint folder; ``random:RUN``, its architecture with its initial weights;
             ``timm:NAME`` or ``torchvision:NAME``, with ``@FILE`` for weights of a file;
             ``hf:DIR``, a folder of transformers; ``onnx:NODE@FILE``, a value of an ONNX graph;
-            ``vip:FILE``, ``mae:FILE``, ``simclr:FILE``, ``tan:FILE``, released checkpoints;
-            ``pixels``, ``hog``, ``scattering``, ``patches``, ``patches+scattering``.
+            ``vip:FILE``, ``mae:FILE``, ``dpcap:FILE``, ``simclr:FILE``, ``tan:FILE``, released
+            checkpoints; ``pixels``, ``hog``, ``scattering``, ``patches``, ``patches+scattering``.
         ema: whether to use a run's averaged weights.
         image_size: image size for encoders that accept any (pixels, hog, scattering, most
             convnets), or the maximum resolution of patches; ignored by the others.
@@ -50,26 +54,24 @@ def open_encoder(
         CheckpointError: the file or the run cannot be read, or does not fit.
     """
     spec = str(spec)
-    kind, _, rest = spec.partition(":")
-    if ema and (
-        spec in FIXED
-        or kind in ("timm", "torchvision", "hf", "onnx", "vip", "mae", "simclr", "tan", "random")
-    ):
+    word, colon, rest = spec.partition(":")
+    kind = word if colon else ""
+    if ema and (spec in FIXED or kind in (*_LIBRARIES, *_RELEASED, "hf", "onnx", "random")):
         raise ConfigError(
             f"encoder: --ema with {spec}; expected a run, the only encoder with averaged "
             "weights. Drop --ema."
         )
-    if kind in ("timm", "torchvision"):
+    if kind in _LIBRARIES:
         from dpvision.encoders.third_party import third_party_encoder
 
         name, _, file = rest.partition("@")
         return third_party_encoder(
             kind, name, Path(file) if file else None, image_size=image_size, device=device
         )
-    if kind in ("vip", "mae", "simclr", "tan"):
+    if kind in _RELEASED:
         from dpvision.encoders.released import released_encoder
 
-        return released_encoder(kind, Path(rest), device=device)
+        return released_encoder(kind, rest, device=device)
     if kind == "hf" and rest:
         from dpvision.encoders.hugging_face import hugging_face_encoder
 
@@ -106,6 +108,8 @@ def open_frozen(
     encoder = open_encoder(cfg.spec, device=device, image_size=cfg.image_size or None)
     kind, _, name = cfg.spec.partition(":")
     if encoder.weights == "random" and kind != "random":
+        from dpvision.models.timm_cache import find_timm_weights
+
         places = find_timm_weights(name)[1] if kind == "timm" else ["nowhere, without a file"]
         raise ConfigError(
             f"encoder: {cfg.spec} has no weights on this machine (looked for "

@@ -10,14 +10,14 @@ Legend: N textures, B images, C channels, H height, W width, P paths.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpvision.encoders.patches import PatchBank, learn_bank
@@ -25,6 +25,7 @@ from dpvision.encoders.scattering import Scattering, make_scattering
 from dpvision.encoders.whitening import Whitening, cell_frequencies, fit_whitening
 from dpvision.errors import CheckpointError
 from dpvision.synthetic.textures import textures
+from dpvision.threads import is_traced
 
 SIZES = (32, 64, 128, 224)
 """Resolutions of input images, px."""
@@ -71,19 +72,12 @@ SETTINGS = {
 }
 
 
-@dataclass(frozen=True)
-class SizeConstants:
-    """The constants learned from textures of one size."""
+class SizeConstants(nn.Module):
+    """The maps learned from textures of one size."""
 
-    bank: PatchBank
-    patches: Whitening
-    scattering: Whitening
-
-    def to(self, device: str | torch.device) -> "SizeConstants":
-        """Return the constants on another device."""
-        return SizeConstants(
-            self.bank.to(device), self.patches.to(device), self.scattering.to(device)
-        )
+    def __init__(self, bank: PatchBank, patches: Whitening, scattering: Whitening) -> None:
+        super().__init__()
+        self.bank, self.patches, self.scattering = bank, patches, scattering
 
 
 @torch.inference_mode()
@@ -94,13 +88,16 @@ def learn_constants(settings: PatchSettings) -> SizeConstants:
         texture_NCHW, settings.num_atoms, settings.patch_px, settings.stride, settings.cells
     )
     transform = make_scattering(min(settings.side_px, SCATTERING_CAP), centred=True)
-    patches = fit_whitening(_over(bank, texture_NCHW), settings.floor)
-    patches = replace(
-        patches, cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy)
+    patches = fit_whitening(
+        _over(bank, texture_NCHW), settings.floor, cells_QQ=_patch_frequencies(settings)
     )
-    scattered_NCQ = _over(partial(scattering_channels, transform), texture_NCHW)
-    scattering = fit_whitening(scattered_NCQ, settings.scattering_floor, mirror_channels(transform))
-    return SizeConstants(bank, patches, replace(scattering, cells_QQ=_scattering_frequencies()))
+    scattering = fit_whitening(
+        _over(partial(scattering_channels, transform), texture_NCHW),
+        settings.scattering_floor,
+        mirror_channels(transform),
+        _scattering_frequencies(),
+    )
+    return SizeConstants(bank, patches, scattering)
 
 
 def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
@@ -110,12 +107,16 @@ def scattering_channels(transform: Scattering, x_BCHW: Tensor) -> Tensor:
     if x_BCHW.shape[-1] != transform.side_px:
         x_BCHW = F.interpolate(x_BCHW, (transform.side_px,) * 2, mode="bilinear", antialias=True)
     count = max(1, _SCATTERED_PX // transform.side_px**2)
-    if x_BCHW.device.type == "cpu" and len(x_BCHW) > count:
+    if x_BCHW.device.type == "cpu" and not is_traced() and len(x_BCHW) > count:
         return torch.cat([scattering_channels(transform, part) for part in x_BCHW.split(count)])
     s_BCHW = transform(x_BCHW, log=True).flatten(1, 2)
     mirrored_BCHW = s_BCHW[:, mirror_channels(transform).to(x_BCHW.device)].flip(-1)
     s_BCHW = F.adaptive_avg_pool2d((s_BCHW + mirrored_BCHW) / 2, _SCATTERING_CELLS)
     return s_BCHW[..., : _SCATTERING_CELLS // 2].flatten(2)
+
+
+def _patch_frequencies(settings: PatchSettings) -> Tensor:
+    return cell_frequencies(settings.cells, settings.cells, settings.energy)
 
 
 def _scattering_frequencies() -> Tensor:
@@ -182,14 +183,10 @@ def load_constants(side_px: int, folder: Path = FOLDER) -> SizeConstants:
         bank = PatchBank(
             found["weight"], found["bias"], settings.patch_px, settings.stride, settings.cells
         )
-        patches = replace(
-            _whitening(found, "patches"),
-            cells_QQ=cell_frequencies(settings.cells, settings.cells, settings.energy),
-        )
         return SizeConstants(
             bank,
-            patches,
-            replace(_whitening(found, "scattering"), cells_QQ=_scattering_frequencies()),
+            _whitening(found, "patches", _patch_frequencies(settings)),
+            _whitening(found, "scattering", _scattering_frequencies()),
         )
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise CheckpointError(
@@ -198,11 +195,11 @@ def load_constants(side_px: int, folder: Path = FOLDER) -> SizeConstants:
         ) from None
 
 
-def _whitening(found: dict[str, Tensor], name: str) -> Whitening:
+def _whitening(found: dict[str, Tensor], name: str, cells_QQ: Tensor) -> Whitening:
     mean_CQ = found[f"{name}.mean"]
     matrix_CC = torch.zeros(len(mean_CQ), len(mean_CQ))
     matrix_CC[_triangle(len(mean_CQ))] = found[f"{name}.matrix"].float()
-    return Whitening(mean_CQ, matrix_CC)
+    return Whitening(mean_CQ, matrix_CC, cells_QQ)
 
 
 def _triangle(side: int) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,10 @@ Legend: B images, C channels, H height, W width, P paths, Q cells, D feature dim
 """
 
 import math
-from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpvision.data.transform import blank_margin
@@ -27,75 +27,86 @@ from dpvision.encoders.patch_constants import (
     scattering_channels,
 )
 from dpvision.encoders.scattering import make_scattering
-from dpvision.threads import map_pieces
+from dpvision.threads import is_traced, map_pieces
 
 SCATTERING_WEIGHT = 0.7
 _CHUNK = 16
 
 
-class PatchFeatures:
-    """A function from images x_BCHW in [0, 1] to rows of length 1, float32 (B, D)."""
+class PatchFeatures(nn.Module):
+    """A function from images x_BCHW in [0, 1] to rows of length 1, float32 (B, D).
 
-    def __init__(
-        self,
-        constants: dict[int, SizeConstants],
-        *,
-        scattering: bool,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        self.constants = {side: found.to(device) for side, found in constants.items()}
+    Args:
+        constants: by side of the images, px.
+        scattering: whether to add the scattering transform.
+    """
+
+    def __init__(self, constants: dict[int, SizeConstants], *, scattering: bool) -> None:
+        super().__init__()
+        self.constants = nn.ModuleDict({str(side): found for side, found in constants.items()})
         sides = {min(side, SCATTERING_CAP) for side in constants} if scattering else set()
-        self.transforms = {
-            side: make_scattering(side, device=device, centred=True) for side in sides
-        }
+        self.transforms = nn.ModuleDict(
+            {str(side): make_scattering(side, centred=True) for side in sorted(sides)}
+        )
 
-    def __call__(self, x_BCHW: Tensor) -> Tensor:
+    def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return features of images of one of the sizes, or of smaller ones in the top left corner
         of a NaN canvas (``data.transform``).
         """
-        side_B = x_BCHW.shape[-1] - blank_margin(x_BCHW)
+        full = int(x_BCHW.shape[-1])
+        side_B = full - blank_margin(x_BCHW)
+        if is_traced():
+            return self._at_every_size(x_BCHW, side_B)
         out: Tensor | None = None
         for side in sorted(set(side_B.tolist())):
             index_B = (side_B == side).nonzero()[:, 0]
-            row_BD = self._rows(x_BCHW[index_B, :, :side, :side], self.constants[side])
+            row_BD = self._rows(x_BCHW[index_B, :, :side, :side])
             if out is None:
                 out = row_BD.new_empty(len(x_BCHW), row_BD.shape[1])
             out[index_B] = row_BD
         assert out is not None
         return out
 
-    def _rows(self, x_BCHW: Tensor, constants: SizeConstants) -> Tensor:
+    def _at_every_size(self, x_BCHW: Tensor, side_B: Tensor) -> Tensor:
+        """Return the same features without a branch on the images: every image is computed at every
+        size, and each keeps the row of its own.
+        """
+        sides = [side for side in map(int, self.constants) if side <= int(x_BCHW.shape[-1])]
+        out = self._features(x_BCHW[..., : sides[0], : sides[0]])
+        for side in sides[1:]:
+            row_BD = self._features(x_BCHW[..., :side, :side])
+            out = torch.where(side_B[:, None] == side, row_BD, out)
+        return out
+
+    def _rows(self, x_BCHW: Tensor) -> Tensor:
         # One thread per chunk: twice as fast as two threads per product, and the bits do not depend
         # on the number of threads.
-        return torch.cat(
-            map_pieces(
-                partial(self._chunk, constants=constants), x_BCHW.split(_CHUNK), x_BCHW.device
-            )
-        )
+        return torch.cat(map_pieces(self._chunk, x_BCHW.split(_CHUNK), x_BCHW.device))
 
     @torch.inference_mode()
-    def _chunk(self, x_BCHW: Tensor, constants: SizeConstants) -> Tensor:
+    def _chunk(self, x_BCHW: Tensor) -> Tensor:
         # The rounding of a matrix product may depend on its number of rows, so every chunk is
         # padded to one size.
         padded = F.pad(x_BCHW, (0, 0, 0, 0, 0, 0, 0, _CHUNK - len(x_BCHW)))
-        row_BD = constants.patches(constants.bank(padded))
-        if self.transforms:
-            transform = self.transforms[min(x_BCHW.shape[-1], SCATTERING_CAP)]
-            other_BD = constants.scattering(scattering_channels(transform, padded))
-            row_BD = torch.cat([row_BD, SCATTERING_WEIGHT * other_BD], dim=1) / math.hypot(
-                1, SCATTERING_WEIGHT
-            )
-        return row_BD[: len(x_BCHW)]
+        return self._features(padded)[: len(x_BCHW)]
+
+    def _features(self, x_BCHW: Tensor) -> Tensor:
+        side = int(x_BCHW.shape[-1])
+        constants: Any = self.constants[str(side)]
+        row_BD = constants.patches(constants.bank(x_BCHW))
+        if not self.transforms:
+            return row_BD
+        transform: Any = self.transforms[str(min(side, SCATTERING_CAP))]
+        other_BD = constants.scattering(scattering_channels(transform, x_BCHW))
+        return torch.cat([row_BD, SCATTERING_WEIGHT * other_BD], dim=1) / math.hypot(
+            1, SCATTERING_WEIGHT
+        )
 
 
-def patch_features(
-    *, scattering: bool, most_px: int = 128, device: str | torch.device = "cpu"
-) -> PatchFeatures:
+def patch_features(*, scattering: bool, most_px: int = 128) -> PatchFeatures:
     """Return the features with the shipped constants, at resolutions up to ``most_px``, one of
     ``SIZES``.
     """
     return PatchFeatures(
-        {side: load_constants(side) for side in SIZES if side <= most_px},
-        scattering=scattering,
-        device=device,
+        {side: load_constants(side) for side in SIZES if side <= most_px}, scattering=scattering
     )

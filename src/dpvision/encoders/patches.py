@@ -17,12 +17,12 @@ Legend: N or B images, C channels, H height, W width, P pixels of a patch (H: ha
 atoms, L positions of a patch, G cells per side, Q cells, S signs, M mirrored or not.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from dpvision.threads import is_traced
 
 VARIANCE_FLOOR = 10 / 255**2
 THRESHOLD = 1.0
@@ -32,32 +32,28 @@ _PATCHES = 100_000
 _SEED = 0
 
 
-@dataclass(frozen=True)
-class PatchBank:
-    """Filters of one image size; tensors are float32."""
+class PatchBank(nn.Module):
+    """Filters of one image size.
+
+    Args:
+        weight_PK: float32, applied to contrast-normalised patches: W atom_k. P is 3 x ``patch_px``
+            x ``patch_px``, an even side.
+        bias_K: float32, - weight^T m.
+        cells: G, cells per side.
+    """
 
     weight_PK: Tensor
-    """Applied to contrast-normalised patches: W atom_k. P is 3 x ``patch_px`` x ``patch_px``, an
-    even side.
-    """
     bias_K: Tensor
-    """- weight^T m."""
-    patch_px: int
-    stride: int
-    cells: int
-    """G: cells per side."""
 
-    def to(self, device: str | torch.device) -> "PatchBank":
-        """Return the bank on another device."""
-        return PatchBank(
-            self.weight_PK.to(device),
-            self.bias_K.to(device),
-            self.patch_px,
-            self.stride,
-            self.cells,
-        )
+    def __init__(
+        self, weight_PK: Tensor, bias_K: Tensor, patch_px: int, stride: int, cells: int
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight_PK", weight_PK)
+        self.register_buffer("bias_K", bias_K)
+        self.patch_px, self.stride, self.cells = patch_px, stride, cells
 
-    def __call__(self, x_BCHW: Tensor) -> Tensor:
+    def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return features, float32 (B, 2 K, G^2), with cells row by row.
 
         On the CPU images are processed one by one, so that the bits of their features do not depend
@@ -68,22 +64,22 @@ class PatchBank:
         """
         step = 1 if x_BCHW.device.type == "cpu" else 16
         even_HK, odd_HK = _halves(self.weight_PK, self.patch_px, dim=0)
-        return torch.cat(
-            [self._features(part, even_HK / 2, odd_HK / 2) for part in x_BCHW.split(step)]
-        )
+        parts = (x_BCHW,) if is_traced() else x_BCHW.split(step)
+        return torch.cat([self._features(part, even_HK / 2, odd_HK / 2) for part in parts])
 
     def _features(self, x_BCHW: Tensor, even_HK: Tensor, odd_HK: Tensor) -> Tensor:
         patch, stride, grid, atoms = self.patch_px, self.stride, self.cells, len(self.bias_K)
         # The same number of pixels is left out on both sides, so that the mirror image has the same
         # patches.
-        spare = (x_BCHW.shape[-1] - patch) % stride
+        full = int(x_BCHW.shape[-1])
+        spare = (full - patch) % stride
         assert spare % 2 == 0, "this side and stride leave out an odd number of pixels"
         x_BCHW = x_BCHW[
             ...,
-            spare // 2 : x_BCHW.shape[-2] - spare // 2,
-            spare // 2 : x_BCHW.shape[-1] - spare // 2,
+            spare // 2 : full - spare // 2,
+            spare // 2 : full - spare // 2,
         ]
-        side = (x_BCHW.shape[-1] - patch) // stride + 1
+        side = (full - spare - patch) // stride + 1
         patch_BPL = F.unfold(x_BCHW, patch, stride=stride)
         patch_BPL = patch_BPL - patch_BPL.mean(dim=1, keepdim=True)
         patch_BPL = (
@@ -96,7 +92,7 @@ class PatchBank:
             for half in _halves(patch_BPL, patch, dim=1)
         ]
         edge = [round(i * side / grid) for i in range(grid + 1)]
-        out_BQSMK = x_BCHW.new_empty(len(x_BCHW), grid * grid, 2, 2, atoms)
+        out_BQSMK = x_BCHW.new_empty(x_BCHW.shape[0], grid * grid, 2, 2, atoms)
         for row in range(grid):
             for column in range(grid):
                 cell = (

@@ -111,6 +111,7 @@ def frozen(network: PooledNetwork, device: str | torch.device, **about: Any) -> 
     network = network.eval().requires_grad_(False).to(device)
     return Encoder(
         poolings=network.poolings,
+        network=network,
         backbone=lambda: _copy_on_cpu(network).train().requires_grad_(True),
         **about,
     )

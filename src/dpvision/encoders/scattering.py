@@ -16,11 +16,9 @@ R resolutions, S side of a padded image.
 """
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpvision.errors import ConfigError
@@ -29,57 +27,50 @@ _CENTRE = 0.75 * math.pi  # frequency of the finest wavelet, radians per pixel
 _WIDTH = 0.8  # of its Gaussian envelope, pixels
 
 
-@dataclass(frozen=True)
-class Scattering:
-    """Filters for one image size. Made by ``make_scattering``."""
+class Scattering(nn.Module):
+    """The transform for one image size. Made by ``make_scattering``.
 
-    side_px: int
-    num_scales: int
-    num_directions: int
-    low_RS: tuple[Tensor, ...]
-    """Fourier transform of phi along one axis (a Gaussian is the same along both) at each
-    resolution r: float32 (S / 2^r,).
-    """
-    centred: bool
-    """Whether averages are at the centre of each square of 2^J pixels, which mirroring preserves;
-    otherwise at its first pixel.
-    """
-    waves_LSS: dict[tuple[int, int], Tensor]
-    """Fourier transforms, which are real, of the wavelets of scale j used at resolution r, by (j,
-    r): float32 (L, S / 2^r, S / 2^r).
+    Args:
+        low_RS: Fourier transform of phi along one axis (a Gaussian is the same along both) at each
+            resolution r: float32 (S / 2^r,).
+        centred: whether averages are at the centre of each square of 2^J pixels, which mirroring
+            preserves; otherwise at its first pixel.
+        waves_LSS: Fourier transforms, which are real, of the wavelets of scale j used at resolution
+            r, by (j, r): float32 (L, S / 2^r, S / 2^r).
     """
 
-    @cached_property
-    def _pairs(self) -> dict[tuple[int, int], Tensor]:
-        """4^(r - j) psi_j with each value repeated for the real and imaginary part of a spectrum:
-        (L, S / 2^r, 2 S / 2^r).
-        """
-        return {
-            (j, r): (wave_LSS * 0.25 ** (j - r)).repeat_interleave(2, dim=-1)
-            for (j, r), wave_LSS in self.waves_LSS.items()
-        }
+    def __init__(
+        self,
+        side_px: int,
+        num_scales: int,
+        num_directions: int,
+        low_RS: tuple[Tensor, ...],
+        centred: bool,
+        waves_LSS: dict[tuple[int, int], Tensor],
+    ) -> None:
+        super().__init__()
+        self.side_px, self.num_scales, self.num_directions = side_px, num_scales, num_directions
+        self.low_RS, self.centred, self.waves_LSS = low_RS, centred, waves_LSS
+        # 4^(r - j) psi_j with each value repeated for the real and imaginary part of a spectrum:
+        # (L, S / 2^r, 2 S / 2^r).
+        for (j, r), wave_LSS in waves_LSS.items():
+            pairs_LST = (wave_LSS * 0.25 ** (j - r)).repeat_interleave(2, dim=-1)
+            self.register_buffer(f"wave_{j}_{r}", pairs_LST)
+        for resolution, low_S in enumerate(low_RS):
+            self.register_buffer(f"average_{resolution}", self._average_matrix(resolution, low_S))
 
-    @cached_property
-    def _averages(self) -> list[Tensor]:
-        """Matrices of the convolution with phi along one axis at every 2^J-th pixel, by resolution:
+    def _average_matrix(self, resolution: int, low_S: Tensor) -> Tensor:
+        """Return the matrix of the convolution with phi along one axis at every 2^J-th pixel:
         (H / 2^J, S / 2^r).
         """
-        step, found = 1 << self.num_scales, []
-        for resolution, low_S in enumerate(self.low_RS):
-            count, device = len(low_S), low_S.device
-            place_H = (
-                self.pad_px
-                + step * torch.arange(self.side_px // step, device=device)
-                + (step - 1) / 2 * self.centred
-            )
-            # phi between the pixels of a coarser grid, by its Fourier series, which is real and
-            # even.
-            freq_S = torch.fft.fftfreq(count, 1 / count, device=device)
-            offset_HS = place_H[:, None] / 2**resolution - torch.arange(count, device=device)
-            found.append(
-                (2 * math.pi / count * offset_HS[..., None] * freq_S).cos() @ low_S / count
-            )
-        return found
+        step, count = 1 << self.num_scales, len(low_S)
+        place_H = (
+            self.pad_px + step * torch.arange(self.side_px // step) + (step - 1) / 2 * self.centred
+        )
+        # phi between the pixels of a coarser grid, by its Fourier series, which is real and even.
+        freq_S = torch.fft.fftfreq(count, 1 / count)
+        offset_HS = place_H[:, None] / 2**resolution - torch.arange(count)
+        return (2 * math.pi / count * offset_HS[..., None] * freq_S).cos() @ low_S / count
 
     @property
     def num_paths(self) -> int:
@@ -87,7 +78,7 @@ class Scattering:
         scales, directions = self.num_scales, self.num_directions
         return 1 + scales * directions + directions**2 * scales * (scales - 1) // 2
 
-    def __call__(self, x_BCHW: Tensor, *, log: bool = False) -> Tensor:
+    def forward(self, x_BCHW: Tensor, *, log: bool = False) -> Tensor:
         """Return coefficients, float32 (B, C, P, H / 2^J, W / 2^J): order 0, order 1 by (j, l),
         order 2 by (j1, l1, j2, l2) with j2 > j1.
 
@@ -102,13 +93,13 @@ class Scattering:
         for j1 in range(self.num_scales):
             # |x * psi| is band-limited to every 2^j-th pixel, so the path continues on the
             # coarser grid.
-            u_NLSS = _modulus(_fold_product(freq_NSS[:, None], self._pairs[j1, 0], 1 << j1))
+            u_NLSS = _modulus(_fold_product(freq_NSS[:, None], self._wave(j1, 0), 1 << j1))
             first.append(self._average(u_NLSS, j1))
             if j1 + 1 < self.num_scales:
                 freq_NLSS = torch.fft.fft2(u_NLSS)[:, :, None]
                 deeper = [
                     self._average(
-                        _modulus(_fold_product(freq_NLSS, self._pairs[j2, j1], 1 << (j2 - j1))), j2
+                        _modulus(_fold_product(freq_NLSS, self._wave(j2, j1), 1 << (j2 - j1))), j2
                     )
                     for j2 in range(j1 + 1, self.num_scales)
                 ]
@@ -127,15 +118,17 @@ class Scattering:
         """Return the convolution with phi at every 2^J-th pixel of the image: (..., H / 2^J, W /
         2^J).
         """
-        matrix_HS = self._averages[resolution]
+        matrix_HS = self.get_buffer(f"average_{resolution}")
         return matrix_HS @ u @ matrix_HS.T
+
+    def _wave(self, scale: int, resolution: int) -> Tensor:
+        return self.get_buffer(f"wave_{scale}_{resolution}")
 
 
 def make_scattering(
     side_px: int,
     num_scales: int = 2,
     num_directions: int = 8,
-    device: str | torch.device = "cpu",
     *,
     centred: bool = False,
 ) -> Scattering:
@@ -175,12 +168,9 @@ def make_scattering(
         side_px,
         num_scales,
         num_directions,
-        tuple(low_S.float().to(device) for low_S in low),
+        tuple(low_S.float() for low_S in low),
         centred,
-        {
-            key: (math.sqrt(room) * wave_LSS).to(device, torch.float32)
-            for key, wave_LSS in waves.items()
-        },
+        {key: (math.sqrt(room) * wave_LSS).float() for key, wave_LSS in waves.items()},
     )
 
 
@@ -258,7 +248,7 @@ def _fold_product(freq: Tensor, pairs_LST: Tensor, factor: int) -> Tensor:
     products, a third of the time of a complex one.
     """
     real = torch.view_as_real(freq).flatten(-2)
-    side = freq.shape[-1] // factor
+    side = int(freq.shape[-1]) // factor
     total: Tensor | None = None
     for top in range(0, factor * side, side):
         for left in range(0, 2 * factor * side, 2 * side):

@@ -1,5 +1,5 @@
-"""Initial weights of a run as a checkpoint: from another run, or from a timm model in a file or in
-timm's caches.
+"""Initial weights of a run as a checkpoint: from another run, from a timm model in a file or in
+timm's caches, or from a paper's file.
 """
 
 from dataclasses import replace
@@ -18,6 +18,7 @@ from dpvision.config import (
     from_dict,
     to_dict,
 )
+from dpvision.encoders.papers import PUBLISHED, paper_checkpoint
 from dpvision.encoders.third_party import check_fit, without_wrapper
 from dpvision.encoders.timm_file import TimmFile, timm_file
 from dpvision.encoders.weights_file import open_weights
@@ -35,15 +36,17 @@ def open_parent(init_from: str) -> Checkpoint:
     """Open the checkpoint that ``RunConfig.init_from`` names, for ``train.start``.
 
     Args:
-        init_from: a run or checkpoint folder; ``timm:NAME``, with weights from timm's caches; or
-            ``timm:NAME@FILE``. The normalisation of images is the one stated beside the file
-            (``timm_file``), else that of the tag in NAME, else timm's default for the name.
+        init_from: a run or checkpoint folder; ``timm:NAME``, with weights from timm's caches;
+            ``timm:NAME@FILE``; or ``vip:FILE``, ``mae:FILE``, ``dpcap:FILE``. For timm the
+            normalisation of images is the one stated beside the file (``timm_file``), else that of
+            the tag in NAME, else timm's default for the name.
 
     Returns:
-        A run's checkpoint unchanged. For timm's weights a checkpoint in memory: the encoder under a
-        classifier's names, without its classifier, and a manifest with the encoder's config, the
-        normalisation, and the lineage. The lineage is the file's own, or one entry: declared by
-        name for weights from timm's caches, undeclared for weights from a file.
+        A run's checkpoint unchanged; a paper's file as ``paper_checkpoint`` gives it. For timm's
+        weights a checkpoint in memory: the encoder under a classifier's names, without its
+        classifier, and a manifest with the encoder's config, the normalisation, and the lineage.
+        The lineage is the file's own, or one entry: declared by name for weights from timm's
+        caches, undeclared for weights from a file.
 
     Raises:
         ConfigError: timm has no model of that name, or the encoder stays frozen.
@@ -55,6 +58,9 @@ def open_parent(init_from: str) -> Checkpoint:
             f"{' and '.join(_FROZEN)} stay frozen. Train a head on it: dpvision adapt "
             "--encoder."
         )
+    kind, colon, rest = init_from.partition(":")
+    if colon and kind in PUBLISHED:
+        return paper_checkpoint(kind, rest)
     if not init_from.startswith(_TIMM):
         return load_checkpoint(init_from)
     name, _, given = init_from.removeprefix(_TIMM).partition("@")

@@ -12,31 +12,34 @@ Legend: N textures, B images, C channels, Q cells.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _BANDS = 4
 
 
-@dataclass(frozen=True)
-class Whitening:
-    """Public constants; float32."""
+class Whitening(nn.Module):
+    """The linear map of public constants, float32.
+
+    Args:
+        mean_CQ: mean of each dimension.
+        matrix_CC: R / std, lower triangular.
+        cells_QQ: G, or None for the identity.
+    """
 
     mean_CQ: Tensor
     matrix_CC: Tensor
-    """R / std, lower triangular."""
-    cells_QQ: Tensor | None = None
-    """G, or None for the identity."""
+    cells_QQ: Tensor | None
 
-    def to(self, device: str | torch.device) -> "Whitening":
-        """Return the constants on another device."""
-        cells_QQ = None if self.cells_QQ is None else self.cells_QQ.to(device)
-        return Whitening(self.mean_CQ.to(device), self.matrix_CC.to(device), cells_QQ)
+    def __init__(self, mean_CQ: Tensor, matrix_CC: Tensor, cells_QQ: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("mean_CQ", mean_CQ)
+        self.register_buffer("matrix_CC", matrix_CC)
+        self.register_buffer("cells_QQ", cells_QQ)
 
-    def __call__(self, f_BCQ: Tensor) -> Tensor:
+    def forward(self, f_BCQ: Tensor) -> Tensor:
         """Return rows of length 1, float32 (B, C x Q), cell by cell; a row of zeros is
         unchanged.
         """
@@ -58,7 +61,12 @@ class Whitening:
         return torch.cat(bands, dim=1).unflatten(0, x_BQC.shape[:2])
 
 
-def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -> Whitening:
+def fit_whitening(
+    f_NCQ: Tensor,
+    floor: float,
+    mirror_C: Tensor | None = None,
+    cells_QQ: Tensor | None = None,
+) -> Whitening:
     """Fit a whitening to public features.
 
     Args:
@@ -68,6 +76,7 @@ def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -
         mirror_C: the channel that each one becomes in the mirror image, int64. If given, the
             constants are for the textures and their mirror images, whose remaining cells are not in
             f_NCQ.
+        cells_QQ: G, as in ``Whitening``; it is not fitted.
     """
     mean_CQ = f_NCQ.double().mean(dim=0)
     total_CC = f_NCQ.new_zeros(f_NCQ.shape[1], f_NCQ.shape[1], dtype=torch.float64)
@@ -84,7 +93,7 @@ def fit_whitening(f_NCQ: Tensor, floor: float, mirror_C: Tensor | None = None) -
     matrix_CC = torch.linalg.solve_triangular(
         root_CC, torch.eye(len(root_CC), dtype=torch.float64), upper=False
     )
-    return Whitening(mean_CQ.float(), (matrix_CC / std_C).float().contiguous())
+    return Whitening(mean_CQ.float(), (matrix_CC / std_C).float().contiguous(), cells_QQ)
 
 
 def cell_frequencies(rows: int, columns: int, energy: Sequence[float]) -> Tensor:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from dpvision.errors import CheckpointError, ConfigError, remedy_for
+from dpvision import files
+from dpvision.errors import CheckpointError, remedy_for
 from dpvision.eval.score import Score
-from dpvision.files import write_json
 from dpvision.runs.folder import require_confidential, run_base
 from dpvision.strict_json import parse_json
 
@@ -52,14 +52,7 @@ def check_out(out: Path, private: bool) -> None:
     """Refuse an unusable output path before any work is done."""
     if private:
         require_confidential(out, "evaluate", "scores of private images")
-    if out.suffix != ".json" or out.is_dir():
-        raise ConfigError(
-            f"evaluate: out={str(out)!r}; expected a file that ends in .json. Rename it."
-        )
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"evaluate: out={str(out)!r}; expected an existing folder. Run mkdir -p {out.parent}."
-        )
+    files.check_out(out, "evaluate", ".json")
     read_scores(out)
 
 
@@ -71,7 +64,7 @@ def merge_entries(path: Path, entries: list[dict[str, Any]]) -> Path:
         CheckpointError: the file cannot be read or written.
     """
     merged = {_key(entry): entry for entry in [*read_scores(path), *entries]}
-    write_json(path, list(merged.values()))
+    files.write_json(path, list(merged.values()))
     return path
 
 

@@ -59,8 +59,9 @@ def make_model(cfg: ModelConfig, seed: int) -> Model:
 
 
 def make_model_on_meta(cfg: ModelConfig) -> Model:
-    """Make the network on the meta device, without memory for its weights, for counting and
-    planning.
+    """Make the network on the meta device, for counting and planning.
+
+    Its weights take no memory.
     """
     with torch.device("meta"):
         model = _build(cfg)
@@ -70,8 +71,9 @@ def make_model_on_meta(cfg: ModelConfig) -> Model:
 
 
 def count_parameters(cfg: ModelConfig) -> int:
-    """Return the number of trainable parameters of a config's network; for a head, 0 while its
-    encoder is unknown.
+    """Return the number of trainable parameters of a config's network.
+
+    For a head, 0 while its encoder is unknown.
     """
     if isinstance(cfg, HeadConfig):
         return cfg.num_parameters

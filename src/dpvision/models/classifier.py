@@ -32,19 +32,24 @@ class Classifier(nn.Module):
         self.head = nn.Linear(width, cfg.num_classes)
 
     def features(self, x_BCHW: Tensor) -> Tensor:
-        """Return the head's input, (B, D): the mean of patch tokens or of the last map, the class
-        token, or timm's own pooling.
-        """
-        if isinstance(self.encoder, TimmEncoder):
-            return self.encoder.pooled(x_BCHW, self.cfg.pooling)
-        if isinstance(self.encoder, ResNet):
-            return self.encoder(x_BCHW).mean((2, 3))
-        token_BLD = self.encoder(x_BCHW)
-        return token_BLD[:, 0] if self.cfg.pooling == "cls" else token_BLD[:, 1:].mean(1)
+        """Return the head's input, (B, D), as ``head_input``."""
+        return head_input(self.encoder, self.cfg.pooling, x_BCHW)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the logits, (B, K)."""
         return self.head(self.features(x_BCHW))
+
+
+def head_input(encoder: Encoder, pooling: str, x_BCHW: Tensor) -> Tensor:
+    """Return the input of a classifier's head, (B, D): the mean of patch tokens or of the last map,
+    the class token, or timm's own pooling.
+    """
+    if isinstance(encoder, TimmEncoder):
+        return encoder.pooled(x_BCHW, pooling)
+    if isinstance(encoder, ResNet):
+        return encoder(x_BCHW).mean((2, 3))
+    token_BLD = encoder(x_BCHW)
+    return token_BLD[:, 0] if pooling == "cls" else token_BLD[:, 1:].mean(1)
 
 
 def init_classifier(model: Classifier, generator: torch.Generator) -> None:

@@ -30,8 +30,9 @@ class KeysValues(NamedTuple):
 
 
 def attend(q_BHLK: Tensor, memory: KeysValues, seen: Tensor | None = None) -> Tensor:
-    """Return softmax(q k^T / sqrt(K)) v with heads joined, (B, L, D). Not fused, because fused
-    kernels have no ``vmap`` batching rule.
+    """Return softmax(q k^T / sqrt(K)) v with heads joined, (B, L, D).
+
+    Not fused, because fused kernels have no ``vmap`` batching rule.
 
     Args:
         seen: bool, broadcast to (B, H, L, S): the attention mask, True for visible tokens of the
@@ -85,8 +86,9 @@ class CrossAttention(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """Post-LayerNorm block: x = norm(x + part(x)) for self-attention, cross-attention and MLP in
-    turn.
+    """Post-LayerNorm block: x = norm(x + part(x)) for each part.
+
+    The parts are self-attention, cross-attention and MLP, in turn.
     """
 
     def __init__(self, cfg: CrossDecoderConfig) -> None:
@@ -104,8 +106,9 @@ class CrossBlock(nn.Module):
         self.norm3 = nn.LayerNorm(cfg.width, eps=POST_NORM_EPS)
 
     def forward(self, x_BLD: Tensor, memory_BSD: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return the tokens after the block, (B, L, D); ``seen`` masks the self-attention as in
-        ``attend``.
+        """Return the tokens after the block, (B, L, D).
+
+        ``seen`` masks the self-attention as in ``attend``.
         """
         q_BHLK, own = self.self_attention.project(x_BLD)
         x_BLD = self.norm1(x_BLD + self.self_attention.out(attend(q_BHLK, own, seen)))
@@ -121,8 +124,9 @@ class CrossBlock(nn.Module):
     def extend(
         self, x_B1D: Tensor, memory: KeysValues, past: KeysValues | None
     ) -> tuple[Tensor, KeysValues]:
-        """Apply the block to one new token, (B, 1, D), which attends to itself and ``past``; return
-        it and the extended past.
+        """Apply the block to one new token, (B, 1, D); return it and the extended past.
+
+        The token attends to itself and ``past``.
         """
         q_BH1K, own = self.self_attention.project(x_B1D)
         if past is not None:
@@ -144,8 +148,9 @@ class CrossDecoder(nn.Module):
         self.register_buffer("position_LD", sincos_positions(grid, cfg.width), persistent=False)
 
     def remember(self, token_BSE: Tensor, position: Tensor | None = None) -> Tensor:
-        """Return the encoder's tokens as input for the blocks, (B, S, D): bridged, with positions
-        added to the patches only.
+        """Return the encoder's tokens as input for the blocks, (B, S, D).
+
+        Bridged, with positions added to the patches only.
 
         Args:
             token_BSE: encoder output, class token first.
@@ -157,8 +162,9 @@ class CrossDecoder(nn.Module):
         return torch.cat([bridged_BSD[:, :1], bridged_BSD[:, 1:] + position], dim=1)
 
     def forward(self, x_BLD: Tensor, memory_BSD: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return the tokens after all blocks, (B, L, D); ``seen`` is a bool mask broadcast to (B,
-        H, L, L), or None for full attention.
+        """Return the tokens after all blocks, (B, L, D).
+
+        ``seen`` is a bool mask broadcast to (B, H, L, L), or None for full attention.
         """
         for block in self.blocks:
             x_BLD = block(x_BLD, memory_BSD, seen)

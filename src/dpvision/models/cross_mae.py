@@ -22,8 +22,9 @@ from dpvision.models.vit import CHANNELS, ViT
 
 
 class CrossMAE(nn.Module):
-    """Encoder of the visible patches, DP-Cap's decoder, and a head that predicts the targets of the
-    hidden ones.
+    """Encoder of the visible patches, DP-Cap's decoder, and a head.
+
+    The head predicts the targets of the hidden patches.
 
     The mask token is not trained (DP-Cap). ``encoder`` and ``decoder`` have the same names as in
     ``captioner.Captioner``, which starts from them unchanged (appendix A.1).
@@ -57,8 +58,9 @@ class CrossMAE(nn.Module):
 
 
 class PatchHead(nn.Module):
-    """Mask token and linear map with which a decoder predicts hidden patches. Also used by a
-    captioner with a second loss (Cap + MAE).
+    """Mask token and linear map with which a decoder predicts hidden patches.
+
+    Also used by a captioner with a second loss (Cap + MAE).
     """
 
     def __init__(self, encoder: ViTConfig, width: int, mask_ratio: float, target: str) -> None:
@@ -77,8 +79,9 @@ class PatchHead(nn.Module):
     def forward(
         self, encoder: ViT, decoder: CrossDecoder, patch_BLE: Tensor, order_BL: Tensor
     ) -> Tensor:
-        """Return the predictions as ``CrossMAE.forward`` does, with the given encoder and
-        decoder.
+        """Return the predictions with the given encoder and decoder.
+
+        As ``CrossMAE.forward`` does.
         """
         S = self.num_visible
         seen_BS, masked_BM = order_BL[:, :S], order_BL[:, S:]
@@ -90,8 +93,9 @@ class PatchHead(nn.Module):
     def losses(
         self, encoder: ViT, decoder: CrossDecoder, x_BCHW: Tensor, order_BL: Tensor
     ) -> Tensor:
-        """Return the mean squared error of each image over the targets of its masked patches, as
-        ``losses`` below.
+        """Return the mean squared error of each image over the targets of its masked patches.
+
+        As ``losses`` below.
         """
         patch_BLE = patchify(x_BCHW, self.patch_size)
         order_BL = order_BL.argsort(dim=1)
@@ -105,8 +109,9 @@ class PatchHead(nn.Module):
 
 
 def losses(model: CrossMAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-    """Return the reconstruction loss of each image: mean squared error over the targets of its
-    masked patches.
+    """Return the reconstruction loss of each image.
+
+    Mean squared error over the targets of its masked patches.
 
     Args:
         x_BCHW: normalised images.

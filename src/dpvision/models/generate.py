@@ -13,127 +13,20 @@ of a beam search, A unfinished captions, L tokens, V vocabulary, S encoder token
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpvision.config import BOS_ID, EOS_ID, PAD_ID
-from dpvision.errors import CheckpointError, ConfigError
+from dpvision.config.generation import GenerateSettings
+from dpvision.errors import CheckpointError
 from dpvision.models.captioner import Cache, Captioner
 
 NEVER_SAID = (PAD_ID, BOS_ID)
 """Tokens that never occur in a caption."""
 _Pick = Callable[[Tensor, Tensor, int], Tensor]
 """From log_probability_AV (-inf for forbidden tokens), rows (A,) and position to token_A."""
-
-
-@dataclass(frozen=True)
-class GenerateSettings:
-    """Settings of caption generation. "Words" are tokens."""
-
-    method: Literal["greedy", "beam", "sample"] = "greedy"
-    """Greedy: the most likely token at each step. Beam: beam search. Sample: random tokens."""
-    num: int = 1
-    """Captions per image: the best of a beam search, best first, or independent samples."""
-    beams: int = 4
-    """Width of the beam search."""
-    length_penalty: float = 1.0
-    """Beam search ranks by log probability / length^length_penalty, EOS included: 1 gives minus the
-    training loss, 0 the probability, which prefers short captions.
-    """
-    temperature: float = 1.0
-    """Divides the logits for sampling."""
-    top_k: int | None = None
-    """Sample among this many most likely tokens; if None, all."""
-    top_p: float = 1.0
-    """Then sample from the smallest set of most likely tokens with this total probability (Holtzman
-    et al. 2020).
-    """
-    min_words: int = 1
-    """Minimum number of tokens, without the prompt."""
-    max_words: int | None = None
-    """Maximum number of tokens, without the prompt; if None, the model's maximum."""
-    prompt: tuple[int, ...] = ()
-    """Tokens that every caption starts with, without BOS."""
-
-    def __post_init__(self) -> None:
-        for name, fits, rule, remedy in (
-            (
-                "method",
-                self.method in ("greedy", "beam", "sample"),
-                "'greedy', 'beam' or 'sample'",
-                "Use greedy for speed.",
-            ),
-            ("beams", self.beams >= 1, "at least 1", "Use 4."),
-            ("num", self.num >= 1, "at least 1", "Use 1."),
-            (
-                "num",
-                self.method != "greedy" or self.num == 1,
-                "1 with the greedy method",
-                "Use --method beam or --method sample.",
-            ),
-            (
-                "num",
-                self.method != "beam" or self.num <= self.beams,
-                f"at most beams={self.beams}",
-                "Use more beams.",
-            ),
-            ("length_penalty", 0 <= self.length_penalty < math.inf, "0 or more", "Use 1."),
-            (
-                "temperature",
-                0 < self.temperature < math.inf,
-                "a positive number",
-                "Use 1, or the greedy method for the limit of 0.",
-            ),
-            (
-                "top_k",
-                self.top_k is None or self.top_k >= 1,
-                "at least 1",
-                "Omit it for all words.",
-            ),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1", "Use 1 for all words."),
-            ("min_words", self.min_words >= 0, "0 or more", "Use 1."),
-            (
-                "max_words",
-                self.max_words is None or self.max_words >= max(1, self.min_words),
-                "at least 1 and min_words",
-                "Omit it.",
-            ),
-        ):
-            if not fits:
-                raise ConfigError(
-                    f"caption: {name}={getattr(self, name)!r}; expected {rule}. {remedy}"
-                )
-
-    def longest(self, num_tokens: int, vocab_size: int) -> int:
-        """Return the maximum number of tokens that a model of length ``num_tokens`` can add to the
-        prompt, without EOS.
-
-        Raises:
-            ConfigError: the prompt is too long or has unknown tokens; ``min_words`` or
-                ``max_words`` exceeds the model's length.
-        """
-        room = num_tokens - 2 - len(self.prompt)
-        if room < 1:
-            raise ConfigError(
-                f"caption: prompt of {len(self.prompt)} tokens; expected at most "
-                f"{num_tokens - 3}. Shorten it."
-            )
-        strange = [token for token in self.prompt if not EOS_ID < token < vocab_size]
-        if strange:
-            raise ConfigError(
-                f"caption: prompt has tokens {strange[:5]}; expected {EOS_ID + 1} to "
-                f"{vocab_size - 1}. Encode it with the run's tokenizer."
-            )
-        for name in ("min_words", "max_words"):
-            if (getattr(self, name) or 0) > room:
-                raise ConfigError(
-                    f"caption: {name}={getattr(self, name)}; expected at most {room}, the "
-                    "model's maximum. Lower it."
-                )
-        return room if self.max_words is None else self.max_words
 
 
 class Said(NamedTuple):
@@ -228,6 +121,7 @@ def _word_by_word(
     model: Captioner, logit_AV: Tensor, cache: Cache, pick: _Pick, min_words: int, max_words: int
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens of all captions, padded after EOS, and their total log probabilities.
+
     Finished captions leave the batch.
     """
     said_BL = torch.full((len(logit_AV), max_words + 1), PAD_ID, device=logit_AV.device)
@@ -250,8 +144,9 @@ def _word_by_word(
 
 
 def _allowed(log_probability_AV: Tensor, place: int, min_words: int, max_words: int) -> Tensor:
-    """Return the log probabilities with -inf for tokens not allowed at position ``place``: at the
-    last one only EOS is allowed.
+    """Return the log probabilities with -inf for tokens not allowed at position ``place``.
+
+    At the last one only EOS is allowed.
     """
     if place == max_words:
         allowed_AV = torch.full_like(log_probability_AV, -torch.inf)
@@ -282,8 +177,9 @@ def draw_words(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> Tensor:
-    """Draw one token per row from softmax(log_probability / temperature), truncated to its
-    ``top_k`` and then ``top_p`` most likely tokens.
+    """Draw one token per row from softmax(log_probability / temperature).
+
+    Truncated to its ``top_k`` and then ``top_p`` most likely tokens.
 
     Inverts the distribution function over tokens in the order of their ids: in an order by
     probability, rounding could swap nearly equal ones and change the token.
@@ -337,8 +233,9 @@ def beam_search(
     max_words: int,
     never: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Return the best finished captions by log probability / length^length_penalty (EOS included)
-    that the search finds.
+    """Return the best finished captions that the search finds.
+
+    Best by log probability / length^length_penalty (EOS included).
 
     At each position every beam may end, which makes it a candidate, and the ``beams`` most likely
     continuations are kept. An image is finished when no continuation can bring one of its beams

@@ -30,7 +30,8 @@ _CHUNK_NUMBERS = {"cpu": 2**22, "cuda": 2**28}
 def linear_cross_entropy(
     hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor
 ) -> Tensor:
-    """Return the cross-entropy of every token's next-token distribution:
+    """Return the cross-entropy of every token's next-token distribution.
+
     ``F.cross_entropy(F.linear(h, W, b))`` without storing logits.
 
     Args:
@@ -92,8 +93,9 @@ def head_forward(
 def logit_gradients(
     hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_NL: Tensor
 ) -> Tensor:
-    """Recompute d loss / d logits of some records: softmax - one-hot, (N, L, V) in the states'
-    precision.
+    """Recompute d loss / d logits of some records: softmax - one-hot, (N, L, V).
+
+    In the states' precision.
     """
     return _minus_target(_logits(hidden_NLD, weight_VD, bias_V).softmax(2), target_NL).to(
         hidden_NLD.dtype

@@ -39,8 +39,9 @@ def sincos_positions(grid: int, width: int) -> Tensor:
 
 
 def sincos_sequence(length: int, width: int) -> Tensor:
-    """Return the fixed sin-cos position table of a sequence (Vaswani et al. 2017), at frequencies
-    10000^(-2 i / width), sines first.
+    """Return the fixed sin-cos position table of a sequence (Vaswani et al. 2017).
+
+    At frequencies 10000^(-2 i / width), sines first.
 
     Args:
         length: tokens.
@@ -55,8 +56,9 @@ def sincos_sequence(length: int, width: int) -> Tensor:
 
 
 def patchify(x_BCHW: Tensor, patch_size: int) -> Tensor:
-    """Split images into patches in raster order, each flattened as (C, row, column): the layout of
-    a convolution's weight.
+    """Split images into patches in raster order, each flattened as (C, row, column).
+
+    That is the layout of a convolution's weight.
 
     Returns:
         (B, L, C * patch_size^2).
@@ -162,8 +164,9 @@ class LinearHead(nn.Module):
         self.centre: Tensor
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """Return scores, float32 (B, K). The largest is the prediction; for multi-label records,
-        every score above zero is one.
+        """Return scores, float32 (B, K).
+
+        The largest is the prediction; for multi-label records, every score above zero is one.
         """
         x_BD = x_BD - self.centre
         if self.unit:

@@ -48,7 +48,11 @@ class MAE(nn.Module):
         self.decoder_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.head = nn.Linear(width, target_size(cfg.target, cfg.encoder.patch_size, CHANNELS))
         grid = cfg.encoder.image_size // cfg.encoder.patch_size
-        self.register_buffer("decoder_position_LD", sincos_positions(grid, width), persistent=False)
+        self.register_buffer(
+            "decoder_position_LD",
+            sincos_positions(grid, width),
+            persistent=cfg.encoder.positions == "loaded",
+        )
 
     @property
     def num_patches(self) -> int:
@@ -57,8 +61,9 @@ class MAE(nn.Module):
 
     @property
     def num_visible(self) -> int:
-        """Number of patches that the encoder sees: num_patches x (1 - mask_ratio), rounded down as
-        in MAE's code.
+        """Number of patches that the encoder sees.
+
+        num_patches x (1 - mask_ratio), rounded down as in MAE's code.
         """
         return int(self.num_patches * (1 - self.cfg.mask_ratio))
 
@@ -94,8 +99,9 @@ class MAE(nn.Module):
 
 
 def losses(model: MAE, x_BCHW: Tensor, order_BL: Tensor) -> Tensor:
-    """Return the reconstruction loss of each image: mean squared error over the targets of its
-    masked patches.
+    """Return the reconstruction loss of each image.
+
+    Mean squared error over the targets of its masked patches.
 
     Args:
         x_BCHW: normalised images.
@@ -177,8 +183,9 @@ def make_targets(x_BCHW: Tensor, patch_size: int, kind: str) -> Tensor:
 
 
 def to_pixels(prediction_BLT: Tensor, patch_BLE: Tensor, kind: str) -> Tensor:
-    """Return pixels (B, L, E) of predicted targets, for display only. Normalised ones use the true
-    patch's mean and variance.
+    """Return pixels (B, L, E) of predicted targets, for display only.
+
+    Normalised ones use the true patch's mean and variance.
     """
     if kind == "pixels":
         return prediction_BLT
@@ -188,8 +195,9 @@ def to_pixels(prediction_BLT: Tensor, patch_BLE: Tensor, kind: str) -> Tensor:
 
 
 def _gradient_histograms(x_BCHW: Tensor, patch_size: int) -> Tensor:
-    """Return gradient magnitudes by unsigned orientation in nine bins, of Euclidean norm 1, for
-    each channel and each of 2 x 2 cells.
+    """Return gradient magnitudes by unsigned orientation in nine bins, of Euclidean norm 1.
+
+    For each channel and each of 2 x 2 cells.
 
     Returns:
         (B, L, C x 4 x 9).

@@ -20,7 +20,6 @@ map.
 import math
 
 import torch
-from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import Tensor, nn
 
 from dpvision.config import ResNetConfig
@@ -117,8 +116,9 @@ class ResidualBlock(nn.Module):
 
 
 class FixedScale(nn.Module):
-    """Multiplication by 1 / sqrt(expected variance), which replaces a norm in a norm-free
-    network.
+    """Multiplication by 1 / sqrt(expected variance).
+
+    It replaces a norm in a norm-free network.
     """
 
     def __init__(self, scale: float) -> None:
@@ -144,8 +144,8 @@ def init_resnet(network: ResNet, generator: torch.Generator) -> None:
             )
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
-            if isinstance(part, ScaledStdConv2d):
-                nn.init.ones_(part.gain)
+            if isinstance(gain := getattr(part, "gain", None), nn.Parameter):
+                nn.init.ones_(gain)
         elif isinstance(part, nn.GroupNorm):
             nn.init.ones_(part.weight)
             nn.init.zeros_(part.bias)
@@ -160,13 +160,16 @@ def _conv(
     stride: int,
     after_relu: bool = True,
 ) -> nn.Conv2d:
-    """Make a convolution padded to keep the side (divided by the stride), with a bias only if no
-    norm follows.
+    """Make a convolution padded to keep the side (divided by the stride).
+
+    It has a bias only if no norm follows.
 
     Args:
         after_relu: False for the stem, whose input is the image; timm uses the gain of a ReLU there
             too.
     """
+    from timm.layers import ScaledStdConv2d, StdConv2d  # takes seconds, so only for such networks
+
     padding = kernel // 2
     if cfg.norm == "none":
         gamma = _RELU_GAIN if after_relu else 1.0

@@ -5,17 +5,16 @@ Legend: B records, L positions, D width, C channels, H height, W width.
 
 import re
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import timm
-from timm.layers import StdConv2d, resample_abs_pos_embed
-from timm.models import VisionTransformer
-from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpvision.config import TimmConfig
 from dpvision.errors import ConfigError
+
+if TYPE_CHECKING:
+    from timm.models.resnetv2 import ResNetV2
 
 _BIT = re.compile(r"resnetv2_(50|101|152)x(\d+)_bit")
 _BIT_DEPTHS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
@@ -24,8 +23,9 @@ _POSITIONS = "model.pos_embed"
 
 
 class TimmEncoder(nn.Module):
-    """A timm model without its classifier, with timm's initialisation, drawn from torch's global
-    generator.
+    """A timm model without its classifier.
+
+    With timm's initialisation, drawn from torch's global generator.
     """
 
     def __init__(self, cfg: TimmConfig) -> None:
@@ -53,8 +53,10 @@ class TimmEncoder(nn.Module):
         return found.flatten(1, 2) if self._channels_last else found.flatten(2).transpose(1, 2)
 
     def pooled(self, x_BCHW: Tensor, pooling: str) -> Tensor:
-        """Return a head's input, (B, D): the "mean" over positions, the class token ("cls"), or the
-        input of timm's classifier ("own").
+        """Return a head's input, (B, D).
+
+        The "mean" over positions, the class token ("cls"), or the input of timm's classifier
+        ("own").
         """
         if pooling == "own":
             return self.model(x_BCHW)
@@ -76,11 +78,15 @@ class TimmEncoder(nn.Module):
         return self.model.head_hidden_size if pooling == "own" else self.model.num_features
 
     def fitted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``weights`` (named as in ``state_dict``) with trained positions interpolated by
-        timm to this encoder's image size.
+        """Return ``weights`` with trained positions interpolated by timm to this image size.
+
+        They are named as in ``state_dict``; the size is this encoder's.
 
         Only a vision transformer's position table is interpolated.
         """
+        from timm.layers import resample_abs_pos_embed
+        from timm.models import VisionTransformer
+
         model: Any = self.model
         given = weights.get(_POSITIONS)
         if (
@@ -100,6 +106,8 @@ class TimmEncoder(nn.Module):
 
 def is_timm_name(name: str) -> bool:
     """Return whether ``TimmConfig`` accepts a name."""
+    import timm
+
     return timm.is_model(name) or _BIT.fullmatch(name) is not None
 
 
@@ -109,6 +117,8 @@ def make_timm(cfg: TimmConfig) -> Any:
     Raises:
         ConfigError: timm does not accept the name, the options or the image size.
     """
+    import timm  # takes seconds, so only for such networks
+
     try:
         known = timm.get_pretrained_cfg(cfg.name) if timm.is_model(cfg.name) else None
         if known is None:
@@ -127,10 +137,13 @@ def make_timm(cfg: TimmConfig) -> Any:
     return model
 
 
-def _bit(cfg: TimmConfig) -> ResNetV2:
+def _bit(cfg: TimmConfig) -> "ResNetV2":
     """Make a Big Transfer ResNet of any width (Kolesnikov et al. 2020); timm registers only
     some.
     """
+    from timm.layers import StdConv2d
+    from timm.models.resnetv2 import ResNetV2
+
     match = _BIT.fullmatch(cfg.name)
     if match is None:
         raise ConfigError(

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import RmsNorm, RmsNorm2d
 from torch import Tensor, nn
 
 from dpvision.config import ClassifierConfig
@@ -30,7 +29,6 @@ from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.vit import ViT
 
 Encoder = ViT | ResNet | TimmEncoder
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, RmsNorm, RmsNorm2d)
 _FROZEN = ".frozen."
 
 
@@ -123,10 +121,13 @@ def tune(
                     )
                 setattr(owner, name, LoRA(linear, cfg.lora_rank, cfg.lora_scale, generator))
         case "film":
+            from timm.layers import RmsNorm, RmsNorm2d  # takes seconds, so only now
+
+            kinds = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, RmsNorm, RmsNorm2d)
             norms = [
                 (owner, name, part)
                 for owner, name, part in _children(encoder)
-                if isinstance(part, _NORMS)
+                if isinstance(part, kinds)
             ]
             norms = [
                 (owner, name, part)
@@ -141,8 +142,9 @@ def tune(
 
 
 def plain_names(module: nn.Module) -> dict[str, str]:
-    """Return a map from tensor names before ``tune`` to names in ``module``; additions are left
-    out.
+    """Return a map from tensor names before ``tune`` to names in ``module``.
+
+    Additions are left out.
     """
     added = {
         f"{owner}.{name}"
@@ -183,8 +185,9 @@ def merged(weights: dict[str, Tensor], lora_scale: float) -> dict[str, Tensor]:
 
 
 def blocks_of(encoder: Encoder) -> list[nn.Module]:
-    """Return the encoder's blocks in order: a transformer's blocks, or the residual blocks of all
-    stages.
+    """Return the encoder's blocks in order.
+
+    A transformer's blocks, or the residual blocks of all stages.
     """
     model: Any = encoder.model if isinstance(encoder, TimmEncoder) else encoder
     stages: Any = next(

@@ -1,4 +1,4 @@
-"""A plain vision transformer encoder: pre-LayerNorm, class token, fixed sin-cos positions.
+"""A plain vision transformer encoder: pre-LayerNorm, class token, positions that are not trained.
 
 Dosovitskiy et al. 2021; MAE.
 
@@ -20,6 +20,9 @@ class ViT(nn.Module):
 
     The patch embedding is a linear map of unfolded patches. It equals a convolution with stride =
     kernel, and lets the masked autoencoder embed only the patches that it keeps.
+
+    Positions are a buffer: the fixed sin-cos table, or with ``positions="loaded"`` whatever the
+    weights contain.
     """
 
     position_LD: Tensor
@@ -36,7 +39,7 @@ class ViT(nn.Module):
         self.register_buffer(
             "position_LD",
             sincos_positions(cfg.image_size // cfg.patch_size, cfg.width),
-            persistent=False,
+            persistent=cfg.positions == "loaded",
         )
 
     @property
@@ -55,7 +58,7 @@ class ViT(nn.Module):
             (B, 1 + L, D).
         """
         token_BLD = self.patch_embed(patch_BLE) + position
-        return torch.cat([self.cls_token.expand(len(token_BLD), 1, -1), token_BLD], dim=1)
+        return torch.cat([self.cls_token.expand(token_BLD.shape[0], 1, -1), token_BLD], dim=1)
 
     def encode(self, token_BLD: Tensor) -> Tensor:
         """Apply the blocks and the final norm to embedded tokens, (B, L, D)."""

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from dpvision.config import PrivacyConfig, RunConfig
+from dpvision.config.checks import require
 from dpvision.config.unit import Drawn, Unit
-from dpvision.errors import ConfigError
 from dpvision.plan.cost import FEATURE_S, head_hours, pretraining_hours
 from dpvision.plan.device_table import find_device
 from dpvision.plan.evidence import (
@@ -80,44 +80,32 @@ class Question:
     hours: float | None = None
 
     def __post_init__(self) -> None:
-        _require(
-            self.images >= 1, "images", self.images, "at least 1", "Declare the number of images."
-        )
-        _require(
-            0 < self.epsilon < math.inf,
-            "epsilon",
-            self.epsilon,
-            "a positive number",
-            "Typical: 1 to 8.",
-        )
-        if self.people is not None:
-            rule = f"between 1 and --images {self.images}"
-            _require(
-                1 <= self.people <= self.images,
+        for name, holds, rule, remedy in (
+            ("images", self.images >= 1, "at least 1", "Declare the number of images."),
+            ("epsilon", 0 < self.epsilon < math.inf, "a positive number", "Typical: 1 to 8."),
+            (
                 "people",
-                self.people,
-                rule,
+                self.people is None or 1 <= self.people <= self.images,
+                f"between 1 and --images {self.images}",
                 "Every person has at least one image: correct one of them.",
-            )
-        if self.labels is not None:
-            _require(
-                self.labels >= 2,
+            ),
+            (
                 "labels",
-                self.labels,
+                self.labels is None or self.labels >= 2,
                 "at least 2 classes",
                 "Leave it out if there are no labels.",
-            )
-        _require(self.gpus >= 0, "gpus", self.gpus, "0 or more", "0 means processor only.")
-        if self.device is not None:
-            find_device(self.device)
-        if self.hours is not None:
-            _require(
-                0 < self.hours < math.inf,
+            ),
+            ("gpus", self.gpus >= 0, "0 or more", "0 means processor only."),
+            (
                 "hours",
-                self.hours,
+                self.hours is None or 0 < self.hours < math.inf,
                 "a positive number",
                 "Leave it out for no limit.",
-            )
+            ),
+        ):
+            require(holds, "plan", name, getattr(self, name), rule, remedy)
+        if self.device is not None:
+            find_device(self.device)
 
     @property
     def images_of_a_person(self) -> int:
@@ -526,8 +514,3 @@ def _warnings(q: Question, hours: float | None) -> tuple[str, ...]:
     if q.epsilon > 10:
         found.append(f"epsilon {up(q.epsilon)} is a weak guarantee; above 20 training is refused")
     return tuple(found)
-
-
-def _require(ok: bool, name: str, got: object, rule: str, remedy: str) -> None:
-    if not ok:
-        raise ConfigError(f"plan: {name}={got}; expected {rule}. {remedy}")

@@ -100,6 +100,21 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
+def size(num_bytes: float) -> str:
+    """Return a number of bytes as text, such as "2.8 MB"."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.1 * factor:
+            return f"{num_bytes / factor:,.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text: "66 s", "12 min" or "1.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def _exact(x: float) -> Decimal:
     """``x`` in the 15 decimal digits that a float64 holds: 7.99 is 7.99 and 0.1 + 0.2 is 0.3,
     whatever binary digits follow.

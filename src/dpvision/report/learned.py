@@ -15,7 +15,7 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.keys import StepKey
 from dpvision.data.store import Store
-from dpvision.encoders.headed import is_head, load_classifier
+from dpvision.encoders.classifier import is_head, load_classifier
 from dpvision.errors import DataError
 from dpvision.eval.score import CIDER, is_of_the_run, is_share, printed
 from dpvision.report.html import image_uri

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from dpvision.checkpoint import load_checkpoint
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
+from dpvision.encoders.classifier import is_head
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_file import collect_features
-from dpvision.encoders.headed import is_head
 from dpvision.encoders.trained import run_encoder
 from dpvision.report.html import pixels_of, strip_of
 

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from dpvision.config import RunConfig, from_dict, to_dict
 from dpvision.errors import CheckpointError, ConfigError, remedy_for
 from dpvision.files import replacing, write_json
+from dpvision.privacy.printed import size
 from dpvision.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def require_space(root: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if not free >= num_bytes:
         raise CheckpointError(
-            f"run: {free / 1e6:,.0f} MB free for {root}; expected {num_bytes / 1e6:,.0f} MB, two "
+            f"run: {size(free)} free for {root}; expected {size(num_bytes)}, two "
             "checkpoints. Free space, or change --runs."
         )
 
@@ -242,6 +243,10 @@ def _runs_in(folder: Path) -> str:
         f"{', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}: give one of them "
         "(--name)."
     )
+
+
+OTHERS_WEIGHTS = ("timm:", "vip:", "mae:", "dpcap:")
+"""Starts of ``RunConfig.init_from`` that name weights of others, not a run."""
 
 
 def require_parent(init_from: str | None) -> None:

@@ -22,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 from dpvision.errors import OPERATOR_ONLY
 from dpvision.privacy.composition import Part
 from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.printed import duration
 from dpvision.runs.run import EpsilonMeter
 
 _RECENT_STEPS = 20
@@ -122,9 +123,9 @@ class RunLog:
         text = f"{self._meter.text(done)}  "
         if not self._private_store or self._show_confidential or self._console.is_terminal:
             label = OPERATOR_ONLY if self._private_store else ""
-            text += f"{_clock(left)} left  {label}loss {loss:.4f}  {rate:,.0f} images/s"
+            text += f"{duration(left)} left  {label}loss {loss:.4f}  {rate:,.0f} images/s"
         else:  # a job's log, which others may read
-            text += f"about {math.ceil(left / 60)} min left"
+            text += f"about {duration(60 * math.ceil(left / 60))} left"
         if self._console.is_terminal:
             self._progress.update(self._task, completed=done, description=text)
         elif time.monotonic() - self._last_line >= _LINE_EVERY_S or done == self._plan.steps:
@@ -139,12 +140,3 @@ def _line(file: object, value: dict) -> None:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return (
-        f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-        if minutes >= 60
-        else f"{minutes}:{rest:02d}"
-    )

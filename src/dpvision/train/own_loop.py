@@ -12,6 +12,9 @@ summed, and noise is added once. Only the private gradient comes out.
 Each record is read and collated alone, with random numbers keyed by (step, position in the data
 set). So no transform or collate function can mix records, and neither the size of a pass nor the
 number of workers changes what a record contributes.
+
+Another library's loop may turn it (docs/other_loops.md): ``len`` is the number of steps left. Until
+the block ends, a backward pass of its own into the trained parameters is refused.
 """
 
 import contextlib
@@ -28,6 +31,7 @@ from uuid import uuid4
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -113,6 +117,7 @@ def private_loop(
             ledger refuses the plan; DataError: the data set or the folder cannot be used;
             CheckpointError: the run is in use, exists, or does not exist. No step was charged.
     """
+    _require_plain(model)
     plan = _plan(config, data, run, resume)
     root = _data_folder(Path(folder))
     # Workers start before the ledger is opened: they would inherit its lock, and hold it for
@@ -121,7 +126,10 @@ def private_loop(
     loss_fn: LossFn = partial(_losses, loss, reader.form.spec)
     rows = physical_batch_size
     _check(loss_fn, model, plan, rows, reader, public_batch)
-    with Ledger.open(root, run or uuid4().hex[:8], plan, resume=resume) as ledger:
+    with (
+        Ledger.open(root, run or uuid4().hex[:8], plan, resume=resume) as ledger,
+        _no_other_gradients(model),
+    ):
         yield PrivateLoop(ledger, model, loss_fn, reader, rows)
 
 
@@ -145,9 +153,14 @@ class PrivateLoop:
 
     def spent(self) -> PrivacySpent:
         """Return the privacy stated for the run: that of all planned steps from the first one on
-        (``DPPlan.stated_steps``).
+        (``DPPlan.stated_steps``). Weights that began in another run on this data set have both:
+        ``dpvision ledger FOLDER`` adds them up.
         """
         return self.plan.spent(self.plan.stated_steps(self.ledger.steps))
+
+    def __len__(self) -> int:
+        """Return the number of steps that are left."""
+        return self.plan.steps - self.ledger.steps
 
     def __iter__(self) -> "Iterator[PrivateStep]":
         """Charge and yield the steps that are left.
@@ -166,6 +179,7 @@ class PrivateLoop:
                 )
 
     def _gradient(self, step: int) -> DPGradient:
+        _require_plain(self.model)
         plan, params = self.plan, trained(self.model)
         if params.keys() != self._params.keys() or any(
             params[name] is not p for name, p in self._params.items()
@@ -209,15 +223,16 @@ class PrivateLoop:
             yield mapped(batch, lambda value: send(value, device)), host
 
 
-@dataclass(eq=False)
 class PrivateStep:
-    """A charged step of a loop."""
+    """A charged step of a loop. No dataclass: Lightning would copy it on its way to a device.
 
-    _loop: PrivateLoop = field(repr=False)
-    number: int
-    """From 0 to the plan's steps - 1, for schedules."""
-    done: bool = False
-    """Whether its gradient was computed."""
+    Attributes:
+        number: from 0 to the plan's steps - 1, for schedules.
+        done: whether its gradient was computed.
+    """
+
+    def __init__(self, loop: PrivateLoop, number: int) -> None:
+        self._loop, self.number, self.done = loop, number, False
 
     def backward(self) -> DPGradient:
         """Draw and read the step's batch, and put the private gradient in the ``grad`` of the
@@ -238,6 +253,40 @@ class PrivateStep:
         gradient = self._loop._gradient(self.number)
         self.done = True
         return gradient
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Refuse models and processes whose gradients would be those of several runs."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    if ranks > 1 or wrapped:
+        raise ConfigError(
+            f"loop: {type(model).__name__} in {ranks} processes; expected the model itself, in one "
+            "process: each would make a run of its own, and their mean is none of them. Pass "
+            "model.module in one process; several need plan.draw, clipped_sum and privatize."
+        )
+
+
+@contextlib.contextmanager
+def _no_other_gradients(model: nn.Module) -> Iterator[None]:
+    """Refuse a backward pass that reaches the trained parameters, as other trainers make, for the
+    duration of the block. ``clipped_sum`` takes gradients without writing to ``grad``.
+    """
+
+    def refuse(parameter: Tensor) -> None:
+        parameter.grad = None
+        raise PrivacyError(
+            "loop: a backward pass outside the loop reached a trained parameter; expected "
+            "gradients of step.backward() only: others have no noise. Leave out loss.backward() "
+            "(in Lightning use manual optimisation); for public data use torch.autograd.grad."
+        )
+
+    hooks = [p.register_post_accumulate_grad_hook(refuse) for p in trained(model).values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _plan(config: PrivacyConfig, data: Any, run: str | None, resume: bool) -> DPPlan:

@@ -40,6 +40,7 @@ _PARTS = {
         "mask_token",
         "decoder_blocks",
         "decoder_norm",
+        "decoder_position_LD",
         "head",
     ),
 }
@@ -63,12 +64,13 @@ def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
     From a parent of the same kind all weights are taken, but a classifier keeps its head if the
     parent has another number of classes, and a captioner keeps its weights of a second loss or of
     parallel prediction if the parent has none. A captioner takes encoder and decoder of its warm
-    start; every other pair shares the encoder only. Images may have another size: our encoders have
-    no position weights, and those of timm are interpolated. The parent's added tuning weights are
-    merged into the layers; this run's are newly initialised.
+    start; every other pair shares the encoder only. Images may have another size, unless our
+    encoder has loaded positions; those of timm are interpolated. The parent's added tuning weights
+    are merged into the layers; this run's are newly initialised.
 
     Raises:
-        CheckpointError: sizes that shapes do not show differ, or a name or shape differs.
+        CheckpointError: sizes that shapes do not show differ, a part is missing, or a name or shape
+            differs.
     """
     theirs = parent.manifest["config"].get("model", {})
     kind = theirs.get("kind", "mae")
@@ -84,6 +86,7 @@ def start_from(model: nn.Module, cfg: ModelConfig, parent: Checkpoint) -> None:
         for n, value in given.items()
         if n.split(".")[0] in parts and _wanted(n, own, cfg)
     }
+    _check_parts(parts, own, taken, cfg, parent)
     added = set(own) - set(names.values())
     kept = {
         name: value
@@ -141,7 +144,8 @@ def _check_sizes(
     """
     wanted = _flat("encoder", to_dict(cfg.encoder))
     found = _flat("encoder", theirs.get("encoder", {}))
-    wanted.pop("encoder.image_size")
+    if getattr(cfg.encoder, "positions", "fixed") == "fixed":
+        wanted.pop("encoder.image_size")
     if "decoder" in parts and isinstance(cfg, CaptionerConfig | CrossMAEConfig):
         wanted |= _flat("decoder", to_dict(cfg.decoder))
         found |= _flat("decoder", theirs.get("decoder", {}))
@@ -152,12 +156,30 @@ def _check_sizes(
         found |= {"target": "pixels"}  # older runs, before there were other targets, name none
     found |= {name: value for name, value in theirs.items() if name in wanted}
     for name, value in wanted.items():
-        if (got := found.get(name, value)) != value:
+        if (got := found.get(name, value)) not in (value, None):  # None: the file does not say
             raise CheckpointError(
                 f"checkpoint: {parent.path} is of another size: {name}={got!r}; expected "
                 f"{value!r}, as in this run. Start from another checkpoint, or change "
                 f"--model.{name.replace('_', '-')}."
             )
+
+
+def _check_parts(
+    parts: tuple[str, ...],
+    own: dict[str, Tensor],
+    taken: dict[str, Tensor],
+    cfg: ModelConfig,
+    parent: Checkpoint,
+) -> None:
+    """Refuse a parent that lacks a whole part, such as a released encoder without its decoder."""
+    there = {name.split(".")[0] for name in taken}
+    needed = {name.split(".")[0] for name in own if not _optional(name, cfg)}
+    if lacking := [part for part in parts if part in needed - there]:
+        raise CheckpointError(
+            f"checkpoint: {parent.path} lacks {', '.join(lacking)}; expected the whole model, to "
+            f"train a {cfg.kind} further. Start from a file with its decoder, or train the "
+            "encoder alone, with a classifier's recipe."
+        )
 
 
 def _flat(part: str, values: dict) -> dict:

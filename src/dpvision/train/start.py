@@ -28,7 +28,7 @@ from dpvision.models import make_model
 from dpvision.optim.ema import make_ema
 from dpvision.optim.optimizer import Optimizer
 from dpvision.privacy.plan import DPPlan, make_plan
-from dpvision.runs.folder import read_run, require_parent
+from dpvision.runs.folder import OTHERS_WEIGHTS, read_run, require_parent
 from dpvision.runs.lineage import inherit, shaped_in_confidence
 from dpvision.runs.run import Stopped, new_run
 from dpvision.runs.store_checks import (
@@ -89,7 +89,7 @@ def new_session(
 
     Args:
         open_parent: opens the checkpoint named by ``init_from``: a run's folder; with
-            ``encoders.starting_weights.open_parent`` also timm:NAME.
+            ``encoders.starting_weights.open_parent`` also weights of others (``OTHERS_WEIGHTS``).
 
     Raises:
         DPVisionError: the run is impossible or unsafe; no step was charged.
@@ -328,7 +328,7 @@ def _check_paths(config: RunConfig, open_parent: OpenParent) -> None:
     init_from = config.init_from
     if (
         init_from is not None
-        and init_from.startswith("timm:")
+        and init_from.startswith(OTHERS_WEIGHTS)
         and open_parent is not load_checkpoint
     ):
         open_parent(init_from)  # raises with the reason

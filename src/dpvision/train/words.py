@@ -25,20 +25,32 @@ def open_words(
     Raises:
         ConfigError: no tokenizer is named, or its vocabulary size is not the model's.
         DataError: the tokenizer's file is invalid, or a record has no caption.
-        CheckpointError: the checkpoint was trained with another tokenizer.
+        CheckpointError: the checkpoint was trained with another tokenizer, or is a file of DP-Cap
+            without a vocabulary.
     """
     if not isinstance(config.model, CaptionerConfig):
         return None
     tokenizer = open_tokenizer(config)
     theirs = None if before is None else before.files.get(TOKENIZER_FILE)
+    if before is not None and theirs is None and _has_words(before):
+        raise CheckpointError(
+            f"checkpoint: {before.path} has no tokenizer; expected the one that it was trained "
+            "with, because token ids differ. Name BERT's vocabulary: --init-from "
+            "dpcap:FILE@vocab.txt, and the same file in --data.tokenizer."
+        )
     if before is not None and theirs is not None and theirs != tokenizer.to_bytes():
+        file = before.path / TOKENIZER_FILE
         raise CheckpointError(
             f"checkpoint: {before.path} was trained with another tokenizer than "
             f"{config.data.tokenizer}; expected the same, because token ids differ. Pass "
-            f"--data.tokenizer {before.path / TOKENIZER_FILE}."
+            f"--data.tokenizer {file if file.exists() else 'with the vocabulary of --init-from'}."
         )
     check_captions(store, rows)
     return CaptionReader(tokenizer, config.model.num_tokens)
+
+
+def _has_words(checkpoint: Checkpoint) -> bool:
+    return checkpoint.manifest["config"].get("model", {}).get("kind") == "captioner"
 
 
 def open_tokenizer(config: RunConfig) -> CaptionTokenizer:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from dpvision.data.importer import import_samples
 from dpvision.data.open import open_store
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
@@ -55,7 +56,9 @@ def _store(path: Path, labels: list[str | None], person: list[str] | None = None
                 {name: value for name, value in fields.items() if value is not None},
             )
         )
-    return import_samples(samples, path, public=True, unit_from="person" if person else None)
+    return import_samples(
+        samples, path, public=True, people=PersonRule("person" if person else None)
+    )
 
 
 def test_baselines_stand_beside_every_score(

@@ -1,48 +1,33 @@
-"""Caption images from single files, folders, tars, parquet files and stores.
+"""Caption images from files, packs and stores (``data.image_files``).
 
 Legend: B images of a batch, N captions per image, C channels, H height, W width, L tokens.
 """
 
+import contextlib
+import csv
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
 from dpvision.data.captions import clean_caption
-from dpvision.data.declared import check_declared
 from dpvision.data.decode import BadImage, decode
+from dpvision.data.image_files import ImageFile
 from dpvision.data.keys import StepKey
-from dpvision.data.open import is_store, open_store
 from dpvision.data.ordered import ordered_map
-from dpvision.data.rgb import Window
-from dpvision.data.sources import file_sample, open_source
-from dpvision.data.store import Store
 from dpvision.data.transform import centre_box, cut, normalise
-from dpvision.errors import DataError
 from dpvision.eval.captions.open_captioner import OpenCaptioner
 from dpvision.eval.captions.settings import Fit
-from dpvision.eval.score import Visibility
+from dpvision.files import writing_text
 from dpvision.models.generate import GenerateSettings, generate
 
 _MOST_ROWS = 256
 """Captions generated at once, including beams: their keys and values are in memory."""
-
-
-class ImageFile(NamedTuple):
-    """One image before it is read."""
-
-    name: str
-    image: bytes
-    """Content of the image file; empty if ``problem`` is set."""
-    problem: str | None = None
-    stored: bool = False
-    """Whether it is from a store, whose images are read as at the import."""
 
 
 class Caption(NamedTuple):
@@ -63,48 +48,11 @@ class Captioned(NamedTuple):
     problem: str | None = None
     """"not an image", "damaged" and the like."""
 
-
-@dataclass(frozen=True)
-class ImageFiles:
-    """Images in a fixed order. Made by ``find_images``."""
-
-    samples: Iterator[ImageFile]
-    visibility: Visibility
-    """"public" if all come from public stores; files outside a store count as private, as for
-    ``embed``.
-    """
-
-
-def find_images(
-    places: Sequence[str | Path], workers: int = 2, window: Window | None = None
-) -> ImageFiles:
-    """Find images in stores, in sources that ``data import`` accepts, and in single files.
-
-    Args:
-        places: one or more. An image's name is its path; in stores, tars and parquet files its key;
-            in a folder FOLDER/KEY.
-        window: the captioner's (``OpenCaptioner.window``).
-
-    Raises:
-        DataError: no places, one without images or with several splits, or a store of 16-bit images
-            without a declared range where there is a ``window``; raised before the first image is
-            read.
-    """
-    if not places:
-        raise DataError(
-            "caption: no images; expected one or more. Give an image, a folder, a tar or a store."
-        )
-    stores = [open_store(place) if is_store(place) else None for place in places]
-    for store in filter(None, stores):
-        check_declared(
-            window, False, store, "caption", "the images that the captioner was trained on"
-        )
-    parts = [
-        _store_images(store) if store else _file_images(place, workers)
-        for store, place in zip(stores, places, strict=True)
-    ]
-    public = all(store is not None and store.results_visibility == "public" for store in stores)
-    return ImageFiles(chain.from_iterable(parts), "public" if public else "private")
+    def to_dict(self) -> dict[str, Any]:
+        """As a line of a .jsonl file."""
+        if self.problem is not None:
+            return {"image": self.name, "problem": self.problem}
+        return {"image": self.name, "captions": [one._asdict() for one in self.captions]}
 
 
 def caption_files(
@@ -155,6 +103,27 @@ def caption_files(
             yield from _captioned(captioner, waiting, how, seed)
             waiting.clear()
     yield from _captioned(captioner, waiting, how, seed)
+
+
+@contextlib.contextmanager
+def captions_writer(out: Path) -> Iterator[Callable[[Captioned], None]]:
+    """Yield a function that writes captions to ``out``: a .csv file (a line per caption), or lines
+    of JSON (a line per image).
+
+    It is written as by ``files.writing_text``.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    with writing_text(out, "caption") as file:
+        if out.suffix != ".csv":
+            yield lambda one: print(json.dumps(one.to_dict(), ensure_ascii=False), file=file)
+            return
+        rows = csv.writer(file)
+        rows.writerow(("image", "caption", "log_probability"))
+        yield lambda one: rows.writerows(
+            (one.name, said.text, f"{said.log_probability:.6g}") for said in one.captions
+        )
 
 
 @torch.inference_mode()
@@ -246,23 +215,3 @@ def _captioned(
         said = iter(caption_pixels(captioner, np.stack(pixels_B), number_B, settings, seed))
     for made, pixels, _ in waiting:
         yield made if pixels is None else made._replace(captions=next(said))
-
-
-def _store_images(store: Store) -> Iterator[ImageFile]:
-    for row in range(store.num_records):
-        record = store.record(row)
-        yield ImageFile(record.key, record.image, stored=True)
-
-
-def _file_images(place: str | Path, workers: int) -> Iterator[ImageFile]:
-    path = Path(place)
-    if path.is_file() and path.suffix not in (".tar", ".parquet"):
-        return _one_file(path)
-    folder = f"{path}/" if path.is_dir() else ""
-    samples = open_source(path, for_import=False, workers=workers).samples
-    return (ImageFile(folder + sample.key, sample.image, sample.problem) for sample in samples)
-
-
-def _one_file(path: Path) -> Iterator[ImageFile]:
-    sample = file_sample(path, str(path), {})
-    yield ImageFile(sample.key, sample.image, sample.problem)

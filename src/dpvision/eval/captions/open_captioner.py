@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import BOS_ID, EOS_ID, PAD_ID, CaptionerConfig, DataConfig
+from dpvision.config import BOS_ID, EOS_ID, PAD_ID, CaptionerConfig, DataConfig, from_dict
 from dpvision.data.captions import clean_caption
 from dpvision.data.declared import window_of
 from dpvision.data.rgb import Window
 from dpvision.data.store import Store
 from dpvision.data.tokenizer import CaptionTokenizer
-from dpvision.encoders.trained import load_model
+from dpvision.encoders.papers import paper_checkpoint
+from dpvision.encoders.trained import filled, load_model
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.eval.captions.candidate_losses import candidate_losses
 from dpvision.eval.captions.settings import Asking
@@ -104,21 +105,27 @@ class OpenCaptioner:
 
 
 def open_captioner(
-    run_or_checkpoint: str | Path, *, ema: bool = False, device: str | torch.device = "cpu"
+    spec: str | Path, *, ema: bool = False, device: str | torch.device = "cpu"
 ) -> OpenCaptioner:
-    """Open the captioner of a run's newest checkpoint, with the checkpoint's tokenizer.
+    """Open the captioner of a run's newest checkpoint with the checkpoint's tokenizer, or of a file
+    of DP-Cap.
 
     Args:
+        spec: a run or checkpoint folder, or ``dpcap:FILE@VOCABULARY`` (``encoders.papers``), where
+            VOCABULARY is BERT's vocab.txt.
         ema: whether to use the averaged weights. Scoring both and reporting the better is a
             selection.
 
     Raises:
-        ConfigError: the run is of another kind.
+        ConfigError: the run is of another kind, or there is no vocabulary.
         CheckpointError: as in ``load_model``; or the checkpoint has no tokenizer, or one of another
             size.
         DataError: the tokenizer's file is damaged.
     """
-    checkpoint = load_checkpoint(run_or_checkpoint)
+    kind, colon, rest = str(spec).partition(":")
+    if colon and kind == "dpcap":
+        return _released(rest, ema, device)
+    checkpoint = load_checkpoint(spec)
     kind = checkpoint.manifest["config"].get("model", {}).get("kind")
     if kind != "captioner":
         raise ConfigError(
@@ -149,6 +156,25 @@ def open_captioner(
         confidential=shaped_in_confidence(checkpoint.manifest["lineage"]),
         seed=config.seed,
         window=window_of(checkpoint.manifest),
+    )
+
+
+def _released(rest: str, ema: bool, device: str | torch.device) -> OpenCaptioner:
+    checkpoint = paper_checkpoint("dpcap", rest)
+    about = checkpoint.manifest["config"]
+    if TOKENIZER_FILE not in checkpoint.files:
+        raise ConfigError(
+            f"captioner: dpcap:{rest} has no tokenizer; expected BERT's vocabulary after the file. "
+            f"Give dpcap:{rest}@vocab.txt, with vocab.txt of bert-base-uncased."
+        )
+    model = Captioner(from_dict(CaptionerConfig, about["model"], checkpoint.path.name))
+    return OpenCaptioner(
+        name=about["recipe"],
+        model=_frozen(filled(model, checkpoint, ema=ema), device),
+        tokenizer=CaptionTokenizer(checkpoint.files[TOKENIZER_FILE].decode()),
+        data=from_dict(DataConfig, about["data"], checkpoint.path.name),
+        confidential=shaped_in_confidence(checkpoint.manifest["lineage"]),
+        seed=0,
     )
 
 

@@ -31,6 +31,7 @@ from dpvision.data.ordered import ordered_map
 from dpvision.errors import ConfigError
 from dpvision.eval.dense.settings import DenseHardware, DenseTrainSettings
 from dpvision.eval.dense.training_state import DenseCheckpoint, open_checkpoint
+from dpvision.privacy.printed import duration
 from dpvision.train.distributed import Group
 
 Say = Callable[[str], None]
@@ -158,7 +159,7 @@ def fit(
             scaler.update()
             step += 1
             left = (time.monotonic() - began) / (step - first) * (steps - step)
-            say(f"step {step:,} of {steps:,}, loss {total:.3f}, {_duration(left)} left")
+            say(f"step {step:,} of {steps:,}, loss {total:.3f}, {duration(left)} left")
             due = time.monotonic() - saved >= hardware.checkpoint_every_s
             if checkpoint is not None and group.is_main and (due or step == steps):
                 checkpoint.save(step)
@@ -305,9 +306,3 @@ def _sum_over_ranks(
                 dist.all_reduce(statistic)
                 statistic /= group.world_size
     return float(pieces[-1].item())
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,30 +1,31 @@
 """A cache of features and scores of evaluations.
 
 A cached score's key includes the encoder, both stores' rows and labels, the protocol with its
-settings, the metric, and the source code.
+settings, the metric, ``SCORES_VERSION``, and the versions of the libraries that compute it.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 
 import numpy as np
 import torch
 
-from dpvision.data import decode, jpeg, loader, rgb, transform
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.feature_cache import FeatureCache, code_digest, features_key, score_key
+from dpvision.encoders.feature_cache import FeatureCache, features_key, score_key
 from dpvision.encoders.feature_file import collect_features
 from dpvision.encoders.identity import fingerprint
 from dpvision.errors import DataError
-from dpvision.eval import any_of_labels, metric
-from dpvision.eval.probes import protocol, records
 from dpvision.eval.probes.protocol import Protocol, Task
-from dpvision.eval.probes.protocols import PROTOCOLS
 from dpvision.eval.probes.records import LabelledFeatures, units
 from dpvision.eval.score import Score
 
+SCORES_VERSION = 1
+"""Raise it with every change of a protocol, a metric or an interval that changes scores: those kept
+before are then computed again. tests/eval/probes/test_scores_version.py reminds you.
+"""
+_LIBRARIES = ("numpy", "scikit-learn", "scipy", "timm", "torch", "torchvision")
 _ROW = "row"
 """Entry of a cached file with the features' rows."""
 
@@ -133,18 +134,8 @@ class EvaluationCache:
         parts, scoring = (self.task.train, self.task.test), self.task.scoring
         stores = [features_key(mark, *part) for part in parts]
         labels = [store.labels[rows].tolist() for store, rows in parts]
-        own = dict.fromkeys(sys.modules[kind.__module__] for kind in PROTOCOLS.values())
-        code = code_digest(
-            decode,
-            jpeg,
-            rgb,
-            loader,
-            transform,
-            any_of_labels,
-            metric,
-            protocol,
-            records,
-            *own,
-        )
+        libraries = [version(name) for name in _LIBRARIES]
         any_of = [] if scoring.any_of is None else [scoring.any_of.name, scoring.any_of.digest()]
-        return score_key(repr(asked), scoring.metric, stores, labels, code, *any_of)
+        return score_key(
+            repr(asked), scoring.metric, stores, labels, SCORES_VERSION, libraries, *any_of
+        )

@@ -6,7 +6,7 @@ Legend: B images of a batch, N images, K classes.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.class_names import numbered_as
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
+from dpvision.encoders.classifier import OpenHead, is_head, open_head, threshold_of
 from dpvision.encoders.feature_file import Extraction, Progress, feature_blocks
-from dpvision.encoders.headed import is_head, load_classifier
 from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels, same_numbers
@@ -101,28 +101,15 @@ def score_own_head(
             that the run was trained on.
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
-    scores_of = _scores_of_head if is_head(checkpoint) else _scores_of_network
     hardware = Extraction(batch_size, workers, device, progress)
-    config, numbered, rows, score_NK = scores_of(
-        checkpoint, test_store, any_of is not None, ema, hardware
+    config, numbered, row_N, score_NK = own_scores(
+        checkpoint, test_store, hardware, ema=ema, any_is_right=any_of is not None
     )
     test_store = same_numbers(numbered, test_store, any_of)
     assert (
         isinstance(config.model, ClassifierConfig | HeadConfig)
         and config.model.num_classes is not None
     )
-    readable_N = ~torch.isnan(score_NK).all(dim=1)
-    score_NK, row_N = score_NK[readable_N], rows[readable_N.numpy()]
-    if len(row_N) == 0:
-        raise DataError(
-            f"own_head: {test_store.path} has no readable image with a label; expected one or "
-            "more. Import the source again."
-        )
-    if not torch.isfinite(score_NK).all():
-        raise DataError(
-            "own_head: logits are not finite; expected finite ones. The run diverged: lower "
-            "--optim.learning-rate."
-        )
     private = test_store.results_visibility == "private" or shaped_in_confidence(
         checkpoint.manifest["lineage"]
     )
@@ -134,7 +121,7 @@ def score_own_head(
             name,
             score_NK.numpy(),
             target_NK,
-            _threshold(config.model),
+            threshold_of(config.model),
             "own head, centre crop",
             visibility,
         )
@@ -149,6 +136,52 @@ def score_own_head(
         Scoring(m, any_of, visibility).score(name, "own head", how, [predicted_N], truth_N, row_N)
         for m in metrics
     ]
+
+
+class OwnScores(NamedTuple):
+    """Scores of a run on the readable labelled images of a store."""
+
+    config: RunConfig
+    store: Store
+    """With the run's class numbers."""
+    row_N: np.ndarray
+    score_NK: Tensor
+    """float32, on the CPU."""
+
+
+@torch.inference_mode()
+def own_scores(
+    checkpoint: Checkpoint,
+    store: Store,
+    hardware: Extraction,
+    *,
+    encoder: str | None = None,
+    ema: bool = False,
+    any_is_right: bool = False,
+) -> OwnScores:
+    """Score a store's labelled images. Arguments and errors as ``score_own_head``.
+
+    Args:
+        encoder: spec of a head's encoder, if it has moved since the run.
+    """
+    if is_head(checkpoint):
+        opened = open_head(checkpoint, encoder=encoder, ema=ema, device=hardware.device)
+        found = _scores_of_head(opened, checkpoint, store, any_is_right, hardware)
+    else:
+        found = _scores_of_network(checkpoint, store, any_is_right, ema, hardware)
+    readable_N = ~torch.isnan(found.score_NK).all(dim=1)
+    score_NK, row_N = found.score_NK[readable_N], found.row_N[readable_N.numpy()]
+    if len(row_N) == 0:
+        raise DataError(
+            f"own_head: {store.path} has no readable image with a label; expected one or "
+            "more. Import the source again."
+        )
+    if not torch.isfinite(score_NK).all():
+        raise DataError(
+            "own_head: logits are not finite; expected finite ones. The run diverged: lower "
+            "--optim.learning-rate."
+        )
+    return found._replace(row_N=row_N, score_NK=score_NK)
 
 
 def scorable(
@@ -184,20 +217,14 @@ def scorable(
     return numbered, _labelled_rows(numbered, model.num_classes)
 
 
-def _threshold(model: ClassifierConfig | HeadConfig) -> float | None:
-    """Return the decision threshold, or None if scores only define an order."""
-    if isinstance(model, ClassifierConfig):
-        return 0.0  # a logit of 0 is probability 1/2
-    return model.settings.threshold
-
-
 def _scores_of_head(
-    checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
-) -> tuple[RunConfig, Store, np.ndarray, Tensor]:
-    """Return config, store with the run's class numbers, rows, and scores from cached features,
-    float32 (N, K): NaN if unreadable.
-    """
-    headed = load_classifier(checkpoint, ema=ema, device=hardware.device)
+    headed: OpenHead,
+    checkpoint: Checkpoint,
+    store: Store,
+    any_is_right: bool,
+    hardware: Extraction,
+) -> OwnScores:
+    """Return scores of all labelled images, from cached features: NaN if unreadable."""
     assert isinstance(headed.config.model, HeadConfig)
     store, rows = scorable(headed.config, store, checkpoint.manifest, any_is_right=any_is_right)
     keep = not headed.encoder.confidential or store.visibility == "private"
@@ -214,20 +241,14 @@ def _scores_of_head(
         headed.head(torch.from_numpy(np.array(block_BD)).to(hardware.device).float()).cpu()
         for block_BD in blocks
     ]
-    return (
-        headed.config,
-        store,
-        rows,
-        torch.cat([torch.empty(0, headed.config.model.num_classes or 0), *scored]),
-    )
+    score_NK = torch.cat([torch.empty(0, headed.config.model.num_classes or 0), *scored])
+    return OwnScores(headed.config, store, rows, score_NK)
 
 
 def _scores_of_network(
     checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
-) -> tuple[RunConfig, Store, np.ndarray, Tensor]:
-    """Return config, store, rows and scores like ``_scores_of_head``, for a classifier trained as a
-    network.
-    """
+) -> OwnScores:
+    """Return scores like ``_scores_of_head``, for a classifier trained as a network."""
     model, config = load_model(checkpoint, ema=ema)
     if not isinstance(config.model, ClassifierConfig):
         raise ConfigError(
@@ -249,7 +270,7 @@ def _scores_of_network(
         done += len(row_B)
         if hardware.progress is not None:
             hardware.progress(done)
-    return config, store, rows, score_NK
+    return OwnScores(config, store, rows, score_NK)
 
 
 def has_own_head(run_or_checkpoint: str | Path) -> bool:

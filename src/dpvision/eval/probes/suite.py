@@ -31,8 +31,7 @@ def evaluate(
     *,
     protocols: Sequence[Protocol] = (KNN(), Linear()),
     against: Sequence[Control] = CONTROLS,
-    metric: Metric | None = None,
-    any_of: AnyOfLabels | None = None,
+    metric: Metric | AnyOfLabels | None = None,
     ema: bool = False,
     batch_size: int = 256,
     workers: int = 2,
@@ -53,8 +52,8 @@ def evaluate(
             of the first store's units.
         protocols: with their settings; ``make_protocols`` makes them from names.
         against: baselines. "random" exists only for runs.
-        metric: if None, the training store's, else accuracy.
-        any_of: sets of correct classes of each test record; the metric is then accuracy.
+        metric: its name, or sets of correct classes of each test record, whose accuracy it is; if
+            None, the training store's, else accuracy.
         cache: whether to cache features and scores under the stores' confidential/features/.
         progress: called with a line about the current work.
 
@@ -74,6 +73,9 @@ def evaluate(
         raise ConfigError(
             "evaluate: protocols=(); expected some. Omit it for k-NN and the linear probe."
         )
+    any_of = metric if isinstance(metric, AnyOfLabels) else None
+    named = "accuracy" if any_of is not None else metric or train_store.meta.get("metric")
+    measured = checked_metric(str(named or "accuracy"))
     train_rows, test_rows = evaluation_rows(train_store, test_store)
     scored_store = train_store
     if test_store is not None:
@@ -101,11 +103,6 @@ def evaluate(
     private = encoder.confidential or "private" in (
         train_store.results_visibility,
         scored_store.results_visibility,
-    )
-    measured = (
-        "accuracy"
-        if any_of is not None
-        else checked_metric(metric or train_store.meta.get("metric") or "accuracy")
     )
     task = Task(
         (train_store, train_rows),

@@ -1,0 +1,65 @@
+"""``dpvision export``: write a trained model in another program's format."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from dpvision.cli.output import RunPath, emit, pairs, parse
+from dpvision.cli.paths import check_run
+from dpvision.privacy.printed import size
+
+
+def export(
+    run: RunPath,
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    to: Literal["timm", "transformers", "onnx", "safetensors", "peft"],
+    ema: bool = False,
+    encoder: str | None = None,
+    json: bool = False,
+) -> None:
+    """Write a run's model in another program's format, with a model card and the statement.
+
+    The folder is written whole or not at all. The model in it was loaded by the format's own
+    library and gave the run's outputs. docs/export.md has a table of what each format can hold.
+    Optimizer state and everything confidential stay in the run.
+
+    Args:
+        run: Run folder.
+        out: New folder to write. For weights trained on private images without a guarantee its path
+            needs a folder named confidential.
+        to: timm (timm.create_model("local-dir:DIR")), transformers (save_pretrained), onnx,
+            safetensors (with one file of plain PyTorch), peft (LoRA alone, on timm's model).
+        ema: Export the averaged weights.
+        encoder: A head's encoder, if it has moved since the run: as for dpvision adapt --encoder.
+        json: Print JSON.
+    """
+    check_run(run)
+    from dpvision.export.write import export as write
+
+    made = write(run, to, out, ema=ema, encoder=encoder)
+    text = "\n".join(
+        [
+            f"{made.folder}, for {to}; largest difference from the run's outputs "
+            f"{made.difference:.1e}",
+            pairs({name: size(num_bytes) for name, num_bytes in made.files.items()}),
+            *([made.headline] if made.headline else []),
+            "To load it, in that folder:",
+            made.how_to_load.rstrip(),
+        ]
+    )
+    emit(
+        {
+            "out": str(made.folder),
+            "to": to,
+            "difference": made.difference,
+            "files": made.files,
+            "headline": made.headline,
+        },
+        json,
+        text,
+    )
+
+
+run = partial(parse, export, "export")

@@ -1,0 +1,150 @@
+"""``dpvision predict``: classify images."""
+
+import contextlib
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+
+from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse, unreadable_text
+from dpvision.cli.paths import check_run
+from dpvision.errors import OPERATOR_ONLY, DataError
+from dpvision.files import check_out
+from dpvision.runs.folder import require_confidential
+
+if TYPE_CHECKING:
+    from dpvision.encoders.classifier import ImageClassifier
+    from dpvision.encoders.predict import Prediction
+
+
+def predict(
+    run: RunPath,
+    images: Images,
+    csv: Path | None = None,
+    encoder: str | None = None,
+    ema: bool = False,
+    reading: Annotated[Reading, FLAT] = Reading(32),
+    release_private_outputs: bool = False,
+    json: bool = False,
+) -> None:
+    """Classify images with a head of `dpvision adapt` or a classifier of `dpvision train`.
+
+    Each line is an image's name, its class and the probability; for a multi-label run all classes
+    above their thresholds. Unreadable files are counted and named, in the CSV file too; the exit
+    status is 2 only if no image could be classified. Predictions on private images are private: the
+    guarantee covers the weights, not their output on an image. A file of them needs a folder named
+    confidential in its path. Images outside a store count as private.
+
+      dpvision predict runs/first photos/cat.jpg photos/dog.png
+      dpvision predict runs/first photos --csv confidential/photos.csv
+      dpvision predict runs/first stores/test --csv test.csv
+
+    Args:
+        run: Run folder of a classifier, or one of its checkpoints.
+        images: Image files, folders, stores, .tar or .parquet files.
+        csv: Write a table to this file instead: image, predicted, problem, the probability of each
+            class, and for a multi-label run the decision for each. A name that a spreadsheet would
+            read as a formula gets an apostrophe in front.
+        encoder: The head's encoder, as for `dpvision adapt --encoder`, if it has moved since the
+            run.
+        ema: Use the averaged weights.
+        reading: How images are read. The last digits of a probability may depend on the images in
+            one forward pass.
+        release_private_outputs: Write predictions on private images anywhere. You decide this for
+            the people shown; no epsilon covers it.
+        json: Print JSON.
+    """
+    reading.check("predict")
+    if csv is not None:
+        check_out(csv, "predict", ".csv", name="csv")
+    check_run(run)
+    import torch
+
+    from dpvision.data.image_files import find_images
+    from dpvision.encoders.classifier import load_classifier
+    from dpvision.encoders.predict import predict_files, predictions_writer
+
+    classifier = load_classifier(
+        run, encoder=encoder, ema=ema, device="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    found = find_images(
+        images, "predict", "classifier", workers=reading.workers, window=classifier.window
+    )
+    private = classifier.confidential or found.visibility == "private"
+    if csv is not None and private and not release_private_outputs:
+        require_confidential(
+            csv, "predict", "predictions on private images", ", or give --release-private-outputs"
+        )
+    made: list[Prediction] = []
+    failed: list[Prediction] = []
+    num_done = 0
+    with contextlib.ExitStack() as stack:
+        # No status line while predictions are printed to the same terminal.
+        status = (
+            None
+            if csv is None and not json
+            else stack.enter_context(Console(stderr=True).status("reading"))
+        )
+        write = None if csv is None else stack.enter_context(predictions_writer(classifier, csv))
+        for one in predict_files(
+            classifier, found.samples, batch_size=reading.batch_size, workers=reading.workers
+        ):
+            if write is not None:
+                write(one)
+            if one.problem is not None:
+                failed.append(one)
+                continue
+            num_done += 1
+            if json:
+                made.append(one)
+            elif write is None:
+                _print_line(one, classifier)
+            if status is not None:
+                status.update(f"predictions: {num_done:,} images")
+        if num_done == 0:
+            raise DataError(
+                f"predict: {unreadable_text(failed) or 'no images'}; expected at least one "
+                "readable image. Give other paths."
+            )
+    if failed:
+        print((OPERATOR_ONLY if private else "") + unreadable_text(failed), file=sys.stderr)
+    if json:
+        result: dict[str, Any] = {
+            "predictions": [_plain(one, classifier) for one in made],
+            "unreadable": [{"image": one.name, "problem": one.problem} for one in failed],
+            "temperature": classifier.temperature,
+            "thresholds": classifier.thresholds_K,
+            "visibility": "private" if private else "public",
+            "out": None if csv is None else str(csv),
+        }
+        emit(result, True, "")
+    elif csv is not None:
+        lines = [f"predictions for {num_done:,} images in {csv}"]
+        if classifier.multi_label and classifier.thresholds_K is None:
+            lines.append(
+                "The run has no thresholds, so no class is predicted: make them with dpvision "
+                "calibrate RUN STORE."
+            )
+        if private:
+            lines.append(
+                "These are predictions on private images: keep the file where the images are kept."
+            )
+        emit({}, False, "\n".join(lines))
+
+
+def _plain(one: "Prediction", classifier: "ImageClassifier") -> dict[str, Any]:
+    probabilities = dict(zip(classifier.class_names, one.probabilities, strict=True))
+    return {"image": one.name, "classes": list(one.classes), "probabilities": probabilities}
+
+
+def _print_line(one: "Prediction", classifier: "ImageClassifier") -> None:
+    # a file name may have bytes that are no UTF-8
+    name = one.name.encode(errors="backslashreplace").decode()
+    of_class = dict(zip(classifier.class_names, one.probabilities, strict=True))
+    said = ", ".join(f"{k} {of_class[k]:.3f}" for k in one.classes) or "no class"
+    print(f"{name}: {said}", flush=True)
+
+
+run = partial(parse, predict, "predict")

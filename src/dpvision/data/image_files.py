@@ -1,0 +1,92 @@
+"""Find the images that a trained model is to see: single files, folders, tars, parquet files and
+stores.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from dpvision.data.declared import check_declared
+from dpvision.data.open import is_store, open_store
+from dpvision.data.rgb import Window
+from dpvision.data.store import Store
+from dpvision.errors import DataError
+
+
+class ImageFile(NamedTuple):
+    """One image before it is read."""
+
+    name: str
+    image: bytes
+    """Content of the image file; empty if ``problem`` is set."""
+    problem: str | None = None
+    stored: bool = False
+    """Whether it is from a store, whose images are read as at the import."""
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Images in a fixed order. Made by ``find_images``."""
+
+    samples: Iterator[ImageFile]
+    visibility: Literal["private", "public"]
+    """"public" if all come from public stores; files outside a store count as private, as for
+    ``embed``.
+    """
+
+
+def find_images(
+    places: Sequence[str | Path],
+    where: str = "caption",
+    model: str = "captioner",
+    *,
+    workers: int = 2,
+    window: Window | None = None,
+) -> ImageFiles:
+    """Find images in stores, in sources that ``data import`` accepts, and in single files.
+
+    Args:
+        places: one or more. An image's name is its path; in stores, tars and parquet files its key;
+            in a folder FOLDER/KEY.
+        where, model: the command and what it uses, for errors.
+        window: the model's declared range of samples of more than 8 bits.
+
+    Raises:
+        DataError: no places, one without images or with several splits, or a store of 16-bit images
+            without a declared range where there is a ``window``; raised before the first image is
+            read.
+    """
+    if not places:
+        raise DataError(
+            f"{where}: no images; expected one or more. Give an image, a folder, a tar or a store."
+        )
+    stores = [open_store(place) if is_store(place) else None for place in places]
+    for store in filter(None, stores):
+        check_declared(window, False, store, where, f"the images that the {model} was trained on")
+    parts = [
+        _store_images(store) if store else _file_images(place, workers)
+        for store, place in zip(stores, places, strict=True)
+    ]
+    public = all(store is not None and store.results_visibility == "public" for store in stores)
+    return ImageFiles(chain.from_iterable(parts), "public" if public else "private")
+
+
+def _store_images(store: Store) -> Iterator[ImageFile]:
+    for row in range(store.num_records):
+        record = store.record(row)
+        yield ImageFile(record.key, record.image, stored=True)
+
+
+def _file_images(place: str | Path, workers: int) -> Iterator[ImageFile]:
+    from dpvision.data.sources import file_sample, open_source  # pyarrow takes time to import
+
+    path = Path(place)
+    folder = f"{path}/" if path.is_dir() else ""
+    samples = (
+        map(file_sample, [path], [str(path)], [{}])  # read when its turn comes
+        if path.is_file() and path.suffix not in (".tar", ".parquet")
+        else open_source(path, for_import=False, workers=workers).samples
+    )
+    return (ImageFile(folder + sample.key, sample.image, sample.problem) for sample in samples)

@@ -1,0 +1,110 @@
+"""The model card of an export, in Hugging Face's format. Its section on privacy repeats the run's
+statement: no figure is computed or rounded here.
+"""
+
+from typing import Any
+
+from dpvision.export.product import Product
+from dpvision.statement.guarantee import NOTHING
+
+PIPELINES = {
+    "encoder": "image-feature-extraction",
+    "classifier": "image-classification",
+    "captioner": "image-to-text",
+}
+_LIBRARIES = {"safetensors": "pytorch"}
+_MAKES = {
+    "encoder": "features of images, for searching, comparing and training small models on them",
+    "classifier": "scores of images for the classes below",
+    "captioner": "captions of images",
+}
+_SHOWN = 100
+
+
+def model_card(product: Product, to: str, how_to_load: str) -> str:
+    """Return the text of README.md.
+
+    Args:
+        how_to_load: Python that loads the model, run in the folder of the export.
+    """
+    statement = product.statement
+    tags = ["dpvision"]
+    if statement is not None and statement["guaranteed"]:
+        tags.append("differential-privacy")
+    front = [
+        "license: other",
+        f"library_name: {_LIBRARIES.get(to, to)}",
+        f"pipeline_tag: {PIPELINES[product.kind]}",
+        "tags:",
+        *(f"- {tag}" for tag in tags),
+    ]
+    parts = [
+        "---\n" + "\n".join(front) + "\n---",
+        f"# {product.recipe}, run {product.run_id[:8]}",
+        _use(product),
+        "## How to load\n\nIn this folder:\n\n```python\n" + how_to_load.rstrip() + "\n```",
+        _privacy(statement),
+        _preprocessing(product),
+        *([_classes(product)] if product.class_names else []),
+        "## Licence\n\nThe owner of these weights chooses their licence: replace `license` above. "
+        + (
+            "Earlier weights and images behind them are listed under Lineage, with their licences."
+            if statement is not None
+            else "Do not publish them."
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _use(product: Product) -> str:
+    return (
+        f"## Intended use\n\nThis model gives {_MAKES[product.kind]}. It was trained with dpvision "
+        f"by recipe `{product.recipe}`, and is meant for images like those it was trained on. "
+        "Measure it on images of your own before you rely on it."
+    )
+
+
+def _privacy(statement: dict[str, Any] | None) -> str:
+    if statement is None:
+        return (
+            f"## Privacy\n\n**{NOTHING}** These weights were trained on private images without a "
+            "guarantee: they may reproduce them. Keep this folder where the images are kept."
+        )
+    listed = "\n".join(f"- {text}" for text in statement["scope"]["not_covered"])
+    lineage = "\n".join(f"- {entry['text']}" for entry in statement["history"]["lineage"])
+    return "\n\n".join(
+        [
+            f"## Privacy\n\n**{statement['headline']}**",
+            *statement["in_words"],
+            f"Trust model: {statement['scope']['trust_model']}",
+            f"Unit: {statement['scope']['unit']['text']}",
+            *([f"### Not covered\n\n{listed}"] if listed else []),
+            f"### Lineage\n\n{lineage}",
+            "[statement.json](statement.json) has every figure. `dpvision verify` checks it in "
+            "the run's folder.",
+        ]
+    )
+
+
+def _preprocessing(product: Product) -> str:
+    data, size = product.data, product.image_size
+    box = "the centred square over the shorter side"
+    if data.resize is not None:
+        box = "the whole image, its aspect ratio ignored"
+        if data.crop == "centre":
+            box = f"the centre of side {size} of the image resized to {data.resize} x {data.resize}"
+    lines = [
+        f"- RGB, {size} x {size} pixels from {box}, bicubic",
+        f"- pixels from 0 to 1, minus {list(data.mean)}, divided by {list(data.std)}",
+    ]
+    if product.window is not None:
+        low, high = product.window
+        lines.append(f"- grey of more than 8 bits: {low} becomes black and {high} white")
+    return "## Preprocessing\n\n" + "\n".join(lines)
+
+
+def _classes(product: Product) -> str:
+    names = product.class_names
+    text = "\n".join(f"{k}. {name}" for k, name in enumerate(names[:_SHOWN]))
+    more = f"\n\nand {len(names) - _SHOWN:,} more." if len(names) > _SHOWN else ""
+    return f"## Classes\n\nIn the order of the scores:\n\n{text}{more}"

@@ -1,0 +1,133 @@
+"""Export a run's model to a new folder: written, loaded again by the format's own library, compared
+with the run, and only then given its name.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dpvision.errors import CheckpointError, ConfigError, remedy_for
+from dpvision.export.card import model_card
+from dpvision.export.product import Product, dumped, open_product, refused
+from dpvision.files import new_folder
+from dpvision.runs.folder import require_confidential
+
+Format = Literal["timm", "transformers", "onnx", "safetensors", "peft"]
+FORMATS: tuple[Format, ...] = ("timm", "transformers", "onnx", "safetensors", "peft")
+TOLERANCE = 1e-5
+"""Largest difference from the run's own outputs, relative to the largest of them if above 1."""
+_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A finished export."""
+
+    folder: Path
+    files: dict[str, int]
+    """Name of each file -> its bytes."""
+    difference: float
+    """Largest difference between outputs of the exported model and of the run."""
+    headline: str | None
+    """Of the statement; None for confidential weights."""
+    how_to_load: str
+
+
+def export(
+    run: str | Path,
+    to: Format,
+    folder: str | Path,
+    *,
+    ema: bool = False,
+    encoder: str | None = None,
+) -> Exported:
+    """Write a run's model in another program's format, with a model card and the run's statement.
+
+    Args:
+        folder: the new folder; its path needs a folder named confidential if the weights were
+            trained on private images without a guarantee.
+        ema: whether to take the averaged weights.
+        encoder: spec of a head's encoder, if it has moved since the run.
+
+    Raises:
+        ConfigError: the format cannot hold this model, its library is not installed, the folder is
+            not empty, or it is not confidential and must be.
+        CheckpointError: there is no run or checkpoint, it was altered, or the disk refuses.
+        PrivacyError: the run cannot be stated (``make_statement``).
+    """
+    run, folder = Path(run), Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"export: {folder} is not empty; expected a new folder. Choose another name, or remove "
+            "it."
+        )
+    product = open_product(run, ema=ema, encoder=encoder)
+    if product.statement is None:
+        require_confidential(
+            folder, "export", "weights trained on private images without a guarantee"
+        )
+    if product.data.own_sizes:
+        raise refused(
+            to,
+            "every image is used at a resolution of its own (patches)",
+            "Use a head on another encoder.",
+        )
+    if product.kind == "captioner" and to in ("timm", "transformers"):
+        product = product.encoder_alone()  # neither has a decoder like ours
+    target = importlib.import_module(f"dpvision.export.to_{to}")
+    how_to_load = target.how_to_load(product)
+    with _refused(folder), new_folder(folder) as partial:
+        stated = {}
+        if product.statement is not None:
+            text = json.dumps(product.statement, indent=1, allow_nan=False).encode() + b"\n"
+            (partial / "statement.json").write_bytes(text)
+            stated = {
+                "headline": product.statement["headline"],
+                "run_id": product.run_id,
+                "sha256": hashlib.sha256(text).hexdigest(),
+            }
+        properties = {**product.properties, "statement": stated or None}
+        metadata = {f"dpvision.{name}": dumped(value) for name, value in properties.items()}
+        target.write(product, partial, metadata)
+        (partial / "README.md").write_text(model_card(product, to, how_to_load))
+        difference = _difference(product, target.read(product, partial), to)
+        files = {
+            path.relative_to(partial).as_posix(): path.stat().st_size
+            for path in sorted(partial.rglob("*"))
+            if path.is_file()
+        }
+    return Exported(folder, files, difference, stated.get("headline"), how_to_load)
+
+
+@torch.inference_mode()
+def _difference(product: Product, exported: Callable[[Any], Any], to: str) -> float:
+    """Return the largest difference between the exported model and the run's on fixed noise."""
+    generator, side = torch.Generator().manual_seed(0), product.image_size
+    x_BCHW = torch.randn(_ROWS, 3, side, side, generator=generator)
+    ours, theirs = product.reference(x_BCHW), exported(x_BCHW)
+    largest = ours.abs().max().item()
+    difference = (ours - theirs).abs().max().item() if ours.shape == theirs.shape else torch.inf
+    if not difference <= TOLERANCE * max(1.0, largest):
+        raise ConfigError(
+            f"export: --to {to}: outputs differ by {difference:.3g}; expected at most {TOLERANCE} "
+            f"of the largest, {largest:.3g}. This model does not fit the format: use onnx."
+        )
+    return difference
+
+
+@contextlib.contextmanager
+def _refused(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"export: cannot write {folder} ({error.strerror or error}); expected a writable disk "
+            f"with space. {remedy_for(error, 'Free some, or choose another folder.')}"
+        ) from error

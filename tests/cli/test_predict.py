@@ -1,0 +1,171 @@
+"""``dpvision predict`` and ``dpvision calibrate``: what they print, write and refuse."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dpvision.cli import main
+from dpvision.config import MAEConfig, ViTConfig
+from dpvision.data.store import Store
+
+from ..adapt.lineage_runs import untrained_run
+from ..adapt.runs_of_heads import head_config, run_head, write_digits
+from ..encoders.test_classifier import write_run
+
+
+@pytest.fixture(scope="module")
+def private(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return write_digits(tmp_path_factory.mktemp("stores") / "private", 0, 400)
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return write_digits(tmp_path_factory.mktemp("stores") / "public", 400, 700, public=True)
+
+
+@pytest.fixture(scope="module")
+def head(private: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_head(head_config(private, "many_steps"), tmp_path_factory.mktemp("runs") / "head")
+
+
+@pytest.fixture
+def run(head: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(head, tmp_path / "head")
+
+
+@pytest.fixture
+def photos(public: Store, tmp_path: Path) -> Path:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for row in range(6):
+        (folder / f"{row}.png").write_bytes(public.read(row))
+    (folder / "torn.png").write_bytes(public.read(7)[:50])
+    (folder / "notes.txt").write_text("x")
+    frames = [Image.open(folder / f"{row}.png") for row in (0, 1, 2)]
+    frames[0].save(folder / "moving.gif", save_all=True, append_images=frames[1:])
+    grey = np.asarray(frames[0].convert("L")).astype(np.uint16) * 257
+    Image.fromarray(grey).save(folder / "deep.png")
+    return folder
+
+
+def _ok(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[str, str]:
+    assert main([str(word) for word in argv]) == 0
+    return capsys.readouterr()
+
+
+def _refused(capsys: pytest.CaptureFixture[str], words: str, *argv: object) -> None:
+    assert main([str(word) for word in argv]) == 2
+    err = capsys.readouterr().err
+    assert words in err and "; expected" in err and "Traceback" not in err, err
+
+
+def test_a_line_for_each_image_and_the_unreadable_are_named(
+    run: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err = _ok(capsys, "predict", run, photos)
+    lines = dict(line.removeprefix(f"{photos}/").split(": ") for line in out.splitlines())
+    assert set(lines) == {*(f"{row}.png" for row in range(6)), "deep.png", "moving.gif"}
+    assert lines["deep.png"] == lines["moving.gif"] == lines["0.png"], "the same pixels"
+    assert err.startswith("operator only: 2 could not be read: ")
+    assert "torn.png (damaged)" in err and "notes.txt (not an image)" in err
+    found = json.loads(_ok(capsys, "predict", run, photos, "--json")[0])
+    assert found["visibility"] == "private" and found["temperature"] == 1
+    assert {one["problem"] for one in found["unreadable"]} == {"damaged", "not an image"}
+    one = found["predictions"][0]
+    (name,) = one["classes"]
+    assert one["probabilities"][name] == max(one["probabilities"].values())
+    assert f"{name} {one['probabilities'][name]:.3f}" in lines.values()
+
+
+def test_a_table_of_private_images_needs_a_confidential_folder(
+    run: Path, photos: Path, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _refused(capsys, "predictions on private images", "predict", run, photos, "--csv", "out.csv")
+    out = tmp_path / "confidential" / "out.csv"
+    _refused(capsys, "expected an existing folder", "predict", run, photos, "--csv", out)
+    out.parent.mkdir()
+    said = _ok(capsys, "predict", run, photos, "--csv", out)[0]
+    assert "predictions for 8 images" in said and "keep the file where the images are" in said
+    with out.open(newline="") as file:
+        rows = {row["image"]: row for row in csv.DictReader(file)}
+    assert len(rows) == 10 and rows[f"{photos}/torn.png"]["problem"] == "damaged"
+    free, public_out = tmp_path / "free.csv", tmp_path / "public.csv"
+    _ok(capsys, "predict", run, photos, "--csv", free, "--release-private-outputs")
+    assert free.read_text() == out.read_text()
+    said = _ok(capsys, "predict", run, public.path, "--csv", public_out)[0]
+    assert "keep the file" not in said and len(public_out.read_text().splitlines()) == 301
+
+
+def test_what_cannot_be_done_is_one_clear_error(
+    run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for words, *argv in (
+        ("no images", run, tmp_path / "empty"),
+        ("no images", run),
+        ("nothing there", run, tmp_path / "nowhere"),
+        ("1 could not be read", run, photos / "notes.txt"),
+        ("no such folder", tmp_path / "nowhere", photos),
+        ("ends in .csv", run, photos, "--csv", tmp_path / "out.txt"),
+        ("batch_size=0", run, photos, "--batch-size", 0),
+        ("one of", run, photos, "--encoder", "hog"),
+        ("has no averaged weights", run, photos, "--ema"),
+    ):
+        if words == "one of":  # another encoder than the head's
+            assert main(["predict", *map(str, argv)]) == 2
+            assert "expected" in capsys.readouterr().err
+        else:
+            _refused(capsys, words, "predict", *argv)
+    vit = ViTConfig(image_size=8, patch_size=2, depth=1, width=16, num_heads=2)
+    mae = write_run(tmp_path / "mae", MAEConfig(encoder=vit))
+    _refused(capsys, "model kind 'mae'", "predict", mae, photos)
+
+
+def test_an_encoder_that_moved_is_given_by_name(
+    private: Store, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guarantee = {"epsilon": 2.0, "epsilon_rdp": 2.1, "delta": 1e-5, "steps": 4}
+    parent = untrained_run(tmp_path / "parent", "private", guarantee)
+    run = run_head(head_config(private, "prototypes", spec=str(parent)), tmp_path / "run")
+    before = _ok(capsys, "predict", run, photos)[0]
+    parent.rename(tmp_path / "moved")
+    assert main(["predict", str(run), str(photos)]) == 2
+    assert "Give its location with encoder=SPEC" in capsys.readouterr().err
+    moved = tmp_path / "moved"
+    assert _ok(capsys, "predict", run, photos, "--encoder", moved)[0] == before
+
+
+def test_calibration_is_used_from_then_on(
+    run: Path,
+    private: Store,
+    public: Store,
+    photos: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _refused(capsys, "is private; expected a public store", "calibrate", run, private.path)
+    _refused(capsys, "recall=0.5 with a run", "calibrate", run, public.path, "--recall", 0.5)
+    before = json.loads(_ok(capsys, "predict", run, photos, "--json")[0])
+    said = _ok(capsys, "calibrate", run, public.path, "--workers", 1)[0]
+    assert f"calibration in {run}/calibration.json, from 300 public images of public" in said
+    made = json.loads((run / "calibration.json").read_text())
+    after = json.loads(_ok(capsys, "predict", run, photos, "--json")[0])
+    assert after["temperature"] == made["temperature"] != 1
+    for old, new in zip(before["predictions"], after["predictions"], strict=True):
+        assert old["classes"] == new["classes"] and old["probabilities"] != new["probabilities"]
+        assert sum(new["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+    assert json.loads(_ok(capsys, "calibrate", run, public.path, "--json")[0])["rule"] is None
+
+
+def test_figures_of_confidential_weights_are_not_printed_to_a_log(
+    private: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_head(head_config(private, "many_steps", epsilon=None), tmp_path / "run")
+    out = _ok(capsys, "calibrate", run, public.path, "--workers", 1)[0]
+    path = run / "confidential" / "calibration.json"
+    assert out == f"calibration in {path}, whose figures are confidential\n" and path.exists()
+    _refused(capsys, "predictions on private", "predict", run, public.path, "--csv", "out.csv")

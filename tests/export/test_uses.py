@@ -1,0 +1,109 @@
+"""What the printed code computes: captions, reconstructions, and pixels of image files."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from dpvision.checkpoint import load_checkpoint
+from dpvision.config import DataConfig
+from dpvision.data.transform import preprocess_of
+from dpvision.encoders.trained import load_model
+from dpvision.export.write import export
+from dpvision.models.captioner import Captioner
+from dpvision.models.generate import generate
+from dpvision.models.mae import MAE, losses
+from dpvision.runs.folder import read_run
+
+from ..captioners import image, make_tokenizer
+from .models_to_export import MODELS, Made, make_exportable
+
+CAPTIONER, MAE_RUN = "captioner (`dpcap.*`)", "masked autoencoder (`vip.*`)"
+
+
+def code_of(folder: Path) -> str:
+    return (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+
+
+def squares() -> torch.Tensor:
+    pixels = np.stack([image(number)[0] for number in range(8)])
+    x_BCHW = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
+    return ((x_BCHW - 0.5) / 0.25).float()
+
+
+@pytest.mark.parametrize("to", ["safetensors", "onnx"])
+def test_the_printed_code_writes_the_captions_of_generate(
+    to: Any, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if to == "onnx":
+        pytest.importorskip("onnxscript", reason="onnxscript is of an extra")
+    folder = export(made(CAPTIONER), to, tmp_path / "out").folder
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    x_BCHW = squares()
+    here: dict[str, Any] = {"x_BCHW": x_BCHW.numpy(), "image": Image.new("RGB", (16, 16))}
+    exec(code_of(folder), here)
+    ids = here["ids"] if to == "onnx" else here["model"].caption(x_BCHW)
+    model, _ = load_model(load_checkpoint(made(CAPTIONER)))
+    assert isinstance(model, Captioner)
+    model.eval()
+    ours = [said.ids for (said,) in generate(model, model.encode(x_BCHW))]
+    assert [tuple(row) for row in ids] == ours and len({*ours}) > 1
+    if to == "onnx":
+        texts = [make_tokenizer().decode(said) for said in ours]
+        assert here["texts"] == texts and "a red square on the left" in texts
+
+
+def test_transformers_reconstructs_as_the_run(made: Made, tmp_path: Path) -> None:
+    """Its loss, at the same masks and with normalised pixels too, is ours: the decoder, and the
+    order of the pixels in a patch.
+    """
+    transformers = pytest.importorskip("transformers", reason="transformers is of an extra")
+    folder = export(made(MAE_RUN), "transformers", tmp_path / "out").folder
+    theirs = transformers.ViTMAEForPreTraining.from_pretrained(folder).eval()
+    ours, _ = load_model(load_checkpoint(made(MAE_RUN)))
+    assert isinstance(ours, MAE)
+    generator = torch.Generator().manual_seed(2)
+    x_BCHW = torch.randn(4, 3, 32, 32, generator=generator)
+    order_BL = torch.rand(4, ours.num_patches, generator=generator)
+    with torch.inference_mode():
+        loss = theirs(x_BCHW, noise=order_BL).loss
+        assert abs(loss - losses(ours, x_BCHW, order_BL).mean()) < 1e-6
+
+
+IMAGES = [
+    Image.fromarray(load_sample_images().images[0]).crop(box)
+    for box in ((0, 0, 300, 300), (5, 9, 205, 327), (100, 40, 171, 82))
+]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [DataConfig(), DataConfig(resize=48), DataConfig(resize=48, crop="centre")],
+    ids=["crop of the image", "resized", "crop of the resized"],
+)
+def test_files_become_the_same_pixels(data: DataConfig, made: Made, tmp_path: Path) -> None:
+    """modelling.py: always. timm: where the square is the whole image; else within half a pixel."""
+    run = make_exportable(tmp_path / "run", MAE_RUN, data=data)
+    ours = preprocess_of(32, data)
+    assert read_run(run)[1].data.resize == data.resize and MODELS[MAE_RUN].encoder.image_size == 32  # type: ignore[union-attr]
+    here: dict[str, Any] = {}
+    exec((export(run, "safetensors", tmp_path / "a").folder / "modelling.py").read_text(), here)
+    exported = here["load"](tmp_path / "a")
+    export(run, "timm", tmp_path / "b")
+    model = timm.create_model(f"local-dir:{tmp_path / 'b'}", pretrained=True)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    for file in IMAGES:
+        expected = ours(file)
+        assert np.abs(exported.preprocess(file).numpy() - expected).max() < 1e-6
+        off = np.abs(transform(file).numpy() - expected)
+        square = file.width == file.height
+        if (data.resize is not None and data.crop == "random") or (square and data.resize is None):
+            assert off.max() < 1e-6
+        else:
+            assert off.mean() < 0.3, "of a standard deviation of 1"
