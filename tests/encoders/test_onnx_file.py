@@ -11,9 +11,7 @@ from dpvision.config import IMAGENET_MEAN
 from dpvision.encoders.identity import check_alone, check_places, check_same, describe
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import CheckpointError, ConfigError
-from dpvision.runs.lineage import shaped_in_confidence
-from dpvision.strict_json import parse_json
-from dpvision.weights import contents
+from dpvision.weights import contents, lineage_record
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxruntime", reason="needs the extra onnx")
@@ -141,19 +139,22 @@ def test_size_and_normalisation_are_those_of_the_files_metadata(tmp_path):
 
 
 def test_lineage_comes_back_and_the_weights_are_recognised(tmp_path):
-    entry = (
-        '{"store_id": "s", "visibility": "private", "licence": null, "run_id": "r", '
-        '"guarantee": null}'
-    )
+    entry = {
+        "store_id": "s",
+        "visibility": "private",
+        "licence": None,
+        "run_id": "r",
+        "guarantee": None,
+    }
     model = Convnet()
-    file = _write(model, tmp_path / "m.onnx", lineage=f'{{"lineage": [{entry}]}}')
+    file = _write(model, tmp_path / "m.onnx", lineage=lineage_record(model.state_dict(), [entry]))
     encoder = open_encoder(f"onnx:vector@{file}")
-    assert list(encoder.lineage) == [parse_json(entry)] and encoder.confidential
-    assert shaped_in_confidence(encoder.lineage)
+    assert list(encoder.lineage) == [entry] and encoder.confidential
     assert set(contents(model.state_dict().values())) <= set(contents(encoder.tensors()))
-    for text in ("[]", "{}", '{"lineage": [{"store_id": "s"}]}', "x"):
+    other = lineage_record({"w": torch.ones(3)}, [entry])
+    for text, words in ((other, "not that of its tensors"), ("x", "cannot be read")):
         file = _write(model, tmp_path / "bad.onnx", lineage=text)
-        with pytest.raises(CheckpointError, match="lineage cannot be read"):
+        with pytest.raises(CheckpointError, match=words):
             open_encoder(f"onnx:vector@{file}")
 
 

@@ -16,6 +16,8 @@ from safetensors import safe_open
 
 from dpvision.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from dpvision.cli import main
+from dpvision.data.transform import LibraryData, LibraryResize
+from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.open import open_encoder
 from dpvision.encoders.starting_weights import open_parent
 from dpvision.errors import ConfigError, DPVisionError, PrivacyError
@@ -365,3 +367,16 @@ def test_a_full_disk_leaves_no_folder(
 def test_names_of_classes_are_written_as_they_are(made: Made, tmp_path: Path) -> None:
     folder = exported(made(VIT), "timm", tmp_path / "out")
     assert json.loads((folder / "config.json").read_text())["label_names"] == CLASSES
+
+
+def test_a_head_on_images_that_transformers_resizes_is_refused(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No format but transformers' own holds such a resizing; another would give other pixels."""
+    run = made("classifier on our ViT, mean")
+    classifier = load_classifier(run)
+    classifier.data = LibraryData(library=LibraryResize(32, True))
+    monkeypatch.setattr("dpvision.export.product.load_classifier", lambda *a, **k: classifier)
+    with pytest.raises(ConfigError, match=r"is a head on hf:.*dpvision predict reads both"):
+        export(run, "safetensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -19,8 +19,7 @@ from dpvision.encoders.pooled import PooledNetwork
 from dpvision.encoders.weights_file import lineage_of_run_around
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.runs.lineage import undeclared_weights
-from dpvision.strict_json import parse_json
-from dpvision.weights import METADATA
+from dpvision.weights import METADATA, recorded_lineage
 
 _MOST_BYTES = (2 << 30) - 1
 """Protobuf's limit for one model."""
@@ -82,7 +81,9 @@ def onnx_encoder(
             f"encoder: {shown}: image_size={side} ({_short(error)}); expected one vector, its "
             "tokens or a map for each image. Choose another NODE or size."
         ) from None
-    lineage = _lineage(about.get(METADATA), str(path)) + (lineage_of_run_around(path) or [])
+    carried = about.get(METADATA)
+    lineage = [] if carried is None else recorded_lineage(carried, _weights(model), path)
+    lineage += lineage_of_run_around(path) or []
     made = Encoder(
         name=shown,
         image_size=side,
@@ -169,24 +170,6 @@ def _weights(model: Any) -> dict[str, Tensor]:
     found = {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
     kept = {name: value for name, value in found.items() if value.dtype.kind in "fiub"}
     return {name: torch.from_numpy(np.array(value)) for name, value in kept.items()}
-
-
-def _lineage(text: str | None, where: str) -> list[dict[str, Any]]:
-    """Return the lineage in a file's metadata, as ``dpvision export`` writes it; [] for none."""
-    if text is None:
-        return []
-    try:
-        record = parse_json(text)
-        entries = record["lineage"] if isinstance(record, dict) else record
-        fields = {"store_id", "visibility", "licence", "run_id", "guarantee"}
-        if not entries or not all(fields <= entry.keys() for entry in entries):
-            raise ValueError("not a lineage")
-        return list(entries)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"encoder: {where}: its lineage cannot be read ({error!r}); expected what dpvision "
-            "export writes. Export it again."
-        ) from None
 
 
 def _short(error: Exception) -> str:

@@ -15,6 +15,7 @@ from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import BOS_ID, EOS_ID, DataConfig
 from dpvision.data.declared import window_of
 from dpvision.data.rgb import Window
+from dpvision.data.transform import LibraryData
 from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.pooled import PooledNetwork, pooled_model
 from dpvision.encoders.trained import load_model
@@ -188,6 +189,12 @@ def _of_classifier(
     tuned = checkpoint.manifest["config"]["model"].get("tuned", "whole")
     merges = tuned in ("lora", "film")
     plain = load_classifier(_without_additions(checkpoint), ema=ema) if merges else trained
+    if isinstance(plain.data, LibraryData):
+        raise ConfigError(
+            f"export: {checkpoint.path} is a head on hf:, whose images are resized as "
+            f"{plain.data.library}; expected a resizing that every format holds. Pass on the run "
+            "with the encoder's folder: dpvision predict reads both."
+        )
     network: Any = plain.network
     inner = network.network if isinstance(plain.head, LinearHead) else network.encoder
     return Product(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples
 from dpvision.data.sources import Sample
 from dpvision.errors import CheckpointError, ConfigError
@@ -44,7 +45,7 @@ def store(tmp_path_factory):
         samples,
         tmp_path_factory.mktemp("stores") / "squares",
         public=True,
-        label_from="label",
+        labels=LabelRule(label_from="label"),
     )
 
 
