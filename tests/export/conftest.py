@@ -13,12 +13,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     runs: dict[str, Path] = {}
 
     def run(name: str) -> Path:
-        if name not in runs:
-            place = root / f"run-{len(runs)}"
-            if name in HEADS:
-                runs[name] = make_head(place, name, run("masked autoencoder (`vip.*`)"))
-            else:
-                runs[name] = make_exportable(place, name)
+        if name in runs:
+            return runs[name]
+        if name in HEADS:
+            mae = run("masked autoencoder (`vip.*`)")
+            runs[name] = make_head(root / f"run-{len(runs)}", name, mae)
+        else:
+            runs[name] = make_exportable(root / f"run-{len(runs)}", name)
         return runs[name]
 
     return run
