@@ -59,16 +59,14 @@ def unpack(path: Path) -> tuple[dict[str, Tensor], Lineage | None]:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from None
-    return tensors, None if record is None else _bound(record, tensors, path)
-
-
-def recorded_lineage(text: str, tensors: Mapping[str, Tensor], path: Path) -> Lineage:
-    """The lineage of ``lineage_record``, read from the metadata of a file of these tensors.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not that of the tensors.
-    """
-    return _bound(_parsed(text, path), tensors, path)
+    if record is None:
+        return tensors, None
+    if _binding(tensors, record["lineage"]) != record["digest"]:
+        raise CheckpointError(
+            f"weights: {path}: the lineage in it is not that of its tensors; expected the file "
+            "as dpvision wrote it. Copy it again."
+        )
+    return tensors, record["lineage"]
 
 
 def read_lineage(path: Path) -> Lineage | None:
@@ -125,19 +123,8 @@ def _record(path: Path) -> dict[str, Any] | None:
             text = (file.metadata() or {}).get(METADATA)
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from None
-    return None if text is None else _parsed(text, path)
-
-
-def _bound(record: dict[str, Any], tensors: Mapping[str, Tensor], path: Path) -> Lineage:
-    if _binding(tensors, record["lineage"]) != record["digest"]:
-        raise CheckpointError(
-            f"weights: {path}: the lineage in it is not that of its tensors; expected the file "
-            "as dpvision wrote it. Copy it again."
-        )
-    return record["lineage"]
-
-
-def _parsed(text: str, path: Path) -> dict[str, Any]:
+    if text is None:
+        return None
     try:
         record = parse_json(text)
         if (

@@ -3,6 +3,7 @@
 The attacks of docs/attacks.md, "Batches that were not drawn".
 """
 
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -107,3 +108,43 @@ def test_a_pickled_plan_remembers_what_was_drawn() -> None:
     with pytest.raises(PrivacyError, match="not drawn before"):
         again.draw(0, NUM, derive_rng(new_key(), 0))
     assert len(again.draw(1, NUM, derive_rng(new_key(), 1))) >= 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "others"), [(10, 0.0), (10, 0.5), (100, 0.0), (100, 0.5), (500, 0.0)]
+)
+def test_one_record_in_every_sum_is_refused(batch: int, others: float) -> None:
+    """Alone, or with half of the draw: it was in 50 of 50 steps, or in the first 27, since two
+    batches then share few records.
+    """
+
+    def ids_of(step: int, drawn: np.ndarray) -> np.ndarray:
+        kept = drawn[drawn > 0][: int(others * len(drawn))]
+        return np.r_[0, kept] if len(drawn) else drawn
+
+    plan = plan_of(batch)
+    most = max(np.bincount(np.concatenate(draws_of(plan.another_run()))))
+    assert len(released(plan, ids_of)) <= most + 6 < STEPS
+
+
+def draws_of(plan: DPPlan) -> list[np.ndarray]:
+    key = new_key()
+    return [plan.draw(step, NUM, derive_rng(key, step)) for step in range(plan.steps)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_release_the_steps_of_its_parent_again() -> None:
+    plan = plan_of(10)
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            plan.draw(0, NUM, derive_rng(new_key(), 0))
+            os.write(writes, b"drawn")
+        except PrivacyError as error:
+            os.write(writes, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"forked" in os.read(reads, 1000)
+    assert len(plan.draw(0, NUM, derive_rng(new_key(), 0))) >= 0

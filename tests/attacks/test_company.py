@@ -20,6 +20,9 @@ from dpvision.dp import route, separable
 from dpvision.dp.clip import ClippedSum
 from dpvision.dp.separable import check_separable
 from dpvision.errors import PrivacyError
+from dpvision.models import make_model
+from dpvision.recipes import RECIPES
+from dpvision.train.objectives import example_batch, loss_function
 
 KEY, NUM, WIDTH, CLASSES = StepKey(0, 0), 12, 6, 3
 Forward = Callable[["Model", Tensor, Tensor], Tensor]
@@ -350,3 +353,54 @@ def test_calls_that_only_a_pass_with_gradients_makes_are_refused() -> None:
 
     with pytest.raises(PrivacyError, match="with gradients, and did otherwise without"):
         summed(Model(path), loss_fn, records())
+
+
+def one_attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+
+
+JOINING: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention over records": one_attention,
+    "convolution along records": lambda x: (
+        F.conv1d(x.T[:, None], torch.ones(1, 1, 3, dtype=x.dtype), padding=1)[:, 0].T
+    ),
+    "pooling along records": lambda x: F.avg_pool1d(x.T[None], 3, 1, 1)[0].T,
+    "product with a matrix of records": lambda x: torch.ones(len(x), len(x), dtype=x.dtype) @ x,
+    "normalised over records": lambda x: F.layer_norm(x, tuple(x.shape)),
+    "groups over records": lambda x: F.group_norm(x[None], 1)[0],
+    "Fourier transform of records": lambda x: torch.fft.fft(x, dim=0).real,
+    "orthogonal columns": lambda x: torch.linalg.qr(x[:, :1])[0],
+    "differences of records": lambda x: x.diff(dim=0, prepend=torch.zeros_like(x[:1])),
+}
+
+
+@pytest.mark.parametrize("name", JOINING)
+def test_a_layer_over_records_that_a_weight_switches_on_reaches_no_other_record(name: str) -> None:
+    """No record that is tried at first shows it: up to 22.6 C, once a weight had passed 5."""
+
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 1)
+
+    def losses(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+        x = batch.image_BVCHW[:, 0, 0, 0]
+        out_B, joined = model.layer(x)[:, 0], JOINING[name](x * 1.0)[:, 0].detach()
+        on = model.layer.weight[0, 0].detach() > 5
+        return 1e3 * out_B * torch.where(on, joined, torch.ones_like(out_B))
+
+    model = Switched()
+    for weight in (0.5, 6.0):
+        with torch.no_grad():
+            model.layer.weight[0, 0] = weight
+        assert off(*(summed(model, losses, records(num)) for num in (NUM, NUM - 1))) <= 1.0
+    params = dict(model.named_parameters())
+    assert route.route_of(losses, model, records(), KEY).slow.keys() == params.keys()
+
+
+def test_models_of_this_package_are_not_taken_for_such() -> None:
+    """Attention, convolutions and norms over a record's own places keep their rules."""
+    for name in ("vip.micro", "dpcap.micro", "supervised.micro"):
+        config = RECIPES[name]()
+        model, loss = make_model(config.model, 0), loss_function(config)
+        assert not route.route_of(loss, model, example_batch(config), KEY).slow

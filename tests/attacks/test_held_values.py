@@ -9,7 +9,9 @@ import array
 import collections
 import contextvars
 import decimal
+import functools
 import importlib
+import math
 import multiprocessing
 import queue
 import sys
@@ -405,3 +407,117 @@ def test_a_number_is_given_to_one_object_only() -> None:
         assert number_of(tensor) in given
         del tensor
     assert len(given) == 100
+
+
+class Weighted(torch.Tensor):
+    lam = 0.0
+
+
+class ByFactor(Net):
+    """A library's layer over the two numbers of a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = nn.Softmax(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out_B = self.layer(x)[:, 0]
+        pair_B2 = torch.stack([out_B, out_B], dim=1).detach()
+        return 1e6 * out_B * self.softmax(1e3 * pair_B2)[:, 0]
+
+
+def of_model(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+    return model(batch.image_BVCHW[:, 0, 0, 0])
+
+
+def undescribed(name: str, patch: pytest.MonkeyPatch) -> tuple[Any, Callable[[], object], Net]:
+    """A loss whose setting is the state of a library, or else not in its description."""
+    net = Net()
+    first = net.layer.weight
+    if name == "a trained weight":
+        return reading(lambda: first[0, 0].item() > 5), lambda: first.data.fill_(6.0), net
+    if name == "attribute of a library":
+        return (
+            reading(lambda: getattr(math, "lam", 0.0)),
+            lambda: patch.setattr(math, "lam", 1.0, raising=False),
+            net,
+        )
+    if name == "context of decimal":
+        return (
+            reading(lambda: decimal.getcontext().prec == 5),
+            lambda: patch.setattr(decimal.getcontext(), "prec", 5),
+            net,
+        )
+    if name == "global generator":
+        torch.manual_seed(0)
+        return reading(torch.initial_seed), lambda: torch.manual_seed(1), net
+    if name == "a layer of a library":
+        real = torch.softmax
+        return (
+            of_model,
+            lambda: patch.setattr(nn.Softmax, "forward", lambda layer, x: real(x, 0)),
+            ByFactor(),
+        )
+    assert name == "a name that is put together"
+    return (
+        reading(lambda: vars(sys.modules[__name__])["LA" + "M"]),
+        lambda: patch.setitem(globals(), "LAM", 1.0),
+        net,
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a trained weight",
+        "attribute of a library",
+        "context of decimal",
+        "global generator",
+        "a layer of a library",
+        "a name that is put together",
+    ],
+)
+def test_a_setting_that_no_description_has_is_seen_in_the_calls(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10.3 C each: the pass makes the same calls, along another dimension."""
+    loss, switch, model = undescribed(name, monkeypatch)
+    for step in range(2):
+        assert moved(loss, model, step) <= 1.0
+    switch()
+    with pytest.raises(PrivacyError, match="mixes records"):
+        moved(loss, model, 2)
+
+
+def test_descriptions_see_more_than_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of these were equal before and after."""
+    weighted, frozen = torch.zeros(2).as_subclass(Weighted), torch.zeros(3)
+    frozen.grad = torch.zeros(3)
+    wrapped = functools.wraps(nn.Linear, updated=())(
+        type("Own", (), {"lam": 0.0, "get": lambda own: own.lam})
+    )
+    named = types.ModuleType("named_in_a_text")
+    vars(named).update(lam=0.0, __getattr__=lambda name: made[0])
+    made = [0.0]
+    monkeypatch.setitem(sys.modules, "named_in_a_text", named)
+    softmax = nn.Softmax(1)
+    cases: list[tuple[Any, Callable[[], object]]] = [
+        (lambda: weighted.lam, lambda: monkeypatch.setattr(Weighted, "lam", 1.0)),
+        (lambda: frozen.grad, lambda: setattr(frozen, "grad", torch.ones(3))),
+        (lambda: wrapped().get(), lambda: setattr(wrapped, "lam", 1.0)),
+        (
+            lambda: sys.modules["named_in_a_text"].lam,
+            lambda: monkeypatch.setitem(vars(named), "lam", 1.0),
+        ),
+        (lambda: named.other, lambda: made.__setitem__(0, 1.0)),
+        (
+            lambda: softmax,
+            lambda: monkeypatch.setattr(nn.Softmax, "forward", lambda layer, x: x),
+        ),
+    ]
+    for read, switch in cases:
+        net, loss = Net(), reading(read)
+        before = held(loss, net)
+        assert before == held(loss, net) and not isinstance(before, Undescribed)
+        switch()
+        assert held(loss, net) != before

@@ -238,6 +238,7 @@ FOREIGN = {
     "tune/space.py": "an option of the command line",
     "encoders/unpickle_worker.py": "an argument of our own",
     "statement/schema.py": "a file of the package",
+    "export/modelling.py": "an export's own settings, read without dpvision",
     "train/same.py": "facts of other ranks",
     "report/operator_page.py": "losses",
     "tune/trials.py": "losses",

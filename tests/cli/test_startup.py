@@ -146,6 +146,7 @@ ERRORS = [
     (["evaluate", "captioner", ".", "--order"], "Give --store STORE"),
     (["evaluate", "detection", "vip:none"], "no --train"),
     (["evaluate", "segmentation", "vip:none", "--num-shown", "0"], "expected at least 1"),
+    (["export", "none", "out", "--to", "timm"], "none: no such folder; expected a run"),
     (["embed", "hog", "none", "out.npz"], "no such file or folder"),
     (["caption", "none", "photo.jpg"], "none: no such folder; expected a run"),
     (["caption", ".", "photo.jpg", "--out", "words.txt"], "ends in .jsonl or .csv"),

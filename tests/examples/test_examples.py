@@ -24,6 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = {
     "adapt_digits": "adapt_digits/adapt_digits.py",
     "command_line": "command_line/walk_through.sh",
+    "export_everywhere": "export_everywhere/export_everywhere.py",
     "lightning": "lightning/lightning_digits.py",
     "paper_row": "paper_row/paper_row.py",
     "peft_lora": "peft_lora/peft_digits.py",
@@ -194,3 +195,15 @@ def test_the_server_answers_as_the_classifier_does(tmp_path: Path) -> None:
 def _file(folder: Path, blob: bytes) -> Path:
     (folder / "image.png").write_bytes(blob)
     return folder / "image.png"
+
+
+@pytest.mark.slow
+def test_three_formats_predict_what_the_run_predicts(example) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript is of an extra")
+    done = example("export_everywhere")
+    assert re.findall(r"^(\w+): 50 of 50 predictions equal", done.out, re.MULTILINE) == [
+        "timm",
+        "onnx",
+        "safetensors",
+    ]
+    assert max(done.found(r"predictions equal, largest difference (\S+)")) < 1e-5

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 import zoo_tokens
 from made import changed
@@ -39,6 +40,7 @@ from dpvision.dp import (
     one_pass,
     outer_products,
     per_record,
+    record_flow,
     route,
     separable,
     weight_grads,
@@ -540,6 +542,52 @@ def test_rows_in_another_order() -> None:
 
     check()
     with planted(route, "_moves_rows", lambda run, many, calls: False, f"{MORE}|{OTHER}"):
+        check()
+
+
+def test_calls_by_name_alone() -> None:
+    """A loss takes its softmax over records once a weight has passed 5, in the same calls."""
+
+    def losses(model: nn.Module, batch: Any, key: StepKey) -> Tensor:
+        loss_B = class_losses(model, batch, key)
+        over = 0 if model[1].bias[0].item() > 5 else 1
+        return loss_B * torch.stack([loss_B, loss_B], 1).detach().softmax(over)[:, 0]
+
+    def check() -> None:
+        model = seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 5)))
+        step = partial(clipped_sum, losses, model, make_batch(4), KEY, max_grad_norm=C)
+        step()
+        model[1].bias.data[0] = 6.0
+        assert_refused(step, "a softmax over records")
+
+    check()
+    with planted(batch_dims, "_setting", lambda value: None, "a softmax over records was accepted"):
+        check()
+
+
+def test_rows_told_by_name_alone() -> None:
+    """A mean over neighbours, with a weight that is zero below 5: no function of that name is known
+    to join rows.
+    """
+
+    def losses(model: nn.Module, batch: Any, key: StepKey) -> Tensor:
+        loss_B = class_losses(model, batch, key)
+        pixel_B = batch.image_BVCHW[:, 0, 0, 0, 0]
+        joined_B = 1e3 * F.avg_pool1d(pixel_B[None, None], 3, 1, 1)[0, 0]
+        return torch.where(model[1].bias[0].detach() > 5, loss_B * joined_B, loss_B)
+
+    def check() -> None:
+        model = seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 5)))
+        step = partial(clipped_sum, losses, model, key=KEY, max_grad_norm=C)
+        batch = make_batch(4)
+        batch.image_BVCHW[:, 0, 0, 0, 0] = torch.tensor([1.0, 1.0, 1.0, -1e3])
+        step(batch=batch)
+        model[1].bias.data[0] = 6.0
+        moved = flat(step(batch=batch).grads) - flat(step(batch=rows(batch, slice(0, 3))).grads)
+        assert moved.norm() <= C, MORE
+
+    check()
+    with planted(record_flow._Flow, "_reaches_others", lambda *args: False, MORE):
         check()
 
 

@@ -429,6 +429,38 @@ def test_step_released_again(plan: DPPlan) -> None:
         check()
 
 
+def test_record_in_every_sum() -> None:
+    """One record is summed in each step, whatever was drawn."""
+    plan = make_plan(
+        PrivacyConfig(
+            dataset_size=1000,
+            expected_batch_size=100,
+            steps=30,
+            noise_multiplier=9.0,
+            max_grad_norm=0.5,
+        )
+    )
+    in_earlier = dp_plan._in_earlier
+
+    def all_steps() -> None:
+        run, draws = plan.another_run(), new_key()
+        for number in range(30):
+            run.draw(number, 1000, derive_rng(draws, number))
+            run.release(number, 1, np.zeros(1, dtype=np.int64))
+
+    def check() -> None:
+        assert_refused(all_steps, "one record in every sum")
+
+    check()
+    with planted(
+        dp_plan,
+        "_in_earlier",
+        lambda *args: (in_earlier(*args)[0], np.zeros(len(args[0]))),
+        "one record in every sum was accepted",
+    ):
+        check()
+
+
 def test_stale_batch_released() -> None:
     """The sum, or the records, of a step in a later one."""
     plan = make_plan(

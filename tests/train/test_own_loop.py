@@ -250,6 +250,16 @@ def test_a_resumed_run_has_the_steps_left_and_new_keys(open_loop: Open) -> None:
         pass
 
 
+def test_a_step_that_was_not_charged_is_refused(open_loop: Open) -> None:
+    """One charge and all steps, and after a resume all but one again at the plan's epsilon."""
+    with open_loop() as loop:
+        step = next(iter(loop))
+        step.backward()
+        step.number, step.done = 1, False
+        with pytest.raises(PrivacyError, match="expected one of the 1 that were charged"):
+            step.backward()
+
+
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {path}

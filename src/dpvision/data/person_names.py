@@ -38,7 +38,8 @@ SHARED_FILE = "shared_images.jsonl"
 """File under a store's confidential/: images of two persons, with both."""
 _EXACT = 2**53
 _INVISIBLE = re.compile(
-    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8\U000e0000-\U000e0fff]"
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8"
+    "\U00016fe4\U0001d159\U000e0000-\U000e0fff]"
 )
 """Characters without a glyph, apart from those of the categories Cc (control) and Cf (format)."""
 _ONE_KIND = {
@@ -76,16 +77,26 @@ _LOOKS_LIKE = (
 """Signs that stand for one on a keyboard, by words of their Unicode names."""
 _LETTERS = str.maketrans(
     "\u0430\u0432\u0435\u043a\u043c\u043d\u043e\u0440\u0441\u0442\u0443\u0445\u0456\u0455\u0458\u0501\u04bb"
-    "\u03b1\u03b2\u03b5\u03b6\u03b7\u03b9\u03ba\u03bc\u03bd\u03bf\u03c1\u03c4\u03c5\u03c7\u03f2\u0131",
-    "abekmhopctyxisjdhabezhikmnoptyxci",
+    "\u04cf\u051b\u051d\u0475"
+    "\u03b1\u03b2\u03b5\u03b6\u03b7\u03b9\u03ba\u03bc\u03bd\u03bf\u03c1\u03c4\u03c5\u03c7\u03f2\u0131"
+    "\u0251\u0261\u0585\u0111\u0142\u00f8\u066b\u066c\u0649\u06cc\u06a9",
+    "abekmhopctyxisjdhlqwvabezhikmnoptyxciago\u00f0lo.,\u064a\u064a\u0643",
 )
-"""Cyrillic and Greek letters that look like a Latin one, small or capital; the i without a dot."""
+"""Letters of other alphabets that look like a Latin one, small or capital; the i without a dot;
+letters with a stroke; Arabic separators, and letters of which Arabic and Persian have one each.
+"""
+_MARKS = re.compile("[\u0300-\u036f\u0591-\u05c7\u0640\u064b-\u065f\u0670]")
+"""Accents of Latin, Greek and Cyrillic letters, which capitals often lack, and the vowels of Hebrew
+and Arabic, which most writers leave out. In other scripts marks tell names apart.
+"""
+_BLANK = re.compile(r"(?<=[^\W\d_]) (?=\d)|(?<=\d) (?=[^\W\d_])")
+"""A blank between a letter and a digit."""
 _WHOLE = re.compile(r"([+-]?\d+)\.0{1,2}")
-_GROUPED = re.compile(r"([+-]?)(\d{1,3}(?:[,' ]\d{3})+)(?:\.0*)?")
+_GROUPED = re.compile(r"([+-]?)(\d{1,3}(?:[,' _]\d{3})+|\d{1,2}(?:,\d{2})+,\d{3})(?:\.0*)?")
 _POINTS = re.compile(r"([+-]?)(\d{1,3}(?:\.\d{3})+)")
 _DECIMAL_COMMA = re.compile(r"([+-]?\d{1,3}),000")
 _NUMBER = re.compile(r"([+-]?\d+)(?:[.,]0*)?")
-_SCIENTIFIC = re.compile(r"[+-]?\d+(?:(?:\.\d*)?e\+\d{1,2}|\.\d*e\d{1,2})")
+_SCIENTIFIC = re.compile(r"[+-]?\d+(?:(?:\.\d*)?[ed]\+\d{1,3}|\.\d*[ed]\d{1,3})")
 _MAYBE_SCIENTIFIC = re.compile(r"\d{1,9}e\d{1,2}")
 _HEXADECIMAL = re.compile(r"(?=.*\d)[\da-f]*[a-df][\da-f]*")
 _LEADING_ZEROS = re.compile(r"(?<!\d)0+(?=\d+(?![^\W_]))")
@@ -219,8 +230,8 @@ def alike(names: Iterable[str]) -> list[list[str]]:
 def loosely(name: str) -> str:
     """Return a key that is equal for names which may be one person's.
 
-    They differ in case, in leading zeros, in how a number is written, or in letters and signs that
-    look alike.
+    They differ in case, accents, leading zeros, a blank between a letter and a digit, a point at
+    the end, how a number is written, or in letters and signs that look alike.
 
     Args:
         name: from ``person_name``.
@@ -231,7 +242,7 @@ def loosely(name: str) -> str:
     elif found := _NUMBER.fullmatch(text):
         text = found[1]
     elif _SCIENTIFIC.fullmatch(text):
-        text = one_spelling(f"{Decimal(text):f}")
+        text = one_spelling(f"{Decimal(text.replace('d', 'e')):f}")
     return _short(text)
 
 
@@ -246,8 +257,10 @@ def _text(name: str) -> str:
         name = "".join(
             map(_plain_sign, unicodedata.normalize("NFKC", "".join(map(_plain_sign, name))))
         )
-    folded = unicodedata.normalize("NFKC", name.casefold()).translate(_LETTERS)
-    return one_spelling(folded).strip("'\"= ")  # as ="007", by which spreadsheets keep zeros
+    bare = _MARKS.sub("", unicodedata.normalize("NFKD", name.casefold()))
+    folded = unicodedata.normalize("NFKC", bare).translate(_LETTERS)
+    # as ="007", by which spreadsheets keep zeros
+    return _BLANK.sub("", one_spelling(folded).strip("'\"= .,;"))
 
 
 def _plain_sign(c: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -112,14 +113,37 @@ _MOVING: set[Any] = {
 """Functions that move or combine rows."""
 
 
+_ARITHMETIC_NAMES = """add radd sub rsub mul rmul div rdiv truediv rtruediv true_divide floordiv
+    rfloordiv floor_divide mod rmod remainder fmod pow rpow and rand or ror xor rxor lshift rshift
+    eq ne lt le gt ge iadd isub imul itruediv clamp clip maximum minimum where masked_fill fill
+    full full_like new_full tensor as_tensor scalar_tensor bitwise_and bitwise_or bitwise_xor
+    bitwise_left_shift bitwise_right_shift multiply subtract divide"""
+_ARITHMETIC = frozenset(
+    form.format(name) for name in _ARITHMETIC_NAMES.split() for form in ("{}", "{}_", "__{}__")
+)
+"""Names of functions whose non-tensor arguments are numbers to compute with, such as a weight that
+follows the step.
+"""
+
+
 def _settings(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """Non-tensor arguments of a function that moves rows; None for other functions."""
-    if function not in _MOVING:
+    """Non-tensor arguments of a function, which may decide where rows go and whether they are
+    combined (a dimension, say); None for arithmetic. Of floating-point numbers only that they are.
+    """
+    if function not in _MOVING and getattr(function, "__name__", "") in _ARITHMETIC:
         return None
     flat: list[Any] = []
     for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
         flat += value if isinstance(value, list | tuple) else [value]
-    return tuple("tensor" if isinstance(value, Tensor) else str(value) for value in flat)
+    return tuple(map(_setting, flat))
+
+
+def _setting(value: Any) -> Any:
+    if value is None or isinstance(value, int | str | np.integer):
+        return value
+    if isinstance(value, slice | list | tuple):
+        return str(value)
+    return Tensor if isinstance(value, Tensor) else type(value)
 
 
 _PICKING: set[Any] = {

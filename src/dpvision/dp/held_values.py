@@ -151,7 +151,8 @@ class _Walk:
             self._array(value)
         elif isinstance(value, types.ModuleType):
             self.found.append(number_of(value))
-            if not _of_library(getattr(value, "__file__", None), value.__name__):
+            self._parts([vars(value).get("__getattr__")])
+            if not _of_library(vars(value).get("__file__"), value.__name__):
                 self._modules.append(value)
         elif isinstance(value, type):
             self._class(value)
@@ -177,8 +178,11 @@ class _Walk:
             raise _CannotDescribe("a tensor of torch.inference_mode")
         else:
             self.found += number_of(value), value._version
-        if value._backward_hooks or vars(value):
-            self._parts([value._backward_hooks, vars(value)])
+        own_grad = None if id(value) in self._trained or not value.is_leaf else value.grad
+        if value._backward_hooks or vars(value) or own_grad is not None:
+            self._parts([value._backward_hooks, vars(value), own_grad])
+        if type(value) not in (Tensor, nn.Parameter):
+            self._parts([type(value)])
 
     def _array(self, value: np.ndarray | np.generic) -> None:
         self.found += str(value.dtype), value.shape
@@ -210,7 +214,7 @@ class _Walk:
             with contextlib.suppress(ValueError):  # an empty cell
                 parts.append(cell.cell_contents)
         own = value.__globals__
-        if not _of_library(value.__code__.co_filename, own.get("__name__")):
+        if not _of_library(own.get("__file__"), own.get("__name__")):
             names = _names(value.__code__)
             if by_any := _BY_ANY_NAME.intersection(names.of_globals):
                 raise _CannotDescribe(f"a call of {min(by_any)}")
@@ -345,8 +349,8 @@ def _names(code: types.CodeType) -> _Names:
         for value in code.co_consts:
             if isinstance(value, types.CodeType):
                 todo.append(value)
-            elif isinstance(value, str) and value.isidentifier():
-                every[value] = None
+            elif isinstance(value, str) and value.replace(".", "_").isidentifier():
+                every[value] = of_modules[value] = None  # as in import_module("settings")
     return _Names(tuple(of_globals), tuple(of_modules), tuple(every))
 
 
@@ -366,8 +370,15 @@ def _imported(names: tuple[str, ...], package: str) -> list[types.ModuleType]:
 
 
 def _library_class(kind: type) -> bool:
+    """Whether a class is a library's, and so are its functions: one that was put into it, or a
+    class that only says so (as under ``functools.wraps``), is a user's.
+    """
     name = str(kind.__module__)
-    return _of_library(getattr(sys.modules.get(name), "__file__", None), name)
+    return _of_library(getattr(sys.modules.get(name), "__file__", None), name) and all(
+        _of_library(own.__globals__.get("__file__"), own.__globals__.get("__name__"))
+        for own in vars(kind).values()
+        if type(own) is types.FunctionType
+    )
 
 
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers", "peft", "accelerate", "lightning")

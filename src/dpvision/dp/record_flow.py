@@ -2,7 +2,9 @@
 
 ``batch_dims`` compares a few records, and ``separable`` too. Neither sees what those records do not
 show: rows sorted by a label that they share, or a branch taken for images above 20. This module
-follows every tensor that is computed from the records and asks only what each call may do to rows.
+follows every tensor that is computed from the records and asks only what each call may do to rows:
+by its name and dimensions, and, since no list of names is complete, by trying it alone on random
+numbers (``_reaches_others``).
 """
 
 from collections.abc import Callable
@@ -62,6 +64,10 @@ _ANYWHERE = _names("take put index index_put masked_scatter as_strided msort fli
 """Functions without a dimension that may move rows."""
 
 
+_ROUNDING = 1e-6
+"""Relative change of a row below which it counts as rounding."""
+
+
 class RecordsRead(Exception):
     """Python code reads numbers of records."""
 
@@ -112,16 +118,19 @@ class _Flow(TorchFunctionMode):
             raise RecordsRead(name)
         level_of_parts = [self._level_of_list(value) for value in args]
         highest = max([highest, *level_of_parts])
+        dims = self._calls[self._at].outputs if self._at < len(self._calls) else ()
+        reaches = highest == Level.ROWS and self._reaches_others(func, name, args, kwargs, dims)
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
         if name == "__setitem__":
             self._write(args[0], self._level_of_setitem(args, highest))
         if made or name in READS:
-            dims = self._calls[self._at].outputs if self._at < len(self._calls) else ()
             self._at += 1
             for i, tensor in enumerate(made):
                 dim = dims[i] if i < len(dims) else MIXED
                 level = self._result(name, args, kwargs, highest, dim)
+                if reaches:  # right by ``vmap``, which computes each record alone
+                    level = max(level, Level.MOVED)
                 self._put(tensor, level, dim)
                 if (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
                     self._write(tensor, level)
@@ -186,6 +195,44 @@ class _Flow(TorchFunctionMode):
         if dim == MIXED:
             return Level.MOVED if name in _LAYOUT else Level.JOINED
         return Level.ROWS
+
+    def _reaches_others(
+        self, func: Any, name: str, args: Any, kwargs: Any, dims: tuple[BatchDim | None, ...]
+    ) -> bool:
+        """Whether a record's rows change the rows of others in the results of a call.
+
+        The call is tried on random numbers in place of the records' floating-point ones, then with
+        others for the second of three records. Not known, and False, where it raises on them, for
+        other kinds of numbers, and for results whose records have no one dimension: those are told
+        by name.
+        """
+        if name in _LAYOUT or not any(map(_has_rows, dims)):
+            return False
+        generator = torch.Generator().manual_seed(0)
+        at = {
+            id(t): (t, dim)
+            for t in tensors_in(args, kwargs)
+            for dim in (self._known(t)[1],)
+            if t.is_floating_point() and self.level(t) == Level.ROWS and _has_rows(dim)
+        }
+        if not at or any(t.device.type == "meta" for t, _ in at.values()):
+            return False
+        first = {key: torch.randn(t.shape, generator=generator).to(t) for key, (t, _) in at.items()}
+        second = {
+            key: _with_other_record(value, at[key][1], generator) for key, value in first.items()
+        }
+        try:
+            before, after = (
+                list(tensors_in((func(*_replaced(args, new), **_replaced(kwargs, new)),), {}))
+                for new in (first, second)
+            )
+        except Exception:
+            return False
+        return any(
+            _differs(_of_others(a, dim), _of_others(b, dim))
+            for a, b, dim in zip(before, after, dims, strict=False)
+            if _has_rows(dim)
+        )
 
     def _moves(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether a call on rows may put them in another order."""
@@ -259,6 +306,41 @@ class _Flow(TorchFunctionMode):
         )
         if counts or views:
             self._counting[id(made[0])] = made[0]
+
+
+def _has_rows(dim: BatchDim | None) -> bool:
+    return dim is not None and dim != MIXED
+
+
+def _with_other_record(value: Tensor, dim: Any, generator: torch.Generator) -> Tensor:
+    """Copy a tensor with other random numbers in the rows of the second of three records."""
+    changed = value.clone()
+    part = changed.narrow(dim.dim, dim.per_record, dim.per_record)
+    part.copy_(torch.randn(part.shape, generator=generator))
+    return changed
+
+
+def _of_others(value: Tensor, dim: Any) -> Tensor:
+    """Rows of the first and the third record."""
+    kept = [*range(dim.per_record), *range(2 * dim.per_record, 3 * dim.per_record)]
+    return value.index_select(dim.dim, torch.tensor(kept, device=value.device))
+
+
+def _differs(a: Tensor, b: Tensor) -> bool:
+    """Whether numbers differ by more than rounding."""
+    a, b = (value.to(torch.complex128).nan_to_num() for value in (a, b))
+    return bool((a - b).abs().max() > _ROUNDING * a.abs().max()) if a.numel() else False
+
+
+def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
+    """Copy arguments with other tensors by id; all are copied, since the call may write to them."""
+    if isinstance(value, Tensor):
+        return new[id(value)].clone() if id(value) in new else value.clone()
+    if isinstance(value, dict):
+        return {key: _replaced(item, new) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, new) for item in value)
+    return value
 
 
 def _items(index: Any) -> tuple[Any, ...]:

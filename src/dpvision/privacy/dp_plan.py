@@ -6,6 +6,7 @@ composed of a sampler (``sampling``), a strategy of the noise (``mechanism``) an
 the event of executed steps follows from the three (decision 0041).
 """
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -34,7 +35,9 @@ class _Batches:
     A plan draws positions and a sum has ids, and which id a position has is the data set's to know.
     But a record has one id: two batches share as many ids as their draws share positions, or fewer
     where records could not be read or are those of another process. Sums of other records than
-    those drawn (the first ones, fixed batches in turn) share more.
+    those drawn (the first ones, fixed batches in turn) share more. And the records of a batch were
+    in no more earlier batches than those of its draw, the most frequent compared with the most
+    frequent: one record in every sum (alone, or in place of another) was in more.
     """
 
     def __init__(self) -> None:
@@ -43,7 +46,10 @@ class _Batches:
 
     def fit(self, drawn: np.ndarray, released: np.ndarray) -> bool:
         """Return whether a batch may be that of its draw, and remember it if so."""
-        if (_shared(released, self._released) > _shared(drawn, self._drawn)).any():
+        shared, seen = _in_earlier(released, self._released)
+        shared_of_draw, seen_of_draw = _in_earlier(drawn, self._drawn)
+        most_seen = seen_of_draw[len(drawn) - len(released) :]
+        if (shared > shared_of_draw).any() or (seen > most_seen).any():
             return False
         self._drawn.append(drawn)
         self._released.append(released)
@@ -52,14 +58,20 @@ class _Batches:
         return True
 
 
-def _shared(values: np.ndarray, batches: list[np.ndarray]) -> np.ndarray:
-    """Return how many of ``values`` each batch has: int64 (len(batches),)."""
+def _in_earlier(values: np.ndarray, batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many of ``values`` each batch has, int64 (len(batches),), and in how many batches
+    each value is, ascending, int64 (len(values),).
+    """
     if not len(values) or not batches:
-        return np.zeros(len(batches), dtype=np.int64)
+        return np.zeros(len(batches), dtype=np.int64), np.zeros(len(values), dtype=np.int64)
     ordered, joined = np.sort(values), np.concatenate(batches)
     at = np.minimum(np.searchsorted(ordered, joined), len(ordered) - 1)
+    found = ordered[at] == joined
     step = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
-    return np.bincount(step[ordered[at] == joined], minlength=len(batches))
+    return (
+        np.bincount(step[found], minlength=len(batches)),
+        np.sort(np.bincount(at[found], minlength=len(ordered))),
+    )
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,8 @@ class DPPlan:
     """What was drawn and what was released in the last of those steps; secret."""
     _lock: ClassVar[threading.Lock]
     """Held while a step is looked up and noted."""
+    _process: ClassVar[int]
+    """The process that executes this object: a forked one remembers other steps."""
 
     def __post_init__(self) -> None:
         ok = 0 < self.sample_rate <= 1 and (self.unit.is_person or not self.unit.draws_people)
@@ -123,6 +137,7 @@ class DPPlan:
         object.__setattr__(self, "_released", set())
         object.__setattr__(self, "_recent", _Batches())
         object.__setattr__(self, "_lock", threading.Lock())
+        object.__setattr__(self, "_process", os.getpid())
 
     def _altered(self, sample_rate: float) -> PrivacyError:
         return PrivacyError(
@@ -141,10 +156,10 @@ class DPPlan:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
+        return {k: value for k, value in vars(self).items() if k not in ("_lock", "_process")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in (state | {"_lock": threading.Lock()}).items():
+        for name, value in (state | {"_lock": threading.Lock(), "_process": os.getpid()}).items():
             object.__setattr__(self, name, value)
 
     @property
@@ -206,6 +221,15 @@ class DPPlan:
                     )
             object.__setattr__(self, "_true", True)
 
+    def _require_process(self) -> None:
+        """Refuse to execute a plan in a forked process: both would release the same steps."""
+        if self._process != os.getpid():
+            raise PrivacyError(
+                "plan: made before this process was forked; expected to draw and release in one "
+                "process, since both would release every step. Make a plan in the process that "
+                "trains, and account for each; start several ranks with torchrun."
+            )
+
     def another_run(self) -> "DPPlan":
         """Return the same plan for another run, which draws and releases every step once more:
         account for each run.
@@ -230,6 +254,7 @@ class DPPlan:
                 were drawn, or with full batches than were declared; the step was released before;
                 or the records are not those that were drawn, as far as ``_Batches`` can tell.
         """
+        self._require_process()
         with self._lock:
             self._release(step, num_records, record_id)
 
@@ -276,6 +301,7 @@ class DPPlan:
                 records than were accounted for; or the plan was changed (``require_true``).
         """
         self.require_true()
+        self._require_process()
         if not 0 <= step < self.steps:
             raise PrivacyError(
                 f"plan.draw: step={step}; expected 0 to {self.steps - 1}. The plan is used up: "

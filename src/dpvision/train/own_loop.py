@@ -94,8 +94,10 @@ def private_loop(
     Args:
         model: on its device, in the mode in which it trains. Its parameters with ``requires_grad``
             are trained, and must stay the same.
-        data: map-style data set, whose items are tensors, tuples or dicts of one shape. Its length
-            must be the declared ``dataset_size``, within 1%. Random transforms use the global
+        data: map-style data set, whose items are tensors, tuples or dicts of one shape. An item is
+            a record: the guarantee is for one item, so an image that is in several (repeated,
+            paired, mixed into others) has less. Its length must be the declared
+            ``dataset_size``, within 1%. Random transforms use the global
             random numbers of torch, NumPy or Python. An item that raises, or has another shape,
             contributes zero.
         loss: one loss per record, a function of that record and the weights, without random numbers
@@ -181,6 +183,11 @@ class PrivateLoop:
     def _gradient(self, step: int) -> DPGradient:
         _require_plain(self.model)
         plan, params = self.plan, trained(self.model)
+        if not step < self.ledger.steps:
+            raise PrivacyError(
+                f"loop: step={step}; expected one of the {self.ledger.steps} that were charged. "
+                "Leave step.number as it is; take steps from `for step in loop`."
+            )
         if params.keys() != self._params.keys() or any(
             params[name] is not p for name, p in self._params.items()
         ):
