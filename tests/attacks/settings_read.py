@@ -332,7 +332,7 @@ def read_by_a_run(
         with new_session(parent, folder / "parent") as session:
             fit(session, quiet=True)
         config = replace(config, init_from=str(folder / "parent"))
-    config = resolve(config, {})
+    ran = config = resolve(config, {})
     read: set[tuple[type, str]] = set()
     with monkeypatch.context() as patch:
         for cls in _CONFIGS:
@@ -340,10 +340,11 @@ def read_by_a_run(
         if isinstance(config.model, HeadConfig):
             with new_head_session(config, folder / "run") as head:
                 adapt(head)
+                ran = head.config  # 'auto' has become a head, with settings of its own
         else:
             with new_session(config, folder / "run", open_parent) as session:
                 fit(session, quiet=True)
-    owners = {name: _owner(config, name) for name, _ in leaves(config)}
+    owners = {name: _owner(ran, name) for name, _ in leaves(ran)}
     return config, {name for name, cls in owners.items() if (cls, name.rpartition(".")[2]) in read}
 
 
