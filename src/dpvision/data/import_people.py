@@ -83,9 +83,9 @@ def refuse_alike(field: str, names: Iterable[str]) -> None:
         raise DataError(
             f"data import: --unit-from {field}: {OPERATOR_ONLY}{len(found):,} persons spelled in "
             f"several ways ({_some(found, len(found))}), which would count as several; expected "
-            "names that differ in more than case, leading zeros, the form of a number or letters "
-            "that look alike. Write each person in one way in the source; give different persons "
-            "other names."
+            "names that differ in more than case, leading zeros, the form of a number, the signs "
+            "between letters and digits, or letters that look alike. Write each person in one way "
+            "in the source; give different persons other names."
         )
 
 

@@ -1,13 +1,17 @@
 """Name the person of an image: one name for one person, however the source writes it."""
 
+import html
 import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote
 
-from dpvision.errors import DataError
+from dpvision.errors import OPERATOR_ONLY, DataError
 
 if TYPE_CHECKING:
     from dpvision.data.sources import Sample
@@ -78,13 +82,17 @@ _LOOKS_LIKE = (
 _LETTERS = str.maketrans(
     "\u0430\u0432\u0435\u043a\u043c\u043d\u043e\u0440\u0441\u0442\u0443\u0445\u0456\u0455\u0458\u0501\u04bb"
     "\u04cf\u051b\u051d\u0475"
-    "\u03b1\u03b2\u03b5\u03b6\u03b7\u03b9\u03ba\u03bc\u03bd\u03bf\u03c1\u03c4\u03c5\u03c7\u03f2\u0131"
-    "\u0251\u0261\u0585\u0111\u0142\u00f8\u066b\u066c\u0649\u06cc\u06a9",
-    "abekmhopctyxisjdhlqwvabezhikmnoptyxciago\u00f0lo.,\u064a\u064a\u0643",
-)
-"""Letters of other alphabets that look like a Latin one, small or capital; the i without a dot;
-letters with a stroke; Arabic separators, and letters of which Arabic and Persian have one each.
+    "\u03b1\u03b2\u03b5\u03b6\u03b7\u03b9\u03ba\u03bc\u03bd\u03bf\u03c1\u03c4\u03c5\u03c7\u03f2"
+    "\u0251\u0585\u00f0\u014b\u066b\u066c\u0649\u06cc\u06a9",
+    "abekmhopctyxisjdhlqwvabezhikmnoptyxcaodn.,\u064a\u064a\u0643",
+) | {ord("\u00fe"): "th", ord("\u00e6"): "ae", ord("\u0153"): "oe"}
+"""Letters of other alphabets that look like a Latin one, small or capital; eth, eng, thorn and
+ligatures; Arabic separators, and letters of which Arabic and Persian have one each.
 """
+_LATIN = re.compile(
+    "LATIN (?:SMALL LETTER|LETTER SMALL CAPITAL) (?:SCRIPT |DOTLESS )?([A-Z])(?: WITH .*)?"
+)
+"""Unicode's names of a Latin letter with a stroke, a hook and the like, which are no accents."""
 _MARKS = re.compile("[\u0300-\u036f\u0591-\u05c7\u0640\u064b-\u065f\u0670]")
 """Accents of Latin, Greek and Cyrillic letters, which capitals often lack, and the vowels of Hebrew
 and Arabic, which most writers leave out. In other scripts marks tell names apart.
@@ -99,6 +107,18 @@ _NUMBER = re.compile(r"([+-]?\d+)(?:[.,]0*)?")
 _SCIENTIFIC = re.compile(r"[+-]?\d+(?:(?:\.\d*)?[ed]\+\d{1,3}|\.\d*[ed]\d{1,3})")
 _MAYBE_SCIENTIFIC = re.compile(r"\d{1,9}e\d{1,2}")
 _HEXADECIMAL = re.compile(r"(?=.*\d)[\da-f]*[a-df][\da-f]*")
+_DECIMAL = re.compile(r"([+-]?\d+)[.,](\d+?)0+")
+_IDS = re.compile(r"[\da-f-]+")
+_ZEROS_AND_LETTER = re.compile(r"^0+(?=[^\W\d_])")
+_SIGNED = re.compile(r"[+-]?\d+")
+_LOST = re.compile("[\ufffd\u221a\u2248\u251c\u252c\u253c]")
+"""The sign for what could not be read; signs of Mac and DOS that stand for bytes of UTF-8."""
+_MISREAD = re.compile(
+    rb"[\xc2-\xc5\xce-\xd1\xd7-\xd9][\x80-\xbf]|\xcc[\x80-\x8f\xa7\xa8]|[\xe0-\xf4][\x80-\xbf]{2}"
+)
+"""UTF-8 of Latin, Greek, Cyrillic, Hebrew and Arabic letters, of accents alone, and of what takes
+three bytes. Other pairs may be letters of a name, such as a Czech I and S with their accents.
+"""
 _LEADING_ZEROS = re.compile(r"(?<!\d)0+(?=\d+(?![^\W_]))")
 """Of a group of digits at the end of a word, so that hexadecimal ids of one length stay apart."""
 
@@ -149,7 +169,7 @@ def person_name(value: Any, field: str, key: str) -> str | None:
 
     Raises:
         DataError: the value is not a text or a whole number, such as a list of two persons, or a
-            number that a float does not hold exactly.
+            number that a float does not hold exactly, or a text that was read in a wrong encoding.
     """
     if isinstance(value, float):
         if value != value:
@@ -164,6 +184,12 @@ def person_name(value: Any, field: str, key: str) -> str | None:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if isinstance(value, str):
+        if _misread(value):
+            raise DataError(
+                f"data import: --unit-from {field}: {OPERATOR_ONLY}{value!r} in {key}; expected "
+                "letters as they were written: these bytes were read in another encoding, so one "
+                "person may have two names. Save the source as UTF-8, or correct the name."
+            )
         name = one_spelling(value)
         return None if not name or name.casefold() in _NOBODY else name
     if value is None:
@@ -173,6 +199,20 @@ def person_name(value: Any, field: str, key: str) -> str | None:
         "a whole number that names one person. Give each image one person, and people who share "
         "an image one name."
     )
+
+
+def _misread(text: str) -> bool:
+    """Return whether a text has lost letters, or is UTF-8 that was read as another encoding."""
+    if text.isascii():
+        return False
+    if _LOST.search(text):
+        return True
+    try:
+        raw = b"".join(c.encode("latin-1" if c < "\u0100" else "cp1252") for c in text)
+        raw.decode()
+    except UnicodeError:
+        return False
+    return _MISREAD.search(raw) is not None
 
 
 def one_spelling(text: str) -> str:
@@ -212,15 +252,23 @@ def alike(names: Iterable[str]) -> list[list[str]]:
     """
     texts = {name: _text(name) for name in names}
     hexadecimal = any(map(_HEXADECIMAL.fullmatch, texts.values()))
+    # Ids of one length have all their zeros: 00a01 and 0a001 are two persons.
+    of_one_length = len(set(map(len, texts.values()))) == 1 and all(
+        map(_IDS.fullmatch, texts.values())
+    )
     groups: dict[str, list[str]] = {}
     for name, text in texts.items():
-        keys = [loosely(name)]
+        keys = [_short(_whole(text)) if of_one_length else loosely(name)]
         if found := _POINTS.fullmatch(text):
             keys.append(_short(found[1] + found[2].replace(".", "")))
         elif found := _DECIMAL_COMMA.fullmatch(text):
             keys.append(_short(found[1]))
         elif _MAYBE_SCIENTIFIC.fullmatch(text) and not hexadecimal:
             keys.append(_short(f"{Decimal(text):f}"))
+        if found := _DECIMAL.fullmatch(text):  # 1.50 as 1.5
+            keys.append(_runs(f"{found[1]}.{found[2]}"))
+        if "'" in text:  # O'Brien as OBrien
+            keys.append(_runs(text.replace("'", "")))
         for key in dict.fromkeys(keys):
             groups.setdefault(key, []).append(name)
     several = dict.fromkeys(tuple(group) for group in groups.values() if len(group) > 1)
@@ -230,20 +278,24 @@ def alike(names: Iterable[str]) -> list[list[str]]:
 def loosely(name: str) -> str:
     """Return a key that is equal for names which may be one person's.
 
-    They differ in case, accents, leading zeros, a blank between a letter and a digit, a point at
-    the end, how a number is written, or in letters and signs that look alike.
+    They differ in case, accents, leading zeros, the signs and blanks between runs of letters and
+    digits, how a number is written, or in letters that look alike.
 
     Args:
         name: from ``person_name``.
     """
-    text = _text(name)
+    return _runs(_whole(_text(name)))
+
+
+def _whole(text: str) -> str:
+    """Return a whole number without separators, decimals or exponent; another text as it is."""
     if found := _GROUPED.fullmatch(text):
-        text = found[1] + re.sub(r"\D", "", found[2])
-    elif found := _NUMBER.fullmatch(text):
-        text = found[1]
-    elif _SCIENTIFIC.fullmatch(text):
-        text = one_spelling(f"{Decimal(text.replace('d', 'e')):f}")
-    return _short(text)
+        return found[1] + re.sub(r"\D", "", found[2])
+    if found := _NUMBER.fullmatch(text):
+        return found[1]
+    if _SCIENTIFIC.fullmatch(text):
+        return one_spelling(f"{Decimal(text.replace('d', 'e')):f}")
+    return text
 
 
 def _short(number: str) -> str:
@@ -251,16 +303,44 @@ def _short(number: str) -> str:
     return "0" if short == "-0" else short
 
 
+def _runs(text: str) -> str:
+    """Return the runs of letters and of digits in a text, without leading zeros; of a whole number
+    also its sign.
+    """
+    if _SIGNED.fullmatch(text):
+        return _short(text)
+    text = _ZEROS_AND_LETTER.sub("", text)
+    runs = ["".join(run) for kind, run in groupby(text, _kind) if kind]
+    return "/".join(run.lstrip("0") or "0" if run[0].isdecimal() else run for run in runs) or text
+
+
+@cache
+def _kind(c: str) -> str:
+    """Digit, letter, or nothing for a sign. Marks that tell names apart belong to their letters."""
+    if c.isdecimal():
+        return "digit"
+    return "" if unicodedata.category(c)[0] in "PSZ" else "letter"
+
+
 def _text(name: str) -> str:
     """A name with signs and letters that look alike as one, in small letters."""
+    name = html.unescape(unquote(name))
     if not name.isascii():
         name = "".join(
             map(_plain_sign, unicodedata.normalize("NFKC", "".join(map(_plain_sign, name))))
         )
     bare = _MARKS.sub("", unicodedata.normalize("NFKD", name.casefold()))
     folded = unicodedata.normalize("NFKC", bare).translate(_LETTERS)
+    if not folded.isascii():
+        folded = "".join(map(_plain_letter, folded))
     # as ="007", by which spreadsheets keep zeros
     return _BLANK.sub("", one_spelling(folded).strip("'\"= .,;"))
+
+
+@cache
+def _plain_letter(c: str) -> str:
+    found = _LATIN.fullmatch(unicodedata.name(c, ""))
+    return found[1].lower() if found else c
 
 
 def _plain_sign(c: str) -> str:
