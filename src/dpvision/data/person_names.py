@@ -258,7 +258,8 @@ def alike(names: Iterable[str]) -> list[list[str]]:
     )
     groups: dict[str, list[str]] = {}
     for name, text in texts.items():
-        keys = [_short(_whole(text)) if of_one_length else loosely(name)]
+        # 101_770 as 101-770 and as 101770
+        keys = [_short(_whole(text))] if of_one_length else [loosely(name), _runs(text)]
         if found := _POINTS.fullmatch(text):
             keys.append(_short(found[1] + found[2].replace(".", "")))
         elif found := _DECIMAL_COMMA.fullmatch(text):
