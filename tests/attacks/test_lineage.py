@@ -36,6 +36,7 @@ from dpvision.config import (
 from dpvision.config.resolve import with_head
 from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
+from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.open import open_encoder, recognised
 from dpvision.encoders.starting_weights import open_parent
 from dpvision.errors import CheckpointError, ConfigError, PrivacyError
@@ -229,6 +230,59 @@ def test_a_run_on_public_images_from_such_weights_lies_under_confidential(
     assert not list(run.glob("checkpoints")) and list((run / "confidential").glob("checkpoints"))
     with pytest.raises(PrivacyError):
         make_statement(run)
+
+
+CLOCKS: dict[str, Callable[[Path, Path], str]] = {
+    "the run": lambda run, to: str(run),
+    "its checkpoint": lambda run, to: str(find_checkpoint(run)),
+    "its file": lambda run, to: f"timm:{NAME}@{weights_of(run)}",
+    "its averaged file": lambda run, to: f"timm:{NAME}@{weights_of(run, 'ema.safetensors')}",
+    "a link to it": lambda run, to: f"timm:{NAME}@{_linked(weights_of(run), to)}",
+}
+
+
+@pytest.fixture(scope="module")
+def killed(root: Path) -> Path:
+    """The private run as it is left when it is killed: it has only a checkpoint of the clock."""
+    run = root / "killed"
+    shutil.copytree(root / "parent", run)
+    (run / "checkpoints").rename(run / "confidential" / "checkpoints")
+    return run
+
+
+@pytest.mark.parametrize("how", CLOCKS)
+def test_a_checkpoint_of_the_clock_does_not_leave_through_a_child(
+    root: Path, killed: Path, tmp_path: Path, how: str
+) -> None:
+    """53 of the 57 tensors of an exported head were bit for bit those of such a checkpoint, whose
+    step depends on private batches.
+    """
+    spec = CLOCKS[how](killed, tmp_path)
+    with pytest.raises(PrivacyError, match=r"step-0+1 of run \w{8}, was written by the clock"):
+        check_run(private_config(root, spec), open_parent)
+    with pytest.raises(PrivacyError, match="was written by the clock"):
+        prepare(head_on(root, spec))
+    assert open_encoder(spec).confidential
+
+
+def test_a_run_on_public_images_from_a_checkpoint_of_the_clock_lies_under_confidential(
+    root: Path, killed: Path, tmp_path: Path
+) -> None:
+    run = train(config_of(root / "public", str(killed), guarantee="none"), tmp_path / "run")
+    assert not list(run.glob("checkpoints")) and list((run / "confidential").glob("checkpoints"))
+    with pytest.raises(PrivacyError, match="has no guarantee"):
+        make_statement(run)
+    with pytest.raises(PrivacyError, match="was written by the clock"):
+        check_run(private_config(root, str(run)), open_parent)
+
+
+def test_scores_of_a_checkpoint_of_the_clock_are_confidential(
+    root: Path, killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["evaluate", str(killed), "--test", str(root / "public"), "--out"]
+    assert main([*argv, str(tmp_path / "scores.json")]) == 2
+    assert "confidential" in capsys.readouterr().err
+    assert not (tmp_path / "scores.json").exists() and load_classifier(killed).confidential
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from dpvision.runs.store_checks import check_store
 from dpvision.statement.statement import make_statement
 from dpvision.train import loop
 from dpvision.train.loop import fit
-from dpvision.train.start import new_session, resumed_session
+from dpvision.train.start import check_run, new_session, resumed_session
 
 from .test_ranks import config_of
 
@@ -350,6 +350,8 @@ def test_a_checkpoint_of_the_clock_resumes_a_run_and_is_not_released(
     assert not any("checkpoints" in path for path in leaving(tmp_path / "run"))
     with pytest.raises(PrivacyError, match=r"written by the clock.*--resume"):
         make_statement(tmp_path / "run")
+    with pytest.raises(PrivacyError, match="was written by the clock"):
+        check_run(replace(config, init_from=str(tmp_path / "run")))
     with resumed_session(tmp_path / "run") as session:
         assert (session.updates, session.run.ledger.steps) == (2, 3)
         fit(session, quiet=True)

@@ -166,6 +166,27 @@ def test_an_exported_private_model_that_comes_back_counts_its_first_epsilon(
     assert both["guarantee"]["total"]["epsilon"] > 1.2 * alone
 
 
+def test_an_export_saved_again_by_transformers_is_not_declared_public(
+    made: Made, tmp_path: Path
+) -> None:
+    """Its lineage was lost and its config.json still had the statement: declared public, the first
+    run's epsilon was not counted.
+    """
+    transformers = pytest.importorskip("transformers", reason="transformers is of an extra")
+    first, again = exported(made(VIT), "transformers", tmp_path / "out"), tmp_path / "again"
+    transformers.AutoModelForImageClassification.from_pretrained(first).save_pretrained(again)
+    (again / "preprocessor_config.json").write_bytes(
+        (first / "preprocessor_config.json").read_bytes()
+    )
+    store, plan = write_digits(tmp_path / "digits", 0, 4), make_plan(PRIVACY)
+    encoder = open_encoder(f"hf:{again}")
+    for declared in (None, "ViT; MIT; a model hub"):
+        with pytest.raises(PrivacyError, match=r"again carries no lineage.*dpvision exported it"):
+            inherit(encoder.lineage, store, plan, declaration=declared)
+    lineage = list(open_encoder(f"hf:{first}").lineage)
+    assert lineage == load_checkpoint(made(VIT)).manifest["lineage"]
+
+
 def _test_vit(folder: Path, lineage: list[dict[str, Any]]) -> Path:
     """A whole exported timm model under its own name, as ``timm:NAME@FILE`` opens it."""
     from dpvision.config import TimmConfig

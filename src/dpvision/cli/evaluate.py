@@ -208,7 +208,7 @@ def _own_heads(
     from dpvision.eval.any_of_labels import load_any_of_labels
     from dpvision.eval.probes.own_head import has_own_head, score_own_head
     from dpvision.eval.scored_run import is_run
-    from dpvision.runs.lineage import shaped_in_confidence
+    from dpvision.runs.lineage import lineage_of_results, shaped_in_confidence
 
     lacks = next((spec for spec in specs if not is_run(spec) or not has_own_head(spec)), None)
     if lacks is not None or test is None:
@@ -225,8 +225,10 @@ def _own_heads(
     store = open_store(test)
     any_of = load_any_of_labels(labels, store) if labels is not None else None
     if out is not None:
+        opened = map(load_checkpoint, specs)
         tainted = any(
-            shaped_in_confidence(load_checkpoint(spec).manifest["lineage"]) for spec in specs
+            shaped_in_confidence(lineage_of_results(one.manifest["lineage"], one.path))
+            for one in opened
         )
         check_out(out, tainted or store.results_visibility == "private")
     stores = {"train_data": NOTHING_FITTED, "test_data": test.name}

@@ -32,7 +32,7 @@ from dpvision.errors import CheckpointError, ConfigError, DPVisionError
 from dpvision.models.classifier import Classifier, head_input
 from dpvision.models.layers import LinearHead
 from dpvision.runs.folder import settings_of_checkpoint
-from dpvision.runs.lineage import shaped_in_confidence
+from dpvision.runs.lineage import lineage_of_results, shaped_in_confidence
 from dpvision.threads import is_traced
 
 Loss = Literal["softmax", "sigmoid"]
@@ -292,7 +292,7 @@ def _made(
         loss=loss_of(model),
         multi_label=model.multi_label,
         window=window_of(manifest),
-        lineage=tuple(manifest["lineage"]),
+        lineage=tuple(lineage_of_results(manifest["lineage"], checkpoint.path)),
         run={
             "run_id": manifest["run_id"],
             "recipe": manifest["config"]["recipe"],

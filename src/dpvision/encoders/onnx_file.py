@@ -18,7 +18,7 @@ from dpvision.encoders.hub_folder import image_settings
 from dpvision.encoders.pooled import PooledNetwork
 from dpvision.encoders.weights_file import lineage_of_run_around
 from dpvision.errors import CheckpointError, ConfigError
-from dpvision.runs.lineage import undeclared_weights
+from dpvision.runs.lineage import undeclared_weights, without_lineage
 from dpvision.weights import METADATA, recorded_lineage
 
 _MOST_BYTES = (2 << 30) - 1
@@ -91,7 +91,7 @@ def onnx_encoder(
         std=IMAGENET_STD,
         poolings=poolings,
         family="fixed",
-        lineage=tuple(lineage or [undeclared_weights(shown)]),
+        lineage=tuple(lineage or [without_lineage(undeclared_weights(shown), about)]),
         licence=about.get("license"),
         arrays=arrays,
     )

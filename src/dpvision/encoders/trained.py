@@ -15,6 +15,7 @@ from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import Model, make_model
 from dpvision.models.vit import ViT
 from dpvision.runs.folder import settings_of_checkpoint
+from dpvision.runs.lineage import lineage_of_results
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -56,7 +57,9 @@ def run_encoder(
         crop=config.data.crop,
         family="transformer" if attends(network) else "convnet",
         blocks=network.forward_blocks if isinstance(network, ViT) else None,
-        lineage=() if untrained else tuple(checkpoint.manifest["lineage"]),
+        lineage=()
+        if untrained
+        else tuple(lineage_of_results(checkpoint.manifest["lineage"], checkpoint.path)),
         weights="random" if untrained else "trained",
         window=window_of(checkpoint.manifest),
     )

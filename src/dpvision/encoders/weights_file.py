@@ -5,7 +5,8 @@ The lineage comes from the first of these that exists:
 1. The file's metadata, which dpvision writes into every file of weights (``weights``).
 2. The run folder that contains the file, whatever the file's name.
 3. The caller (a library's public name), or "undeclared": a run that starts from it then needs a
-   declaration (``runs.lineage.inherit``).
+   declaration (``runs.lineage.inherit``), and is refused where config.json beside the file says
+   that dpvision exported the weights: another program saved them again.
 """
 
 import json
@@ -18,6 +19,7 @@ from torch import Tensor
 from dpvision.checkpoint import MANIFEST, find_checkpoint, read_manifest
 from dpvision.encoders.unpickle import load_pickle_safely
 from dpvision.errors import CheckpointError
+from dpvision.runs.lineage import lineage_of_results, without_lineage
 from dpvision.strict_json import parse_json
 from dpvision.weights import unpack
 
@@ -49,7 +51,8 @@ def open_weights(path: str | Path, otherwise: dict[str, Any]) -> WeightsFile:
     lineage = list(carried or [])
     lineage += [entry for entry in lineage_of_run_around(path) or [] if entry not in lineage]
     if carried is None and not lineage:
-        lineage = [otherwise]
+        beside = _values(path.parent / "config.json", "dpvision") or {}
+        lineage = [without_lineage(otherwise, beside.get("dpvision"))]
     return WeightsFile(tensors, tuple(lineage))
 
 
@@ -62,10 +65,11 @@ def lineage_of_run_around(path: Path) -> list[dict[str, Any]] | None:
     """
     for folder in path.resolve().parents:
         if _values(folder / MANIFEST, "lineage") is not None:
-            return read_manifest(folder)["lineage"]
+            return lineage_of_results(read_manifest(folder)["lineage"], folder)
         if _values(folder / "run.json", "store_visibility") is not None:
             try:
-                return read_manifest(find_checkpoint(folder))["lineage"]
+                newest = find_checkpoint(folder)
+                return lineage_of_results(read_manifest(newest)["lineage"], newest)
             except CheckpointError:
                 return [_entry_of_run(folder / "run.json")]
     return None

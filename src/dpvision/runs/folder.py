@@ -156,6 +156,27 @@ def _settings(values: Any, base: Path, where: str) -> RunConfig:
     return config
 
 
+def held_back(path: Path) -> bool:
+    """Return whether weights lie in a checkpoint that the clock asked for, of a run whose results
+    are private: its step depends on private batches, so what is computed from it is confidential.
+
+    Args:
+        path: a checkpoint folder, or a file in it; links are resolved.
+
+    Raises:
+        CheckpointError: the files of its run cannot be read.
+    """
+    path = path.resolve()
+    for step in (path, *path.parents):
+        checkpoints, root = step.parent, step.parent.parent.parent
+        if step.name.startswith("step-") and checkpoints.parts[-2:] == (
+            "confidential",
+            "checkpoints",
+        ):
+            return run_base(root) is None or read_run(root)[2]["results_visibility"] != "public"
+    return False
+
+
 def require_confidential(out: Path, where: str, what: str, remedy: str = "") -> None:
     """Refuse to write what depends on private records outside of a folder named ``confidential``.
 

@@ -9,6 +9,8 @@ weights without a lineage:
     steps, plan, total}; the plan lets runs be composed, and total covers all
         runs up to this one on the same store,
     declared: for weights without a lineage, who declared them public, and their source.
+    exported: of weights without a lineage whose metadata says that dpvision exported them,
+    clock: of an entry without a guarantee that ``lineage_of_results`` adds, the checkpoint's name.
 
 Weights of runs without a guarantee are recognised also in files that another program saved without
 lineage. LEDGERS/<store_id>/unprotected-<run_id>.json beside the store holds digests of the tensors
@@ -31,6 +33,7 @@ from dpvision.privacy.composition import Part, check_total, parts_of, total_epsi
 from dpvision.privacy.marks import read_json
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
+from dpvision.runs.folder import held_back
 from dpvision.weights import Lineage, contents
 
 _FORM = "NAME; LICENCE; SOURCE"
@@ -89,9 +92,10 @@ def inherit(
 
     Raises:
         ConfigError: a declaration for weights that carry a lineage, which decides.
-        PrivacyError: weights without a lineage and without a declaration; or this run is private
-            and the weights were trained on this store, or any private one, without a guarantee; or
-            the total of all runs is refused.
+        PrivacyError: weights without a lineage and without a declaration, or exported by dpvision
+            and saved again without it; or this run is private
+            and the weights were trained on this store, or any private one, without a guarantee, or
+            are of a checkpoint that the clock asked for; or the total of all runs is refused.
     """
     declared = None if declaration is None else Declaration.parse(declaration)
     if declared is not None and not any(entry["visibility"] == "undeclared" for entry in lineage):
@@ -103,6 +107,13 @@ def inherit(
     if plan.guarantee != "dp":
         return made
     for entry in made:
+        if "clock" in entry:
+            raise PrivacyError(
+                f"lineage: the parent, {entry['clock']} of run {entry['run_id'][:8]}, was written "
+                "by the clock, whose steps depend on private batches; expected a checkpoint of "
+                "the plan's end, or of a stop by a signal. Go on with --resume; Ctrl-C then writes "
+                "one that may leave."
+            )
         if _spoils(entry, store):
             raise PrivacyError(
                 f"lineage: the parent touched store {entry['store_id'][:8]} "
@@ -158,9 +169,22 @@ def private_stores(lineage: Iterable[dict[str, Any]]) -> list[str]:
     )
 
 
+def lineage_of_results(lineage: Sequence[dict[str, Any]], path: Path) -> Lineage:
+    """Return the lineage of what is computed from a checkpoint: its own, and for one that must not
+    leave (``held_back``) an entry without a guarantee, so that no result leaves either.
+
+    Args:
+        path: the checkpoint's folder, or a file in it.
+    """
+    if not lineage or shaped_in_confidence(lineage) or not held_back(path):
+        return list(lineage)
+    name = next(part for part in reversed(path.resolve().parts) if part.startswith("step-"))
+    return [*lineage, lineage[-1] | {"visibility": "private", "guarantee": None, "clock": name}]
+
+
 def shaped_in_confidence(lineage: Iterable[dict[str, Any]]) -> bool:
-    """Return whether weights were trained on private records without a guarantee: everything
-    computed with them is then private too.
+    """Return whether weights were trained on private records without a guarantee, or are of a
+    checkpoint that must not leave: everything computed with them is then private too.
     """
     return any(entry["visibility"] == "private" and entry["guarantee"] is None for entry in lineage)
 
@@ -238,6 +262,14 @@ def undeclared_weights(name: str) -> dict[str, Any]:
     return _weights_entry(name, "undeclared", None)
 
 
+def without_lineage(entry: dict[str, Any], metadata: Any) -> dict[str, Any]:
+    """Return the lineage entry of weights that carry none, marked if their metadata says that
+    dpvision exported them: their lineage was lost, and no declaration replaces it.
+    """
+    exported = isinstance(metadata, dict) and "dpvision.statement" in metadata
+    return entry | {"exported": True} if exported else entry
+
+
 def _spoils(entry: dict[str, Any], store: Store) -> bool:
     """Return whether a private run on ``store`` must not start from weights with this entry."""
     return entry["guarantee"] is None and (
@@ -246,10 +278,16 @@ def _spoils(entry: dict[str, Any], store: Store) -> bool:
 
 
 def _declare(entry: dict[str, Any], declared: Declaration | None) -> dict[str, Any]:
+    name = entry["store_id"].removeprefix("weights:")
+    if entry.get("exported"):
+        raise PrivacyError(
+            f"lineage: {name} carries no lineage, but its metadata says that dpvision exported it; "
+            "expected the lineage of the exported file, which was lost when another program saved "
+            "the weights again. Open the exported folder, or the run's folder."
+        )
     if entry["visibility"] != "undeclared":
         return entry
     if declared is None:
-        name = entry["store_id"].removeprefix("weights:")
         raise PrivacyError(
             f"lineage: {name} carries no lineage, so the images it was trained on are unknown; "
             "expected your declaration that they are public, which the statement repeats. Pass "

@@ -23,7 +23,7 @@ from dpvision.privacy import printed
 from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.runs.folder import read_run
+from dpvision.runs.folder import held_back, read_run
 from dpvision.runs.lineage import shaped_in_confidence
 from dpvision.statement import history_phrases, phrases
 from dpvision.statement.guarantee import guarantee_of, headline, other_runs, other_stores
@@ -323,10 +323,7 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
     # Loads the tensors too, so that the hashes in the statement are those of the current files.
     checkpoint = load_checkpoint(root)
     manifest = checkpoint.manifest
-    if (
-        about["results_visibility"] == "private"
-        and "confidential" in checkpoint.path.relative_to(root).parts
-    ):
+    if held_back(checkpoint.path):
         raise PrivacyError(
             f"report: {checkpoint.path} was written by the clock, whose steps depend on private "
             "batches; expected a checkpoint of the plan's end, or of a stop by a signal. Go on "

@@ -29,7 +29,7 @@ from dpvision.optim.ema import make_ema
 from dpvision.optim.optimizer import Optimizer
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.runs.folder import OTHERS_WEIGHTS, read_run, require_parent
-from dpvision.runs.lineage import inherit, shaped_in_confidence
+from dpvision.runs.lineage import inherit, lineage_of_results, shaped_in_confidence
 from dpvision.runs.run import Stopped, new_run
 from dpvision.runs.store_checks import (
     check_labels,
@@ -214,7 +214,7 @@ def _prepare(
         load_weights(model, checkpoint)
     elif parent is not None:
         lineage = inherit(
-            parent.manifest["lineage"],
+            lineage_of_results(parent.manifest["lineage"], parent.path),
             store,
             plan,
             declaration=config.public_weights,

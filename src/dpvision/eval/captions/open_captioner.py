@@ -27,7 +27,7 @@ from dpvision.eval.captions.settings import Asking
 from dpvision.eval.score import Score, Visibility
 from dpvision.models import make_model
 from dpvision.models.captioner import Captioner
-from dpvision.runs.lineage import shaped_in_confidence
+from dpvision.runs.lineage import lineage_of_results, shaped_in_confidence
 from dpvision.train.words import TOKENIZER_FILE
 
 
@@ -153,7 +153,9 @@ def open_captioner(
         model=_frozen(model, device),
         tokenizer=tokenizer,
         data=config.data,
-        confidential=shaped_in_confidence(checkpoint.manifest["lineage"]),
+        confidential=shaped_in_confidence(
+            lineage_of_results(checkpoint.manifest["lineage"], checkpoint.path)
+        ),
         seed=config.seed,
         window=window_of(checkpoint.manifest),
     )

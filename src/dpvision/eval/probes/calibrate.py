@@ -28,7 +28,7 @@ from dpvision.encoders.feature_file import Extraction, Progress
 from dpvision.errors import ConfigError, DataError, PrivacyError
 from dpvision.eval.probes.own_head import own_scores
 from dpvision.eval.score import Visibility
-from dpvision.runs.lineage import shaped_in_confidence
+from dpvision.runs.lineage import lineage_of_results, shaped_in_confidence
 
 _FLATTEST = 1e-5
 """Smallest slope of the logits that is tried, for scores of standard deviation 1."""
@@ -120,7 +120,9 @@ def calibrate(
         loss_before=mean_loss(score_NK.numpy(), target_NK, loss),
         loss_after=mean_loss(score_NK.numpy(), target_NK, loss, scale),
     )
-    private = shaped_in_confidence(checkpoint.manifest["lineage"])
+    private = shaped_in_confidence(
+        lineage_of_results(checkpoint.manifest["lineage"], checkpoint.path)
+    )
     return Calibrated(made, save_calibration(checkpoint, made), "private" if private else "public")
 
 

@@ -26,7 +26,7 @@ from dpvision.eval.metric import Metric, Scoring, multi_label_scores
 from dpvision.eval.probes.protocol import Protocol, Subject, Task
 from dpvision.eval.score import Score, Visibility
 from dpvision.eval.scored_run import check_unseen, is_run, trained_classes
-from dpvision.runs.lineage import shaped_in_confidence
+from dpvision.runs.lineage import lineage_of_results, shaped_in_confidence
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def score_own_head(
         and config.model.num_classes is not None
     )
     private = test_store.results_visibility == "private" or shaped_in_confidence(
-        checkpoint.manifest["lineage"]
+        lineage_of_results(checkpoint.manifest["lineage"], checkpoint.path)
     )
     visibility: Visibility = "private" if private else "public"
     name = "own head, averaged weights" if ema else "own head"
