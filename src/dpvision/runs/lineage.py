@@ -93,9 +93,9 @@ def inherit(
     Raises:
         ConfigError: a declaration for weights that carry a lineage, which decides.
         PrivacyError: weights without a lineage and without a declaration, or exported by dpvision
-            and saved again without it; or this run is private
-            and the weights were trained on this store, or any private one, without a guarantee, or
-            are of a checkpoint that the clock asked for; or the total of all runs is refused.
+            and saved again without it; or this run is private and the weights were trained on this
+            store, or any private one, without a guarantee, or are of a checkpoint that the clock
+            asked for; or the total of all runs is refused.
     """
     declared = None if declaration is None else Declaration.parse(declaration)
     if declared is not None and not any(entry["visibility"] == "undeclared" for entry in lineage):
