@@ -58,6 +58,8 @@ MODELS: dict[str, ModelConfig] = {
     "FiLM on a timm model": classifier(encoder=_TIMM, pooling="cls", tuned="film"),
 }
 """Name of a row of docs/export.md -> the run's model."""
+PATCHES_PX = 64
+"""Largest resolution of patches: with all of them a trace takes minutes."""
 NUM_RECORDS, NUM_DECLARED = 203, 204
 """Private digits of a head's store, and their declared number."""
 HEADS: dict[str, tuple[str, bool]] = {
@@ -69,6 +71,7 @@ HEADS: dict[str, tuple[str, bool]] = {
     "head on hog": ("hog", True),
     "head on pixels": ("pixels", True),
     "head on patches": ("patches", True),
+    "head on patches and scattering": ("patches+scattering", True),
 }
 """Name of a row -> the encoder of a head (``dpvision adapt``), and whether features are scaled to
 length 1.
@@ -115,7 +118,8 @@ def make_head(root: Path, name: str, mae: Path) -> Path:
     store = write_digits(root.parent / f"{root.name}-digits", 0, NUM_RECORDS)
     config = head_config(store, "many_steps", spec=spec.format(**files))
     assert isinstance(config.model, HeadConfig)
-    encoder = replace(config.model.encoder, image_size=0)
+    size = PATCHES_PX if spec.startswith("patches") else 0
+    encoder = replace(config.model.encoder, image_size=size)
     centre = "none" if "@" in spec else "textures"  # a centre takes minutes at 224 px
     features = replace(config.model.features, unit=unit, centre=centre)
     declared = "made here; MIT; this test" if "@" in spec else None

@@ -5,7 +5,7 @@ the image settings in the metadata of a file that dpvision exported.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def licence_of(folder: Path) -> str | None:
 
 def image_settings(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
     """Return the image settings in the metadata of a file that dpvision exported, as fields of
-    ``Encoder``: those of mean, std, image_size, resize and crop that it has.
+    ``Encoder``: those of mean, std, image_size, resize, crop and own_sizes that it has.
 
     Args:
         metadata: by name, JSON text under ``dpvision.mean``, ``dpvision.std``, ...
@@ -101,7 +101,14 @@ def image_settings(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: a value is not what dpvision writes.
     """
-    rules = {"mean": _colour, "std": _colour, "image_size": _side, "resize": _side, "crop": _crop}
+    rules: dict[str, Callable[[Any], Any]] = {
+        "mean": _colour,
+        "std": _colour,
+        "image_size": _side,
+        "resize": _side,
+        "crop": _crop,
+        "own_sizes": _sides,
+    }
     found: dict[str, Any] = {}
     for name, rule in rules.items():
         text = metadata.get(_METADATA + name)
@@ -118,6 +125,12 @@ def image_settings(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
         raise CheckpointError(
             f"weights: {where}: {_METADATA}std={found['std']}; expected positive numbers. Export "
             "it again."
+        )
+    sizes = found.get("own_sizes", ())
+    if sizes and sizes[-1] != found.get("image_size"):
+        raise CheckpointError(
+            f"weights: {where}: {_METADATA}own_sizes={sizes}; expected the last to be "
+            f"{_METADATA}image_size. Export it again."
         )
     return found
 
@@ -143,6 +156,13 @@ def _side(value: Any) -> int:
     if type(side) is not int or not side >= 1:
         raise ValueError(json.dumps(value))
     return side
+
+
+def _sides(value: Any) -> tuple[int, ...]:
+    sides = tuple(map(_side, value))
+    if not sides or list(sides) != sorted(set(sides)):
+        raise ValueError(json.dumps(value))
+    return sides
 
 
 def _crop(value: Any) -> str:

@@ -88,18 +88,18 @@ class Scattering(nn.Module):
                 on distances then does not hold.
         """
         x_NHW = F.pad(x_BCHW, (self.pad_px,) * 4, mode="reflect").flatten(0, 1)
-        freq_NSS = torch.fft.fft2(x_NHW)
+        freq_NST = _pairs(torch.fft.fft2(x_NHW))
         first, second = [], []
         for j1 in range(self.num_scales):
             # |x * psi| is band-limited to every 2^j-th pixel, so the path continues on the
             # coarser grid.
-            u_NLSS = _modulus(_fold_product(freq_NSS[:, None], self._wave(j1, 0), 1 << j1))
+            u_NLSS = _modulus(_fold_product(freq_NST[:, None], self._wave(j1, 0), 1 << j1))
             first.append(self._average(u_NLSS, j1))
             if j1 + 1 < self.num_scales:
-                freq_NLSS = torch.fft.fft2(u_NLSS)[:, :, None]
+                freq_NLST = _pairs(torch.fft.fft2(u_NLSS))[:, :, None]
                 deeper = [
                     self._average(
-                        _modulus(_fold_product(freq_NLSS, self._wave(j2, j1), 1 << (j2 - j1))), j2
+                        _modulus(_fold_product(freq_NLST, self._wave(j2, j1), 1 << (j2 - j1))), j2
                     )
                     for j2 in range(j1 + 1, self.num_scales)
                 ]
@@ -239,28 +239,35 @@ def _morlet(side: int, resolution: int, scale: int, angle: float, num_directions
     return wave - wave[0, 0] / plain[0, 0] * plain
 
 
-def _fold_product(freq: Tensor, pairs_LST: Tensor, factor: int) -> Tensor:
+def _pairs(freq: Tensor) -> Tensor:
+    """View complex (..., S, S) as real (..., S, 2 S): ONNX has few operations on complex numbers."""
+    return torch.view_as_real(freq).flatten(-2)
+
+
+def _fold_product(freq_ST: Tensor, pairs_LST: Tensor, factor: int) -> Tensor:
     """Return the Fourier transform of a convolution at every ``factor``-th pixel: the sum of the
-    aliasing parts of the product.
+    aliasing parts of the product. Both are pairs of real and imaginary part (``_pairs``).
 
     Computed part by part, because the whole product would be ``factor`` squared times as large as
     the result (measured: twelve times as slow). A real wavelet times a complex spectrum is two real
     products, a third of the time of a complex one.
     """
-    real = torch.view_as_real(freq).flatten(-2)
-    side = int(freq.shape[-1]) // factor
+    side = int(freq_ST.shape[-2]) // factor
     total: Tensor | None = None
     for top in range(0, factor * side, side):
         for left in range(0, 2 * factor * side, 2 * side):
             piece, wave = (
-                value[..., top : top + side, left : left + 2 * side] for value in (real, pairs_LST)
+                value[..., top : top + side, left : left + 2 * side]
+                for value in (freq_ST, pairs_LST)
             )
             total = piece * wave if total is None else total.addcmul_(piece, wave)
     assert total is not None
-    return torch.view_as_complex(total.unflatten(-1, (side, 2)))
+    return total
 
 
-def _modulus(freq: Tensor) -> Tensor:
-    """Return the absolute value of the inverse Fourier transform of ``freq``, float32."""
-    wave = torch.fft.ifft2(freq)
-    return (wave.real * wave.real).addcmul_(wave.imag, wave.imag).sqrt_()
+def _modulus(freq_ST: Tensor) -> Tensor:
+    """Return the absolute value of the inverse Fourier transform of pairs, float32."""
+    side = int(freq_ST.shape[-2])
+    freq = torch.view_as_complex(freq_ST.unflatten(-1, (side, 2)))
+    real, imag = torch.view_as_real(torch.fft.ifft2(freq)).unbind(-1)
+    return (real * real).addcmul_(imag, imag).sqrt_()

@@ -87,6 +87,7 @@ class Product:
             "std": list(self.data.std),
             "resize": self.data.resize,
             "crop": self.data.crop,
+            **({"own_sizes": list(self.data.own_sizes)} if self.data.own_sizes else {}),
         }
 
     @property
