@@ -44,6 +44,7 @@ from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.stream import Key
 from dpvision.statement.statement import make_statement
+from dpvision.statement.verify import verify_statement
 
 from ..eval.labelled import write_store
 from .lineage_runs import untrained_run
@@ -190,8 +191,13 @@ def test_killed_between_charge_and_checkpoint_the_ledger_is_true_and_the_rest_is
         ledger.plan.spent(6).epsilon
     )
     assert score_own_head(tmp_path / "run", public_test, workers=1)[0].value > 0.5
-    with resumed_head_session(tmp_path / "run") as session:
-        assert session.finished
+    for _ in range(2):  # a resume that finds nothing left to do, and a report after it
+        with resumed_head_session(tmp_path / "run") as session:
+            assert session.finished
+        statement = tmp_path / "run" / "statement.json"
+        statement.write_text(json.dumps(make_statement(tmp_path / "run", store_dir=private.path)))
+        found = verify_statement(statement, tmp_path / "run", private.path)
+        assert "failed" not in {check.status for check in found}, found
 
 
 def test_killed_after_a_checkpoint_the_run_goes_on_from_it(

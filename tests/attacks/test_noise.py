@@ -164,6 +164,7 @@ PUBLIC = {
     "dp/separable.py": "example records and weights of the gates",
     "dp/reference_bits.py": "random images, and small numbers in zero parameters, on which a "
     "record's bits are checked",
+    "dp/record_flow.py": "random numbers in place of records, on which each call is tried alone",
     "train/own_loop.py": "a record's own random transforms: any function of the record will do",
     "train/objectives.py": "the public example batch",
     "adapt/heads/many_steps.py": "random features of a published seed",

@@ -6,16 +6,18 @@ Set EXPORT_TABLE to a file to write the table as measured.
 import importlib.util
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import CaptionerConfig
+from dpvision.config import CaptionerConfig, ClassifierConfig
 from dpvision.encoders.classifier import is_head, load_classifier
 from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError
@@ -25,8 +27,9 @@ from dpvision.models.classifier import Classifier
 from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.tuned import LoRA
 from dpvision.runs.folder import read_run
+from dpvision.runs.lineage import undeclared_weights
 
-from .models_to_export import HEADS, MODELS, Made
+from .models_to_export import HEADS, MODELS, Made, make_exportable
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 TOLERANCE = 1e-5
@@ -192,3 +195,34 @@ def test_a_cell_of_the_table_is_what_a_foreign_loader_measures(
     if where := os.environ.get("EXPORT_TABLE"):
         with open(where, "a") as file:
             file.write(f"{name}\t{to}\t{difference:.0e}\n")
+
+
+def test_the_printed_code_of_peft_gives_the_runs_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where timm's own pooling is replaced, and the run started from a file: the printed code
+    loaded ``fc_norm`` in place of ``norm``, and other weights.
+    """
+    pytest.importorskip("peft", reason="peft is of an extra")
+    cfg = MODELS["LoRA on a timm model"]
+    assert isinstance(cfg, ClassifierConfig)
+    monkeypatch.setitem(MODELS, "mean", replace(cfg, pooling="mean"))
+    base = undeclared_weights("timm:vit_tiny_patch16_224@base.safetensors")
+    run = make_exportable(tmp_path / "run", "mean", parents=(base | {"visibility": "public"},))
+    exported = export(run, "peft", tmp_path / "out")
+    model, _ = load_model(load_checkpoint(run))
+    assert isinstance(model, Classifier) and isinstance(model.encoder, TimmEncoder)
+    frozen = {
+        name.replace(".frozen.", "."): value.contiguous()
+        for name, value in model.encoder.model.state_dict().items()
+        if not name.endswith((".up", ".down"))
+    }
+    head = {"head.weight": torch.zeros(1000, 192), "head.bias": torch.zeros(1000)}
+    save_file(frozen | head, tmp_path / "out" / "base.safetensors")
+    monkeypatch.chdir(tmp_path / "out")
+    x_BCHW = images(32)
+    scope = {"x_BCHW": x_BCHW}
+    with torch.inference_mode():
+        exec(exported.how_to_load, scope)
+        difference = (scope["logit_BK"] - model.eval()(x_BCHW)).abs().max().item()
+    assert difference <= TOLERANCE, difference

@@ -56,7 +56,7 @@ class ViTConfig:
             "num_heads",
             self.num_heads,
             f"a divisor of width={self.width}",
-            "Use width / 64.",
+            "Choose a divisor.",
         )
         require(
             self.width % 4 == 0,

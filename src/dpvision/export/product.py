@@ -192,9 +192,9 @@ def _of_classifier(
     plain = load_classifier(_without_additions(checkpoint), ema=ema) if merges else trained
     if isinstance(plain.data, LibraryData):
         raise ConfigError(
-            f"export: {checkpoint.path} is a head on hf:, whose images are resized as "
-            f"{plain.data.library}; expected a resizing that every format holds. Pass on the run "
-            "with the encoder's folder: dpvision predict reads both."
+            f"export: {checkpoint.path} is a head on hf:, whose images are resized as in its "
+            "preprocessor_config.json; expected a resizing that every format holds. Pass on the "
+            "run with the encoder's folder: dpvision predict reads both."
         )
     network: Any = plain.network
     inner = network.network if isinstance(plain.head, LinearHead) else network.encoder

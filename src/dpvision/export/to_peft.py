@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpvision.errors import ConfigError
 from dpvision.export.product import Product, refused
-from dpvision.export.to_timm import pooled_timm, with_head
+from dpvision.export.to_timm import POOLS, pooled_timm, with_head
 from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.tuned import LoRA
 from dpvision.weights import pack
@@ -23,7 +23,8 @@ from dpvision.weights import pack
 _FILE = "adapter_model.safetensors"
 _LOADS = """import peft, timm
 
-base = timm.create_model({name!r}, pretrained=True, num_classes={classes}{more})
+base = timm.create_model({name!r}, pretrained=True{more})
+base.reset_classifier({classes}{pool})
 model = peft.PeftModel.from_pretrained(base, ".").eval()
 logit_BK = model(x_BCHW)  # images as under Preprocessing
 """
@@ -36,10 +37,16 @@ def how_to_load(product: Product) -> str:
     known = timm.get_pretrained_cfg(cfg.name)
     if known is not None and known.fixed_input_size:
         arguments["img_size"] = cfg.image_size
-    if product.pooling != "own":
-        arguments["global_pool"] = {"mean": "avg", "cls": "token"}[product.pooling]
+    of = f"weights:timm:{cfg.name}@"
+    if files := [
+        entry["store_id"] for entry in product.lineage if entry["store_id"].startswith(of)
+    ]:
+        # the weights that the run started from, where they are a file
+        arguments["pretrained_cfg_overlay"] = {"file": files[0].removeprefix(of)}
+    pool = "" if product.pooling == "own" else f", global_pool={POOLS[product.pooling]!r}"
     more = "".join(f", {name}={value!r}" for name, value in arguments.items())
-    return _LOADS.format(name=cfg.name, classes=len(product.class_names), more=more)
+    classes = len(product.class_names)
+    return _LOADS.format(name=cfg.name, classes=classes, more=more, pool=pool)
 
 
 def write(product: Product, folder: Path, metadata: dict[str, str]) -> None:

@@ -29,7 +29,7 @@ USES = {
     "classifier": "logit_BK = model(transform(image)[None])",
     "captioner": "feature_BD = model(transform(image)[None])  # of the encoder alone",
 }
-_POOLS = {"mean": "avg", "cls": "token"}
+POOLS = {"mean": "avg", "cls": "token"}
 _NAMES = {"attention.out": "attn.proj", "attention.qkv": "attn.qkv", "mlp.0": "mlp.fc1"} | {
     "mlp.2": "mlp.fc2",
     "patch_embed.": "patch_embed.proj.",
@@ -84,7 +84,7 @@ def pooled_timm(to: str, product: Product) -> Any:
         raise refused(to, f"the encoder ({what}) is none of timm's models", "Use onnx.")
     if product.pooling != "own":
         try:
-            model.reset_classifier(0, global_pool=_POOLS[product.pooling])
+            model.reset_classifier(0, global_pool=POOLS[product.pooling])
         except (KeyError, AssertionError, TypeError, ValueError):
             raise refused(to, f"pooling={product.pooling!r}", "Use onnx.") from None
     return model

@@ -285,6 +285,9 @@ class Stopped:
                     "expected the newer ledger. Restore the LEDGERS folder that belongs to this "
                     "store."
                 )
+            if ledger.steps == self.plan.steps:
+                # Nothing may be left to save: the copy needs the line of this start, too.
+                folder.copy_ledger(ledger.path)
             yield Run(self.config, ledger.plan, store, lineage, folder, ledger)
 
 

@@ -56,7 +56,7 @@ def spent(
             "unit_epsilon": None,
             "delta": None,
             "this_run_epsilon": None,
-        }, "no privacy guarantee"
+        }, "no privacy guarantee" if plan.guarantee != "dp" else "nothing spent"
     alone, parts = parts_of([(plan, steps)]), parts_of([*behind, (plan, steps)])
     own = total_epsilon(alone)[0]
     epsilon, delta, method = total_epsilon(parts)
