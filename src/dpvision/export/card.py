@@ -96,17 +96,14 @@ def _preprocessing(product: Product) -> str:
             box = f"the centre of side {size} of the image resized to {data.resize} x {data.resize}"
     lines = [
         f"- RGB, {size} x {size} pixels from {box}, bicubic",
-        *(
-            [
-                f"- of each image only the largest side of {list(sizes)} that is at most "
-                f"{ENLARGEMENT} times its shorter side, or the smallest: in the top left corner, and "
-                "NaN elsewhere"
-            ]
-            if sizes
-            else []
-        ),
         f"- pixels from 0 to 1, minus {list(data.mean)}, divided by {list(data.std)}",
     ]
+    if sizes:
+        lines.insert(
+            1,
+            f"- of each image only the largest side of {list(sizes)} that is at most {ENLARGEMENT} "
+            "times its shorter side, or the smallest: in the top left corner, and NaN elsewhere",
+        )
     if product.window is not None:
         low, high = product.window
         lines.append(f"- grey of more than 8 bits: {low} becomes black and {high} white")
