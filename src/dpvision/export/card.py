@@ -4,7 +4,7 @@ statement: no figure is computed or rounded here.
 
 from typing import Any
 
-from dpvision.data.transform import ENLARGEMENT
+from dpvision.data.transform import ENLARGEMENT, LibraryData
 from dpvision.export.product import Product
 from dpvision.statement.guarantee import NOTHING
 
@@ -94,8 +94,13 @@ def _preprocessing(product: Product) -> str:
         box = "the whole image, its aspect ratio ignored"
         if data.crop == "centre":
             box = f"the centre of side {size} of the image resized to {data.resize} x {data.resize}"
+    filtered = "bicubic"
+    if isinstance(data, LibraryData):
+        side, filtered = data.library.side, data.library.filter
+        whole = f"shorter side {side} px" if data.library.keep_aspect else f"{side} x {side} px"
+        box = f"the centre of the image resized to {whole}"
     lines = [
-        f"- RGB, {size} x {size} pixels from {box}, bicubic",
+        f"- RGB, {size} x {size} pixels from {box}, {filtered}",
         f"- pixels from 0 to 1, minus {list(data.mean)}, divided by {list(data.std)}",
     ]
     if sizes:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from dpvision.data.transform import LibraryData
 from dpvision.errors import CheckpointError, ConfigError, remedy_for
 from dpvision.export.card import model_card
 from dpvision.export.product import Product, dumped, open_product, refused
@@ -73,9 +74,13 @@ def export(
         require_confidential(
             folder, "export", "weights trained on private images without a guarantee"
         )
-    if product.data.own_sizes and to != "onnx":
+    if to != "onnx" and product.data.own_sizes:
         raise refused(
             to, "every image is used at a resolution of its own (patches)", "Use --to onnx."
+        )
+    if to != "onnx" and isinstance(product.data, LibraryData):
+        raise refused(
+            to, "its encoder, and how images are resized, are transformers' (hf:)", "Use --to onnx."
         )
     if product.kind == "captioner" and to in ("timm", "transformers"):
         product = product.encoder_alone()  # neither has a decoder like ours
