@@ -31,7 +31,8 @@ from dpvision.models.tuned import LoRA
 from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import undeclared_weights
 
-from .models_to_export import HEADS, MODELS, Made, make_exportable
+from . import models_to_export
+from .models_to_export import HEADS, MODELS, Made, make_exportable, make_head
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 TOLERANCE = 1e-5
@@ -202,6 +203,21 @@ def test_a_cell_of_the_table_is_what_a_foreign_loader_measures(
     if where := os.environ.get("EXPORT_TABLE"):
         with open(where, "a") as file:
             file.write(f"{name}\t{to}\t{difference:.0e}\n")
+
+
+@pytest.mark.slow
+def test_the_default_of_adapt_leaves_with_all_its_resolutions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript is of an extra")
+    monkeypatch.setattr(models_to_export, "PATCHES_PX", {})
+    run = make_head(tmp_path / "run", "head on patches and scattering", tmp_path)
+    export(run, "onnx", tmp_path / "out")
+    sizes = load_classifier(run).data.own_sizes
+    x_BCHW = images(sizes[-1], own_sizes=sizes)
+    mine, other = ours(run, "onnx", x_BCHW), theirs(run, "onnx", tmp_path / "out", x_BCHW)
+    assert sizes == (32, 64, 128) and mine.std() > 1e-3
+    torch.testing.assert_close(other, mine, atol=TOLERANCE, rtol=0)
 
 
 def test_the_printed_code_of_peft_gives_the_runs_logits(
