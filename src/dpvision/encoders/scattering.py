@@ -106,7 +106,7 @@ class Scattering(nn.Module):
                 second.append(torch.stack(deeper, dim=2).flatten(1, 3))  # l1, then j2, then l2
         wave_NPHW = torch.cat([*first, *second], dim=1)
         if log:
-            wave_NPHW = wave_NPHW.clamp_(min=0).add_(1e-3).log_()
+            wave_NPHW = (wave_NPHW.clamp(min=0) + 1e-3).log()
         paths_NPHW = torch.cat([self._average(x_NHW[:, None], 0), wave_NPHW], dim=1)
         return paths_NPHW.unflatten(0, x_BCHW.shape[:2])
 
