@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dpvision.data.transform import LibraryResize
 from dpvision.encoders.hub_folder import image_settings, licence_of
 from dpvision.errors import CheckpointError
 
@@ -38,6 +39,8 @@ def test_image_settings_are_read_from_the_keys_of_an_export():
         "dpvision.image_size": "[64, 64]",
         "dpvision.resize": "null",
         "dpvision.crop": '"centre"',
+        "dpvision.own_sizes": "[32, 64]",
+        "dpvision.library": '{"side": 72, "keep_aspect": true, "filter": "bilinear"}',
         "other": "{",
     }
     found = image_settings(given, "x")
@@ -46,6 +49,8 @@ def test_image_settings_are_read_from_the_keys_of_an_export():
         "std": (0.5, 0.5, 0.5),
         "image_size": 64,
         "crop": "centre",
+        "own_sizes": (32, 64),
+        "library": LibraryResize(72, True, "bilinear"),
     }
     assert image_settings({}, "x") == {}
 
@@ -63,8 +68,18 @@ def test_image_settings_are_read_from_the_keys_of_an_export():
         ("image_size", "[]"),
         ("resize", "64.5"),
         ("crop", '"left"'),
+        ("own_sizes", "[]"),
+        ("own_sizes", "[64, 32]"),
+        ("own_sizes", "[32, 48]"),
+        ("own_sizes", "64"),
+        ("library", "true"),
+        ("library", '{"side": 72}'),
+        ("library", '{"side": "72", "keep_aspect": true}'),
+        ("library", '{"side": 72, "keep_aspect": 1}'),
+        ("library", '{"side": 72, "keep_aspect": true, "filter": "fast"}'),
+        ("library", '{"side": 63, "keep_aspect": true}'),
     ],
 )
 def test_other_image_settings_are_refused_by_name(name, text):
     with pytest.raises(CheckpointError, match=f"dpvision.{name}="):
-        image_settings({f"dpvision.{name}": text}, "x")
+        image_settings({"dpvision.image_size": "64", f"dpvision.{name}": text}, "x")

@@ -64,6 +64,20 @@ def test_paths_are_those_of_the_definition_in_the_stated_order(
     )
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("side", "scales", "directions"), [(32, 2, 8), (32, 3, 6), (24, 1, 4)])
+def test_a_trace_computes_the_definition_without_complex_numbers(
+    side: int, scales: int, directions: int
+) -> None:
+    """Formats of other programs take it: their Fourier transforms are missing, or less exact."""
+    bank, x = make_scattering(side, scales, directions), _images(1, 2, side, side)
+    traced = torch.jit.trace(bank, x, check_trace=False)
+    assert "fft" not in str(traced.inlined_graph)
+    torch.testing.assert_close(
+        traced(x)[0, 1].double(), _slow(bank, x[0, 1], coarser=True), atol=1e-6, rtol=1e-4
+    )
+
+
 @pytest.mark.parametrize(("scales", "directions"), [(2, 8), (3, 6)])
 def test_leaving_out_pixels_on_the_way_changes_little(scales: int, directions: int) -> None:
     bank, x = make_scattering(32, scales, directions), _images(1, 1, 32, 32)

@@ -25,6 +25,7 @@ from dpvision.models import make_model
 
 from ..adapt.runs_of_heads import head_config, write_digits
 from ..captioners import make_config, make_tokenizer, train_captioner
+from ..hub_folders import write_folder
 from ..statement.runs import MODEL, make_run, make_store
 
 CLASSES = ["cat", "dog", 'bird "Amsel"']
@@ -58,6 +59,8 @@ MODELS: dict[str, ModelConfig] = {
     "FiLM on a timm model": classifier(encoder=_TIMM, pooling="cls", tuned="film"),
 }
 """Name of a row of docs/export.md -> the run's model."""
+PATCHES_PX = {"patches": 64, "patches+scattering": 32}
+"""Largest resolution of heads on patches: a trace of all resolutions takes a minute."""
 NUM_RECORDS, NUM_DECLARED = 203, 204
 """Private digits of a head's store, and their declared number."""
 HEADS: dict[str, tuple[str, bool]] = {
@@ -69,6 +72,9 @@ HEADS: dict[str, tuple[str, bool]] = {
     "head on hog": ("hog", True),
     "head on pixels": ("pixels", True),
     "head on patches": ("patches", True),
+    "head on patches and scattering": ("patches+scattering", True),
+    "head on `hf:`, ViT": ("hf:{vit}", True),
+    "head on `hf:`, CLIP": ("hf:{clip}", True),
 }
 """Name of a row -> the encoder of a head (``dpvision adapt``), and whether features are scaled to
 length 1.
@@ -112,13 +118,18 @@ def make_head(root: Path, name: str, mae: Path) -> Path:
         save_file(timm.create_model("test_vit").state_dict(), files["timm"])
     if "{torchvision}" in spec:
         save_file(torchvision.models.resnet18().state_dict(), files["torchvision"])
+    for kind in ("vit", "clip"):
+        files[kind] = root.parent / f"{root.name}-{kind}"
+        if f"{{{kind}}}" in spec:
+            write_folder(files[kind], kind)
     store = write_digits(root.parent / f"{root.name}-digits", 0, NUM_RECORDS)
     config = head_config(store, "many_steps", spec=spec.format(**files))
     assert isinstance(config.model, HeadConfig)
-    encoder = replace(config.model.encoder, image_size=0)
-    centre = "none" if "@" in spec else "textures"  # a centre takes minutes at 224 px
+    encoder = replace(config.model.encoder, image_size=PATCHES_PX.get(spec, 0))
+    theirs = "@" in spec or spec.startswith("hf:")
+    centre = "none" if theirs else "textures"  # a centre takes minutes at 224 px
     features = replace(config.model.features, unit=unit, centre=centre)
-    declared = "made here; MIT; this test" if "@" in spec else None
+    declared = "made here; MIT; this test" if theirs else None
     model = replace(config.model, encoder=encoder, features=features)
     privacy = replace(
         config.privacy, dataset_size=NUM_DECLARED, expected_batch_size=float(NUM_DECLARED)

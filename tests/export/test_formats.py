@@ -19,6 +19,8 @@ from torch import Tensor
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import CaptionerConfig, ClassifierConfig
 from dpvision.encoders.classifier import is_head, load_classifier
+from dpvision.encoders.identity import fingerprint
+from dpvision.encoders.open import open_encoder
 from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError
 from dpvision.export.write import FORMATS, Format, export
@@ -29,14 +31,22 @@ from dpvision.models.tuned import LoRA
 from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import undeclared_weights
 
-from .models_to_export import HEADS, MODELS, Made, make_exportable
+from . import models_to_export
+from .models_to_export import HEADS, MODELS, Made, make_exportable, make_head
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 TOLERANCE = 1e-5
 
 
-def images(side: int, num: int = 5) -> Tensor:
-    return torch.randn(num, 3, side, side, generator=torch.Generator().manual_seed(7))
+def images(side: int, num: int = 5, own_sizes: tuple[int, ...] = ()) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    if not own_sizes:
+        return torch.randn(num, 3, side, side, generator=generator)
+    # Patches take pixels from 0 to 1; the square root of their sums magnifies rounding elsewhere.
+    x_BCHW = torch.rand(num, 3, side, side, generator=generator)
+    for x_CHW, own in zip(x_BCHW, own_sizes, strict=False):
+        x_CHW[:, own:] = x_CHW[:, :, own:] = torch.nan
+    return x_BCHW
 
 
 @torch.inference_mode()
@@ -177,7 +187,14 @@ def test_a_cell_of_the_table_is_what_a_foreign_loader_measures(
         assert not folder.exists()
         return
     exported = export(made(name), to, folder)
-    x_BCHW = images(read_run(made(name))[1].model.encoder.image_size)
+    sizes: tuple[int, ...] = ()
+    if name in HEADS:
+        data = load_classifier(made(name)).data
+        sizes = data.own_sizes
+        if to == "onnx":  # as an encoder it takes the run's pixels
+            opened = open_encoder(f"onnx:logits@{folder / 'model.onnx'}")
+            assert opened.data == data and fingerprint(opened)
+    x_BCHW = images(read_run(made(name))[1].model.encoder.image_size, own_sizes=sizes)
     mine, other = ours(made(name), to, x_BCHW), theirs(made(name), to, folder, x_BCHW)
     difference = (mine - other).abs().max().item()
     assert mine.std() > 1e-3 and difference <= TOLERANCE, difference
@@ -186,6 +203,21 @@ def test_a_cell_of_the_table_is_what_a_foreign_loader_measures(
     if where := os.environ.get("EXPORT_TABLE"):
         with open(where, "a") as file:
             file.write(f"{name}\t{to}\t{difference:.0e}\n")
+
+
+@pytest.mark.slow
+def test_the_default_of_adapt_leaves_with_all_its_resolutions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript is of an extra")
+    monkeypatch.setattr(models_to_export, "PATCHES_PX", {})
+    run = make_head(tmp_path / "run", "head on patches and scattering", tmp_path)
+    export(run, "onnx", tmp_path / "out")
+    sizes = load_classifier(run).data.own_sizes
+    x_BCHW = images(sizes[-1], own_sizes=sizes)
+    mine, other = ours(run, "onnx", x_BCHW), theirs(run, "onnx", tmp_path / "out", x_BCHW)
+    assert sizes == (32, 64, 128) and mine.std() > 1e-3
+    torch.testing.assert_close(other, mine, atol=TOLERANCE, rtol=0)
 
 
 def test_the_printed_code_of_peft_gives_the_runs_logits(

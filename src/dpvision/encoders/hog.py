@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpvision.threads import is_traced
+
 NUM_ORIENTATIONS = 9
 _CUT = 0.2
 # A gradient of one grey level of 255 at each pixel of a cell: weaker blocks fade to zero instead of
@@ -49,7 +51,7 @@ def hog(x_BCHW: Tensor, cell_px: int, num_orientations: int = NUM_ORIENTATIONS) 
     block_BDGF = (
         block_BDGF
         * length_B1GF
-        / torch.hypot(length_B1GF, torch.full_like(length_B1GF, _FADE * cell_px**2))
+        / _hypot(length_B1GF, torch.full_like(length_B1GF, _FADE * cell_px**2))
     )
     return block_BDGF.permute(0, 2, 3, 1).flatten(1)
 
@@ -71,7 +73,7 @@ def cell_histograms(
         right_BCHW.gather(1, best_B1HW)[:, 0],
         down_BCHW.gather(1, best_B1HW)[:, 0],
     )
-    length_BHW = torch.hypot(right_BHW, down_BHW)
+    length_BHW = _hypot(right_BHW, down_BHW)
     place_BHW = (
         torch.atan2(down_BHW, right_BHW).remainder(math.pi) * (num_orientations / math.pi) - 0.5
     )
@@ -99,6 +101,11 @@ def _gradient(x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
     right[..., 1:-1] = x_BCHW[..., 2:] - x_BCHW[..., :-2]
     down[..., 1:-1, :] = x_BCHW[..., 2:, :] - x_BCHW[..., :-2, :]
     return right, down
+
+
+def _hypot(x: Tensor, y: Tensor) -> Tensor:
+    """Return sqrt(x^2 + y^2). ONNX has no hypot, whose last bits differ."""
+    return (x.square() + y.square()).sqrt() if is_traced() else torch.hypot(x, y)
 
 
 def _whole_cells(x_BCHW: Tensor, cell_px: int) -> Tensor:

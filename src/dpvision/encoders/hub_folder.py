@@ -5,10 +5,11 @@ the image settings in the metadata of a file that dpvision exported.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from dpvision.data.transform import Filter, LibraryResize
 from dpvision.encoders.weights_file import WeightsFile, open_weights
 from dpvision.errors import CheckpointError
 from dpvision.strict_json import parse_json
@@ -93,7 +94,7 @@ def licence_of(folder: Path) -> str | None:
 
 def image_settings(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
     """Return the image settings in the metadata of a file that dpvision exported, as fields of
-    ``Encoder``: those of mean, std, image_size, resize and crop that it has.
+    ``Encoder``: those of mean, std, image_size, resize, crop, own_sizes and library that it has.
 
     Args:
         metadata: by name, JSON text under ``dpvision.mean``, ``dpvision.std``, ...
@@ -101,7 +102,15 @@ def image_settings(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: a value is not what dpvision writes.
     """
-    rules = {"mean": _colour, "std": _colour, "image_size": _side, "resize": _side, "crop": _crop}
+    rules: dict[str, Callable[[Any], Any]] = {
+        "mean": _colour,
+        "std": _colour,
+        "image_size": _side,
+        "resize": _side,
+        "crop": _crop,
+        "own_sizes": _sides,
+        "library": _library,
+    }
     found: dict[str, Any] = {}
     for name, rule in rules.items():
         text = metadata.get(_METADATA + name)
@@ -118,6 +127,17 @@ def image_settings(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
         raise CheckpointError(
             f"weights: {where}: {_METADATA}std={found['std']}; expected positive numbers. Export "
             "it again."
+        )
+    sizes = found.get("own_sizes", ())
+    if sizes and sizes[-1] != found.get("image_size"):
+        raise CheckpointError(
+            f"weights: {where}: {_METADATA}own_sizes={sizes}; expected the last to be "
+            f"{_METADATA}image_size. Export it again."
+        )
+    if "library" in found and not found["library"].side >= found.get("image_size", 1):
+        raise CheckpointError(
+            f"weights: {where}: {_METADATA}library={found['library']}; expected a side of at least "
+            f"{_METADATA}image_size. Export it again."
         )
     return found
 
@@ -143,6 +163,25 @@ def _side(value: Any) -> int:
     if type(side) is not int or not side >= 1:
         raise ValueError(json.dumps(value))
     return side
+
+
+def _sides(value: Any) -> tuple[int, ...]:
+    sides = tuple(map(_side, value))
+    if not sides or list(sides) != sorted(set(sides)):
+        raise ValueError(json.dumps(value))
+    return sides
+
+
+def _library(value: Any) -> LibraryResize:
+    made = LibraryResize(**value)
+    if (
+        type(made.side) is not int
+        or not made.side >= 1
+        or type(made.keep_aspect) is not bool
+        or made.filter not in get_args(Filter)
+    ):
+        raise ValueError(json.dumps(value))
+    return made
 
 
 def _crop(value: Any) -> str:

@@ -29,7 +29,7 @@ def _plain(model: Any, x_BCHW: Tensor, **more: Any) -> Any:
 def _all_in_order(model: Any, x_BCHW: Tensor, **more: Any) -> Any:
     """Run ViTMAE without masking: the order of ``noise`` is that in which patches are kept."""
     noise_L = torch.arange(model.embeddings.patch_embeddings.num_patches, device=x_BCHW.device)
-    return model(x_BCHW, noise=noise_L.float().expand(len(x_BCHW), -1), **more)
+    return model(x_BCHW, noise=noise_L.float().expand(x_BCHW.shape[0], -1), **more)
 
 
 @dataclass(frozen=True)

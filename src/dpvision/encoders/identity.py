@@ -222,7 +222,9 @@ def fingerprint(encoder: Encoder, device: str | torch.device = "cpu") -> str:
         4, 3, encoder.image_size, encoder.image_size, generator=torch.Generator().manual_seed(0)
     )
     for side in encoder.own_sizes or (encoder.image_size,):
-        for name, x_BD in encoder.poolings(noise_BCHW[..., :side, :side].to(device)).items():
+        x_BCHW = noise_BCHW.to(device, copy=True)
+        x_BCHW[..., side:, :] = x_BCHW[..., side:] = torch.nan  # as ``normalise_canvas``
+        for name, x_BD in encoder.poolings(x_BCHW).items():
             digest.update(name.encode() + x_BD.float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 

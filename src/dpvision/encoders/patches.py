@@ -17,6 +17,8 @@ Legend: N or B images, C channels, H height, W width, P pixels of a patch (H: ha
 atoms, L positions of a patch, G cells per side, Q cells, S signs, M mirrored or not.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -68,7 +70,7 @@ class PatchBank(nn.Module):
         return torch.cat([self._features(part, even_HK / 2, odd_HK / 2) for part in parts])
 
     def _features(self, x_BCHW: Tensor, even_HK: Tensor, odd_HK: Tensor) -> Tensor:
-        patch, stride, grid, atoms = self.patch_px, self.stride, self.cells, len(self.bias_K)
+        patch, stride, grid = self.patch_px, self.stride, self.cells
         # The same number of pixels is left out on both sides, so that the mirror image has the same
         # patches.
         full = int(x_BCHW.shape[-1])
@@ -92,31 +94,25 @@ class PatchBank(nn.Module):
             for half in _halves(patch_BPL, patch, dim=1)
         ]
         edge = [round(i * side / grid) for i in range(grid + 1)]
-        out_BQSMK = x_BCHW.new_empty(x_BCHW.shape[0], grid * grid, 2, 2, atoms)
-        for row in range(grid):
-            for column in range(grid):
-                cell = (
-                    slice(None),
-                    slice(edge[row], edge[row + 1]),
-                    slice(edge[column], edge[column + 1]),
-                )
-                even_BLH, odd_BLH = (part[cell].flatten(1, 2) for part in parts)
+        size = [stop - start for start, stop in pairwise(edge)]
+        sum_BK: list[Tensor] = []  # by cell, then mirrored or not, then sign
+        for row in zip(*(part.split(size, dim=1) for part in parts), strict=True):
+            for cell in zip(*(part.split(size, dim=2) for part in row), strict=True):
+                even_BLH, odd_BLH = (half.flatten(1, 2) for half in cell)
                 u_BLK = torch.addmm(self.bias_K, even_BLH.flatten(0, 1), even_HK).unflatten(
                     0, even_BLH.shape[:2]
                 )
                 v_BLK = odd_BLH @ odd_HK
-                for mirrored, z_BLK in enumerate((u_BLK + v_BLK, u_BLK.sub_(v_BLK))):
+                for z_BLK in (u_BLK + v_BLK, u_BLK.sub_(v_BLK)):
                     # sum of max(0, z - 1) = sum of max(z, 1), minus one per position: half the
                     # passes over z
-                    over_BK, under_BK = (
-                        out_BQSMK[:, row * grid + column, sign, mirrored] for sign in (0, 1)
-                    )
-                    torch.sum(z_BLK.clamp(min=THRESHOLD), dim=1, out=over_BK)
-                    torch.sum(z_BLK.clamp_(max=-THRESHOLD), dim=1, out=under_BK)
-                out_BQSMK[:, row * grid + column] /= even_BLH.shape[1]
-        out_BQSMK[:, :, 1].neg_()
-        root = (out_BQSMK - THRESHOLD).clamp_(min=0).sqrt_().unflatten(1, (grid, grid))
-        f_BHWSK = (root[..., 0, :] + root[..., 1, :].flip(2)) / 2
+                    sum_BK.append(z_BLK.clamp(min=THRESHOLD).sum(dim=1))
+                    sum_BK.append(z_BLK.clamp_(max=-THRESHOLD).sum(dim=1))
+        sum_BHWMSK = torch.cat(sum_BK, dim=1).unflatten(1, (grid, grid, 2, 2, -1))
+        count_HW11 = x_BCHW.new_tensor(size).outer(x_BCHW.new_tensor(size))[..., None, None]
+        mean_BHWMSK = sum_BHWMSK / torch.stack([count_HW11, -count_HW11], dim=-2)
+        root = (mean_BHWMSK - THRESHOLD).clamp_(min=0).sqrt_()
+        f_BHWSK = (root[:, :, :, 0] + root[:, :, :, 1].flip(2)) / 2
         return f_BHWSK.flatten(3).flatten(1, 2).transpose(1, 2)
 
 

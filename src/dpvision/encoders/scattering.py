@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpvision.errors import ConfigError
+from dpvision.threads import is_traced
 
 _CENTRE = 0.75 * math.pi  # frequency of the finest wavelet, radians per pixel
 _WIDTH = 0.8  # of its Gaussian envelope, pixels
@@ -58,6 +59,7 @@ class Scattering(nn.Module):
             self.register_buffer(f"wave_{j}_{r}", pairs_LST)
         for resolution, low_S in enumerate(low_RS):
             self.register_buffer(f"average_{resolution}", self._average_matrix(resolution, low_S))
+            self.register_buffer(f"fourier_{resolution}", _fourier_matrix(len(low_S)))
 
     def _average_matrix(self, resolution: int, low_S: Tensor) -> Tensor:
         """Return the matrix of the convolution with phi along one axis at every 2^J-th pixel:
@@ -88,25 +90,24 @@ class Scattering(nn.Module):
                 on distances then does not hold.
         """
         x_NHW = F.pad(x_BCHW, (self.pad_px,) * 4, mode="reflect").flatten(0, 1)
-        freq_NSS = torch.fft.fft2(x_NHW)
+        freq_NST = self._spectrum(x_NHW, 0)
         first, second = [], []
         for j1 in range(self.num_scales):
             # |x * psi| is band-limited to every 2^j-th pixel, so the path continues on the
             # coarser grid.
-            u_NLSS = _modulus(_fold_product(freq_NSS[:, None], self._wave(j1, 0), 1 << j1))
+            u_NLSS = self._modulus(freq_NST[:, None], j1, 0)
             first.append(self._average(u_NLSS, j1))
             if j1 + 1 < self.num_scales:
-                freq_NLSS = torch.fft.fft2(u_NLSS)[:, :, None]
+                freq_NLST = self._spectrum(u_NLSS, j1)[:, :, None]
                 deeper = [
-                    self._average(
-                        _modulus(_fold_product(freq_NLSS, self._wave(j2, j1), 1 << (j2 - j1))), j2
-                    )
+                    self._average(self._modulus(freq_NLST, j2, j1), j2)
                     for j2 in range(j1 + 1, self.num_scales)
                 ]
                 second.append(torch.stack(deeper, dim=2).flatten(1, 3))  # l1, then j2, then l2
-        paths_NPHW = torch.cat([self._average(x_NHW[:, None], 0), *first, *second], dim=1)
+        wave_NPHW = torch.cat([*first, *second], dim=1)
         if log:
-            paths_NPHW[:, 1:] = (paths_NPHW[:, 1:].clamp(min=0) + 1e-3).log()
+            wave_NPHW = (wave_NPHW.clamp(min=0) + 1e-3).log()
+        paths_NPHW = torch.cat([self._average(x_NHW[:, None], 0), wave_NPHW], dim=1)
         return paths_NPHW.unflatten(0, x_BCHW.shape[:2])
 
     @property
@@ -121,8 +122,35 @@ class Scattering(nn.Module):
         matrix_HS = self.get_buffer(f"average_{resolution}")
         return matrix_HS @ u @ matrix_HS.T
 
-    def _wave(self, scale: int, resolution: int) -> Tensor:
-        return self.get_buffer(f"wave_{scale}_{resolution}")
+    def _spectrum(self, u_SS: Tensor, resolution: int) -> Tensor:
+        """Return the Fourier transform of real (..., S, S) as pairs, float32 (..., S, 2 S): the
+        real and the imaginary part of each value, because ONNX has few operations on complex
+        numbers. A trace has it as matrix products: onnxruntime's own transform is thirty times
+        less exact.
+        """
+        if is_traced():
+            pairs_ST = torch.stack([u_SS, torch.zeros_like(u_SS)], dim=-1).flatten(-2)
+            return _products(pairs_ST, self.get_buffer(f"fourier_{resolution}"))
+        return torch.view_as_real(torch.fft.fft2(u_SS)).flatten(-2)
+
+    def _modulus(self, freq_ST: Tensor, scale: int, resolution: int) -> Tensor:
+        """Return |u * psi| at every 2^(j - r)-th pixel for all directions, float32.
+
+        Args:
+            freq_ST: transform of u at resolution r, as pairs.
+            scale: j of psi.
+        """
+        wave_LST = self.get_buffer(f"wave_{scale}_{resolution}")
+        freq_ST = _fold_product(freq_ST, wave_LST, 1 << (scale - resolution))
+        side = int(freq_ST.shape[-2])
+        if is_traced():
+            # The inverse of the transform is its transpose, divided by the number of values.
+            pairs_ST = _products(freq_ST, self.get_buffer(f"fourier_{scale}").T) / side**2
+            real, imag = pairs_ST.unflatten(-1, (side, 2)).unbind(-1)
+        else:
+            freq = torch.view_as_complex(freq_ST.unflatten(-1, (side, 2)))
+            real, imag = torch.view_as_real(torch.fft.ifft2(freq)).unbind(-1)
+        return (real * real).addcmul_(imag, imag).sqrt_()
 
 
 def make_scattering(
@@ -239,28 +267,38 @@ def _morlet(side: int, resolution: int, scale: int, angle: float, num_directions
     return wave - wave[0, 0] / plain[0, 0] * plain
 
 
-def _fold_product(freq: Tensor, pairs_LST: Tensor, factor: int) -> Tensor:
+def _fourier_matrix(side: int) -> Tensor:
+    """Return the Fourier transform along one axis as a real matrix on pairs: float32 (2 S, 2 S)."""
+    place = torch.arange(side, dtype=torch.float64)
+    angle_SS = 2 * math.pi / side * (place.outer(place) % side)
+    cos, sin = angle_SS.cos(), angle_SS.sin()
+    of_real, of_imag = torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)
+    return torch.stack([of_real, of_imag], dim=1).reshape(2 * side, 2 * side).float()
+
+
+def _products(pairs_ST: Tensor, matrix_TT: Tensor) -> Tensor:
+    """Return the transform by a matrix on pairs along the last axis, then along the other."""
+    for _ in range(2):
+        pairs_ST = (pairs_ST @ matrix_TT).unflatten(-1, (-1, 2)).transpose(-3, -2).flatten(-2)
+    return pairs_ST
+
+
+def _fold_product(freq_ST: Tensor, pairs_LST: Tensor, factor: int) -> Tensor:
     """Return the Fourier transform of a convolution at every ``factor``-th pixel: the sum of the
-    aliasing parts of the product.
+    aliasing parts of the product. Both are pairs of real and imaginary part.
 
     Computed part by part, because the whole product would be ``factor`` squared times as large as
     the result (measured: twelve times as slow). A real wavelet times a complex spectrum is two real
     products, a third of the time of a complex one.
     """
-    real = torch.view_as_real(freq).flatten(-2)
-    side = int(freq.shape[-1]) // factor
+    side = int(freq_ST.shape[-2]) // factor
     total: Tensor | None = None
     for top in range(0, factor * side, side):
         for left in range(0, 2 * factor * side, 2 * side):
             piece, wave = (
-                value[..., top : top + side, left : left + 2 * side] for value in (real, pairs_LST)
+                value[..., top : top + side, left : left + 2 * side]
+                for value in (freq_ST, pairs_LST)
             )
             total = piece * wave if total is None else total.addcmul_(piece, wave)
     assert total is not None
-    return torch.view_as_complex(total.unflatten(-1, (side, 2)))
-
-
-def _modulus(freq: Tensor) -> Tensor:
-    """Return the absolute value of the inverse Fourier transform of ``freq``, float32."""
-    wave = torch.fft.ifft2(freq)
-    return (wave.real * wave.real).addcmul_(wave.imag, wave.imag).sqrt_()
+    return total

@@ -4,6 +4,7 @@ statement: no figure is computed or rounded here.
 
 from typing import Any
 
+from dpvision.data.transform import ENLARGEMENT, LibraryData
 from dpvision.export.product import Product
 from dpvision.statement.guarantee import NOTHING
 
@@ -88,15 +89,26 @@ def _privacy(statement: dict[str, Any] | None) -> str:
 
 def _preprocessing(product: Product) -> str:
     data, size = product.data, product.image_size
-    box = "the centred square over the shorter side"
+    box, sizes = "the centred square over the shorter side", product.data.own_sizes
     if data.resize is not None:
         box = "the whole image, its aspect ratio ignored"
         if data.crop == "centre":
             box = f"the centre of side {size} of the image resized to {data.resize} x {data.resize}"
+    filtered = "bicubic"
+    if isinstance(data, LibraryData):
+        side, filtered = data.library.side, data.library.filter
+        whole = f"shorter side {side} px" if data.library.keep_aspect else f"{side} x {side} px"
+        box = f"the centre of the image resized to {whole}"
     lines = [
-        f"- RGB, {size} x {size} pixels from {box}, bicubic",
+        f"- RGB, {size} x {size} pixels from {box}, {filtered}",
         f"- pixels from 0 to 1, minus {list(data.mean)}, divided by {list(data.std)}",
     ]
+    if sizes:
+        lines.insert(
+            1,
+            f"- of each image only the largest side of {list(sizes)} that is at most {ENLARGEMENT} "
+            "times its shorter side, or the smallest: in the top left corner, and NaN elsewhere",
+        )
     if product.window is not None:
         low, high = product.window
         lines.append(f"- grey of more than 8 bits: {low} becomes black and {high} white")

@@ -4,7 +4,7 @@ Legend: B images, D width, K classes, C channels, H height, W width, L tokens, V
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,6 +87,10 @@ class Product:
             "std": list(self.data.std),
             "resize": self.data.resize,
             "crop": self.data.crop,
+            **({"own_sizes": list(self.data.own_sizes)} if self.data.own_sizes else {}),
+            **(
+                {"library": asdict(self.data.library)} if isinstance(self.data, LibraryData) else {}
+            ),
         }
 
     @property
@@ -189,12 +193,6 @@ def _of_classifier(
     tuned = checkpoint.manifest["config"]["model"].get("tuned", "whole")
     merges = tuned in ("lora", "film")
     plain = load_classifier(_without_additions(checkpoint), ema=ema) if merges else trained
-    if isinstance(plain.data, LibraryData):
-        raise ConfigError(
-            f"export: {checkpoint.path} is a head on hf:, whose images are resized as in its "
-            "preprocessor_config.json; expected a resizing that every format holds. Pass on the "
-            "run with the encoder's folder: dpvision predict reads both."
-        )
     network: Any = plain.network
     inner = network.network if isinstance(plain.head, LinearHead) else network.encoder
     return Product(

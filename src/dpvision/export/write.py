@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from dpvision.data.transform import LibraryData
 from dpvision.errors import CheckpointError, ConfigError, remedy_for
 from dpvision.export.card import model_card
 from dpvision.export.product import Product, dumped, open_product, refused
@@ -73,11 +74,13 @@ def export(
         require_confidential(
             folder, "export", "weights trained on private images without a guarantee"
         )
-    if product.data.own_sizes:
+    if to != "onnx" and product.data.own_sizes:
         raise refused(
-            to,
-            "every image is used at a resolution of its own (patches)",
-            "Use a head on another encoder.",
+            to, "every image is used at a resolution of its own (patches)", "Use --to onnx."
+        )
+    if to != "onnx" and isinstance(product.data, LibraryData):
+        raise refused(
+            to, "its encoder, and how images are resized, are transformers' (hf:)", "Use --to onnx."
         )
     if product.kind == "captioner" and to in ("timm", "transformers"):
         product = product.encoder_alone()  # neither has a decoder like ours
@@ -108,9 +111,15 @@ def export(
 
 @torch.inference_mode()
 def _difference(product: Product, exported: Callable[[Any], Any], to: str) -> float:
-    """Return the largest difference between the exported model and the run's on fixed noise."""
+    """Return the largest difference between the exported model and the run's on pixels of fixed
+    noise: for patches at each of their resolutions.
+    """
     generator, side = torch.Generator().manual_seed(0), product.image_size
-    x_BCHW = torch.randn(_ROWS, 3, side, side, generator=generator)
+    sizes, mean, std = product.data.own_sizes, product.data.mean, product.data.std
+    pixel_BCHW = torch.rand(max(_ROWS, len(sizes)), 3, side, side, generator=generator)
+    x_BCHW = (pixel_BCHW - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    for x_CHW, own in zip(x_BCHW, sizes, strict=False):
+        x_CHW[:, own:] = x_CHW[:, :, own:] = torch.nan  # as ``data.transform.normalise_canvas``
     ours, theirs = product.reference(x_BCHW), exported(x_BCHW)
     largest = ours.abs().max().item()
     difference = (ours - theirs).abs().max().item() if ours.shape == theirs.shape else torch.inf
