@@ -368,6 +368,13 @@ def test_batch_norm_stays_in_evaluation_mode_and_keeps_its_statistics(way: str) 
         )
 
 
+def test_the_mean_over_positions_has_exact_gradients_behind_batch_norm_for_one_image_too() -> None:
+    """torch 2.15 gives wrong ones on a CPU if the mean is taken over tokens."""
+    encoder = replace(EFFICIENT, image_size=64)  # a last map of 2 x 2
+    cfg = make_config(encoder, pooling="mean", tuned="last_blocks")
+    check_exact(classification_losses, awake(make_model(cfg, 0)), make_batch(64), KEY)
+
+
 def test_film_stands_between_a_norm_and_its_activation() -> None:
     """BiT's norms have the ReLU in them: a shift after it would give negative numbers."""
     model = make_model(

@@ -47,7 +47,9 @@ class TimmEncoder(nn.Module):
 
         In raster order, without class token and registers.
         """
-        found = self.model.forward_features(x_BCHW)
+        return self._tokens(self.model.forward_features(x_BCHW))
+
+    def _tokens(self, found: Tensor) -> Tensor:
         if found.ndim == 3:
             return found[:, getattr(self.model, "num_prefix_tokens", 0) :]
         return found.flatten(1, 2) if self._channels_last else found.flatten(2).transpose(1, 2)
@@ -60,9 +62,14 @@ class TimmEncoder(nn.Module):
         """
         if pooling == "own":
             return self.model(x_BCHW)
+        found = self.model.forward_features(x_BCHW)
         if pooling == "cls":
-            return self.model.forward_features(x_BCHW)[:, 0]
-        return self.places(x_BCHW).mean(1)
+            return found[:, 0]
+        if found.ndim == 4 and not self._channels_last:
+            # Not by way of ``_tokens``: torch 2.15's BatchNorm in evaluation mode gives wrong
+            # gradients on a CPU for one image whose output gradient is channels-last.
+            return found.mean((2, 3))
+        return self._tokens(found).mean(1)
 
     def width(self, pooling: str) -> int:
         """Return the feature dimension of ``pooled``.
