@@ -242,11 +242,12 @@ def _linear_maps(
     for block in blocks_of(encoder):
         for owner, name, part in _children(block):
             attention = "Attention" in type(owner).__name__
+            if where not in ("both", "attention" if attention else "mlp"):
+                continue
             # Subclasses are left out: their weights may be used without a call.
-            linear = type(part) is nn.Linear or (
+            if type(part) is nn.Linear or (
                 type(part) is nn.Conv2d and part.kernel_size == (1, 1) and part.groups == 1
-            )
-            if linear and where in ("both", "attention" if attention else "mlp"):
+            ):
                 yield owner, name, part
 
 
