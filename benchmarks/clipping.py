@@ -70,12 +70,12 @@ from torch import Tensor, nn
 
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.devices import keep_freed_memory
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.rounding import RESERVE
 from dpvision.errors import DPVisionError
 from dpvision.models import make_model
 from dpvision.recipes import RECIPES
-from dpvision.train.memory import keep_freed_memory
 from dpvision.train.objectives import mae_losses
 from dpvision.train.step import autocast
 

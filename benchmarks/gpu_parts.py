@@ -30,7 +30,7 @@ import torch
 from common import commit, cpu_name
 from measure import NON_PRIVATE, ONE_PASS, Bench
 
-from dpvision.train.memory import keep_freed_memory
+from dpvision.devices import keep_freed_memory
 
 Row = dict[str, Any]
 Rows = Iterator[Row]

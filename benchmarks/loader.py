@@ -40,7 +40,7 @@ from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.data.texture_store import write_texture_store
 from dpvision.data.transform import CROP_NUMBERS, crop_box, cut
-from dpvision.train.memory import keep_freed_memory
+from dpvision.devices import keep_freed_memory
 
 SHARED = ROOT.parent / "shared" / "data"
 SOURCES = {

@@ -30,6 +30,7 @@ from common import row, write_result
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from dpvision.config import PrivacyConfig
+from dpvision.devices import keep_freed_memory
 from dpvision.dp.clipped import ClippedSum, seal
 from dpvision.dp.noise import _GPU_PIECE, privatize
 from dpvision.dp.normals import Normals, box_muller, key_words
@@ -37,7 +38,6 @@ from dpvision.models import make_model
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.stream import Keystream, new_key
 from dpvision.recipes import RECIPES
-from dpvision.train.memory import keep_freed_memory
 
 PARAMETERS = 99_000_000
 BLOCK = 2**15

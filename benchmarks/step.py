@@ -58,7 +58,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.tokenizer import train_tokenizer
-from dpvision.devices import loader_threads
+from dpvision.devices import keep_freed_memory, loader_threads
 from dpvision.dp import clip
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.noise import privatize
@@ -73,7 +73,6 @@ from dpvision.train import start
 from dpvision.train import step as train_step
 from dpvision.train.distributed import Group, broadcast_int, gather_texts, join, together
 from dpvision.train.loop import Session
-from dpvision.train.memory import keep_freed_memory
 from dpvision.train.step import on_device
 
 MODELS = {

@@ -1,13 +1,38 @@
-"""What a processor can do for a run, and sending tensors to a GPU without waiting."""
+"""What a processor can do for a run, memory that a process keeps, and sending tensors to a GPU
+without waiting.
+"""
 
 import contextlib
+import ctypes
 import os
+import platform
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from dpvision.errors import ConfigError, PrivacyError
+
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_NEVER = -1
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc not to return freed memory to the system. Returns whether it accepted; without
+    glibc, False.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    settings = {
+        # No block as a mapping of its own, which is unmapped when freed: the threshold for those is
+        # at most 32 MiB, and a layer's attention scores can be larger.
+        _MMAP_MAX: 0,
+        _TRIM_THRESHOLD: _NEVER,
+        # One arena for all threads: what one thread frees, another can use.
+        _ARENA_MAX: 1,
+    }
+    return all([mallopt(parameter, value) for parameter, value in settings.items()])
 
 
 def send(value: Tensor, device: torch.device) -> Tensor:

@@ -79,6 +79,10 @@ def small():
 def normed():
     return nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(128, 5))
 
+def residual():
+    import timm
+    return timm.create_model("resnet18")
+
 def own_loss():
     batch = Batch(torch.arange(4), torch.ones(4, dtype=torch.bool), torch.randn(4, 2, 3, 8, 8))
     return nn.Linear(8, 2), \
@@ -204,13 +208,12 @@ def test_slow_tied_frozen_and_unused_parameters_are_named(
         ("doctor_models:normed", "1", "GroupNorm or LayerNorm"),
         ("doctor_models:recurrent", None, "memory.weight_ih_l0"),
         ("doctor_models:mean_loss", None, "Do not average"),
-        ("test_resnet", "conv1.1", "GroupNorm or LayerNorm"),
     ],
 )
 def test_a_refused_model_is_told_with_the_remedy(
     name: str, layer: str | None, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    size = [] if name == "test_resnet" else ["--image-size", "16"]
+    size = ["--image-size", "16"]
     (refusal,) = _json(capsys, name, *size)["refused"]
     assert words in refusal["message"]
     assert refusal["layers"][:1] == ([layer] if layer else [])
@@ -221,12 +224,22 @@ def test_a_refused_model_is_told_with_the_remedy(
 
 
 def test_every_batch_norm_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    (refusal,) = _json(capsys, "resnet18")["refused"]
+    (refusal,) = _json(capsys, "doctor_models:residual")["refused"]
     real = timm.create_model("resnet18", pretrained=False)
     # timm's own subclass of BatchNorm2d would make a second kind.
     assert refusal["layers"] == [
         name for name, m in real.named_modules() if isinstance(m, torch.nn.BatchNorm2d)
     ]
+
+
+def test_a_timm_name_is_trained_with_its_statistics_fixed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = _json(capsys, "test_resnet")
+    assert not result["refused"] and not result["slow"]
+    real = timm.create_model("test_resnet", pretrained=False)
+    norms = [m for m in real.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert result["ways"]["batch norm"]["num_tensors"] == 2 * len(norms)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torchvision
 from pytest import mark, param, raises
 from safetensors.torch import save_file
 
+from dpvision.encoders.identity import check_places
 from dpvision.encoders.open import open_encoder
 from dpvision.encoders.third_party import encoder_from, third_party_encoder
 from dpvision.encoders.weights_file import WeightsFile
@@ -193,6 +194,23 @@ def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_al
     x_BCHW = _images(64)
     assert torch.equal(first.poolings(x_BCHW)["mean"], second.poolings(x_BCHW)["mean"])
     assert "random weights" in first.name
+
+
+@mark.parametrize("name", ["test_efficientnet", "test_resnet"])
+def test_a_convnet_is_channels_last_with_the_same_features_and_weights(name):
+    """An image's bits do not depend on its place, and the copy to train has the usual layout."""
+    encoder = open_encoder(f"timm:{name}", image_size=64)
+    network = encoder.network
+    convs = [m.weight for m in network.modules() if isinstance(m, torch.nn.Conv2d)]
+    wide = [w for w in convs if min(w.shape[1:]) > 1]
+    assert wide and all(w.is_contiguous(memory_format=torch.channels_last) for w in wide)
+    check_places(encoder, "mean", 32)
+    plain = encoder.backbone()
+    assert all(p.is_contiguous() for p in plain.parameters())
+    assert all(torch.equal(v, plain.state_dict()[n]) for n, v in network.state_dict().items())
+    x_BCHW = _images(64)
+    with torch.no_grad():
+        assert torch.allclose(plain.eval()(x_BCHW), encoder(x_BCHW), rtol=1e-4, atol=1e-6)
 
 
 @mark.slow

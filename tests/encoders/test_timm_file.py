@@ -148,6 +148,9 @@ def test_efficientnet_pytorchs_names_open_as_timms_model(tmp_path):
     with torch.no_grad():
         expected = model.forward_features(x_BCHW).mean((2, 3))
     assert torch.allclose(encoder(x_BCHW), expected, atol=1e-5)
+    parent = open_parent(f"timm:{LITE}@{tmp_path / 'wrapped.safetensors'}")
+    for name, tensor in parent.model.items():
+        assert torch.equal(tensor, model.state_dict()[name.removeprefix("encoder.model.")].float())
     assert encoder.mean == encoder.std == (0.5, 0.5, 0.5)
     wrapped = open_encoder(f"timm:{LITE}@{tmp_path / 'wrapped.safetensors'}")
     assert torch.equal(wrapped(x_BCHW), encoder(x_BCHW))

@@ -33,6 +33,7 @@ _VIT = ViTConfig(image_size=32, patch_size=8, depth=2, width=32, num_heads=4)
 _RESNET = ResNetConfig(image_size=16, depths=(1, 1), widths=(16, 32))
 _TIMM = TimmConfig(name="vit_tiny_patch16_224", image_size=32, options=("depth=2",))
 _CONVNET = TimmConfig(name="test_convnext", image_size=32)
+_NORMED = TimmConfig(name="test_efficientnet", image_size=32)
 
 
 def classifier(**more: Any) -> ClassifierConfig:
@@ -55,6 +56,9 @@ MODELS: dict[str, ModelConfig] = {
     "classifier on a timm convnet": classifier(encoder=_CONVNET, pooling="own"),
     "LoRA on a timm model": classifier(
         encoder=_TIMM, pooling="own", tuned="lora", lora_rank=4, lora_scale=1.5, lora_on="both"
+    ),
+    "FiLM on a timm convnet with BatchNorm": classifier(
+        encoder=_NORMED, pooling="own", tuned="film"
     ),
     "FiLM on a timm model": classifier(encoder=_TIMM, pooling="cls", tuned="film"),
 }
@@ -97,6 +101,9 @@ def make_exportable(root: Path, name: str, **more: Any) -> Path:
             for parameter in model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter += 0.05 * noise  # biases, LoRA's B and FiLM's scales start at zero
+            for buffer_name, buffer in model.named_buffers():
+                if "running_" in buffer_name:  # BatchNorm's statistics
+                    buffer += 0.5 * torch.rand(buffer.shape, generator=generator)
         tensors = model.state_dict()
     if isinstance(cfg, ClassifierConfig):
         more["more"] = {"class_names": CLASSES} | more.get("more", {})

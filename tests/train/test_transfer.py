@@ -128,6 +128,46 @@ def test_a_tuned_run_leaves_the_frozen_weights_as_they_were_and_loads_again(
     ] == "public"
 
 
+def test_statistics_of_batch_norm_are_the_files_to_the_end_and_needed_at_the_start(
+    transfer: RunConfig, tmp_path: Path
+) -> None:
+    """In training, in both sets of weights, and where the file counts no batches."""
+    torch.manual_seed(0)
+    given = timm.create_model("test_efficientnet", num_classes=7).state_dict()
+    for name, value in given.items():
+        if name.endswith(("running_mean", "running_var")):
+            value.uniform_(0.5, 1.5)
+    file = tmp_path / "weights.safetensors"
+    save_file({n: v for n, v in given.items() if not n.endswith("num_batches_tracked")}, file)
+    encoder = TimmConfig(name="test_efficientnet", image_size=32)
+    config = replace(
+        transfer,
+        model=replace(transfer.model, encoder=encoder, tuned="whole"),
+        data=replace(transfer.data, **constants("test_efficientnet")),
+        optim=replace(transfer.optim, learning_rate=0.1, average=True),
+        init_from=f"timm:test_efficientnet@{file}",
+        hardware=replace(transfer.hardware, physical_batch_size=16),
+    )
+    with pytest.raises(ConfigError, match=r"init_from=None with BatchNorm .*--init-from timm:NAME"):
+        check_run(replace(config, init_from=None, public_weights=None), open_parent)
+    root = train(config, tmp_path / "run")
+    checkpoint = load_checkpoint(root)
+    for weights in (checkpoint.model, checkpoint.ema):
+        moved = {
+            n for n, v in given.items() if not torch.equal(weights.get(f"encoder.model.{n}", v), v)
+        }
+        kinds = {n.rpartition(".")[2] for n in moved}
+        assert kinds == {"weight", "bias"} and {"bn1.weight", "bn1.bias"} <= moved
+    theirs = timm.create_model("test_efficientnet", num_classes=0)
+    theirs.load_state_dict(
+        {n.removeprefix("encoder.model."): v for n, v in checkpoint.model.items() if "model." in n}
+    )
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = theirs.eval().forward_features(x).mean((2, 3))
+        torch.testing.assert_close(dpvision.load(root)(x), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_resumed_run_without_a_checkpoint_finds_its_start_again(
     transfer: RunConfig, tmp_path: Path
 ) -> None:
@@ -237,7 +277,7 @@ def test_a_tuned_run_is_a_parent_like_any_other(
         ),
         ("timm:vit_tiny_patch16_224@{file}", CheckpointError, r"pos_embed|cls_token|patch_embed"),
         ("timm:test_vit@nowhere.safetensors", CheckpointError, "nowhere.safetensors"),
-        ("timm:resnet18@{file}", ConfigError, "BatchNorm"),
+        ("timm:resnet18@{file}", CheckpointError, "no tensor 'conv1.weight'"),
     ],
 )
 def test_weights_that_are_not_there_or_do_not_fit_are_refused(

@@ -18,7 +18,7 @@ from torch import nn
 
 from dpvision.config import HardwareConfig
 from dpvision.data.batch import Batch
-from dpvision.devices import require_precision
+from dpvision.devices import keep_freed_memory, require_precision
 from dpvision.doctor.findings import KEY, Built, Findings, records, told_by_us
 from dpvision.dp.clip import ClippedSum, clipped_sum
 from dpvision.dp.separable import check_separable
@@ -26,7 +26,6 @@ from dpvision.dp.support import check_exact
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy.printed import duration, size
 from dpvision.train.distributed import join
-from dpvision.train.memory import keep_freed_memory
 from dpvision.train.step import autocast, to_device
 
 TOLERANCE = 1e-5

@@ -30,6 +30,7 @@ from dpvision.dp.route import make_route, trained
 from dpvision.dp.separable import check_module
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.models import make_model, make_model_on_meta
+from dpvision.models.timm_encoder import keep_statistics
 from dpvision.recipes import RECIPES
 from dpvision.train.objectives import example_batch, loss_function
 
@@ -294,7 +295,8 @@ def _recipe(config: RunConfig, on_meta: bool) -> Built:
 def _from_timm(name: str, image_size: int | None, on_meta: bool) -> Built:
     import timm
 
-    model = _called(name, lambda: timm.create_model(name, pretrained=False), on_meta).train()
+    model = _called(name, lambda: timm.create_model(name, pretrained=False), on_meta)
+    keep_statistics(model.train())
     shape = tuple(model.pretrained_cfg.get("input_size", (3, _IMAGE_SIZE, _IMAGE_SIZE)))
     if image_size is not None:
         shape = (shape[0], image_size, image_size)

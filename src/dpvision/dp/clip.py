@@ -40,7 +40,7 @@ from dpvision.dp.reference_bits import (
 )
 from dpvision.dp.rounding import MOST_ROUNDED, UNIT, clip_factors, require_exact_products, reserve
 from dpvision.dp.route import trained
-from dpvision.dp.separable import require_separable
+from dpvision.dp.separable import check_module, require_separable
 from dpvision.dp.weight_grads import summed
 from dpvision.errors import ConfigError, PrivacyError
 
@@ -102,10 +102,11 @@ def clipped_sum(
 
     Raises:
         ConfigError: a setting is unknown or out of range, or no parameter is trained.
-        PrivacyError: the model cannot be clipped exactly, or mixes records; a record is in two
-            valid rows; a record's bits depend on the other rows of its pass; trained parameters are
-            in half precision or in several precisions; float32 matrix products are set to run in
-            reduced precision; or ``host`` is not of this batch (seen on a CPU).
+        PrivacyError: the model cannot be clipped exactly, or mixes records; a layer is in a mode
+            that ``check_module`` refuses; a record is in two valid rows; a record's bits depend on
+            the other rows of its pass; trained parameters are in half precision or in several
+            precisions; float32 matrix products are set to run in reduced precision; or ``host`` is
+            not of this batch (seen on a CPU).
     """
     _check(rule, method, max_grad_norm, loss_scale, chunk_size, rows)
     params = trained_parameters(model, max_grad_norm)
@@ -122,6 +123,8 @@ def clipped_sum(
             batch if len(valid) == len(host.valid_B) else take(batch, send(valid, device)),
             key,
         )
+    for name, module in model.named_modules():  # at every pass, since modes may have changed
+        check_module(name, module)
     once(host.record_id_B[valid].numpy())
     if check_separability and require_separable(loss_fn, model, batch, key):
         forget_admitted(model)

@@ -25,6 +25,7 @@ from torch import Tensor
 from dpvision.config import DataConfig
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
+from dpvision.devices import keep_freed_memory
 from dpvision.encoders.encoder import Encoder, FeatureFunction
 from dpvision.encoders.feature_cache import FeatureCache, features_key, score_key
 from dpvision.encoders.identity import fingerprint
@@ -202,6 +203,8 @@ def _blocks(
     """Yield the rows from ``first`` on in batches that start at multiples of the batch size, so
     that a record has the same batch, and thus the same bits, after an interruption.
     """
+    if torch.device(how.device).type == "cpu":
+        keep_freed_memory()
     done = first
     batch_size = how.batch_size
     if how.progress is not None:
@@ -263,6 +266,8 @@ def collect_features(
     Raises:
         DataError: no image could be read.
     """
+    if torch.device(device).type == "cpu":
+        keep_freed_memory()
     total = store.num_records if rows is None else len(rows)
     found: dict[tuple[str, str], Tensor] = {}
     label_N, row_N, done = (

@@ -20,7 +20,7 @@ from dpvision.config import (
 )
 from dpvision.encoders.papers import PUBLISHED, paper_checkpoint
 from dpvision.encoders.third_party import check_fit, without_wrapper
-from dpvision.encoders.timm_file import TimmFile, timm_file
+from dpvision.encoders.timm_file import TimmFile, from_efficientnet_pytorch, timm_file
 from dpvision.encoders.weights_file import open_weights
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models.timm_cache import find_timm_weights, timm_licence
@@ -78,7 +78,11 @@ def open_parent(init_from: str) -> Checkpoint:
     weights = open_weights(
         file, undeclared_weights(shown) if given else named_weights(shown, timm_licence(name))
     )
-    tensors = without_wrapper(weights.tensors, body, str(file))
+    tensors = from_efficientnet_pytorch(name, weights.tensors)
+    tensors = without_wrapper(tensors, body, str(file))
+    # BatchNorm's counts, which some files lack, are not used: its statistics are fixed.
+    counts = {n: torch.zeros(()) for n in body if n.endswith("num_batches_tracked")}
+    tensors = counts | tensors
     check_fit(tensors, body, str(file), ignored=_CLASSIFIERS)
     model = {"kind": "classifier", "encoder": to_dict(encoder.cfg)}
     manifest = {
@@ -101,7 +105,7 @@ def timm_encoder(
         stated: what its file says instead of timm.
 
     Raises:
-        ConfigError: timm has no model of that name, or it normalises by batch statistics.
+        ConfigError: timm has no model of that name.
     """
     base = name.partition(".")[0]
     if not is_timm_name(base):

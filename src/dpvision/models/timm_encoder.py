@@ -5,7 +5,7 @@ Legend: B records, L positions, D width, C channels, H height, W width.
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,6 +16,7 @@ from dpvision.errors import ConfigError
 if TYPE_CHECKING:
     from timm.models.resnetv2 import ResNetV2
 
+Network = TypeVar("Network", bound=nn.Module)
 _BIT = re.compile(r"resnetv2_(50|101|152)x(\d+)_bit")
 _BIT_DEPTHS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
 _BIT_EPS = 1e-8
@@ -25,29 +26,30 @@ _POSITIONS = "model.pos_embed"
 class TimmEncoder(nn.Module):
     """A timm model without its classifier.
 
-    With timm's initialisation, drawn from torch's global generator.
+    With timm's initialisation, drawn from torch's global generator. BatchNorm stays in evaluation
+    mode, so it is a fixed affine map by the statistics of the loaded weights, which no image
+    updates; its scale and shift may be trained.
     """
 
     def __init__(self, cfg: TimmConfig) -> None:
         super().__init__()
         self.cfg = cfg
         self.model = make_timm(cfg)
-        normed = [name for name, part in self.model.named_modules() if isinstance(part, _BatchNorm)]
-        if normed:
-            raise ConfigError(
-                f"model.encoder: name={cfg.name!r} normalises with statistics of the batch "
-                f"(BatchNorm: {normed[0]} and {len(normed) - 1} more); expected no batch "
-                "statistics. Choose one with GroupNorm or LayerNorm (resnetv2_50x1_bit, "
-                "convnext_tiny), or a head on its frozen features: dpvision adapt transfer.auto."
-            )
         self._channels_last = getattr(self.model, "output_fmt", None) == "NHWC"
+        self.train()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all layers but BatchNorm, which stays in evaluation mode."""
+        return keep_statistics(super().train(mode))
 
     def places(self, x_BCHW: Tensor) -> Tensor:
         """Return a vector per patch, or per position of the last map, (B, L, D).
 
         In raster order, without class token and registers.
         """
-        found = self.model.forward_features(x_BCHW)
+        return self._tokens(self.model.forward_features(x_BCHW))
+
+    def _tokens(self, found: Tensor) -> Tensor:
         if found.ndim == 3:
             return found[:, getattr(self.model, "num_prefix_tokens", 0) :]
         return found.flatten(1, 2) if self._channels_last else found.flatten(2).transpose(1, 2)
@@ -60,9 +62,14 @@ class TimmEncoder(nn.Module):
         """
         if pooling == "own":
             return self.model(x_BCHW)
+        found = self.model.forward_features(x_BCHW)
         if pooling == "cls":
-            return self.model.forward_features(x_BCHW)[:, 0]
-        return self.places(x_BCHW).mean(1)
+            return found[:, 0]
+        if found.ndim == 4 and not self._channels_last:
+            # Not by way of ``_tokens``: torch 2.15's BatchNorm in evaluation mode gives wrong
+            # gradients on a CPU for one image whose output gradient is channels-last.
+            return found.mean((2, 3))
+        return self._tokens(found).mean(1)
 
     def width(self, pooling: str) -> int:
         """Return the feature dimension of ``pooled``.
@@ -102,6 +109,14 @@ class TimmEncoder(nn.Module):
                 given, list(model.patch_embed.grid_size), num_prefix_tokens=prefix
             )
         }
+
+
+def keep_statistics(model: Network) -> Network:
+    """Put every BatchNorm of a model into evaluation mode, in place, and return the model."""
+    for part in model.modules():
+        if isinstance(part, _BatchNorm):
+            part.eval()
+    return model
 
 
 def is_timm_name(name: str) -> bool:

@@ -2,9 +2,11 @@
 
 All, its last blocks, the head alone, or small additions to frozen weights.
 
-LoRA (Hu et al. 2022):  y = W x + s B A x, A of shape (r, D) and B of shape (P, r), B zero at the
-start FiLM (Perez et al. 2018):  y = norm(x) (1 + scale) + shift, both zero at the start, before the
-activation where a norm has one BitFit (Ben Zaken et al. 2022):  biases
+LoRA (Hu et al. 2022):  y = W x + s B A x, A of shape (r, D) and B of shape (P, r), B zero at first;
+    W is a linear layer or a 1 x 1 convolution
+FiLM (Perez et al. 2018):  y = norm(x) (1 + scale) + shift, both zero at first, before the
+    activation where a norm has one
+BitFit (Ben Zaken et al. 2022):  biases
 
 An addition wraps the module that it adapts, which it keeps under the name ``frozen``, so that a
 parent's weights still fit (``plain_names``). The head is always trained. Additions are linear maps
@@ -15,12 +17,14 @@ Legend: D inputs, P outputs, r rank.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpvision.config import ClassifierConfig
 from dpvision.errors import ConfigError
@@ -30,26 +34,38 @@ from dpvision.models.vit import ViT
 
 Encoder = ViT | ResNet | TimmEncoder
 _FROZEN = ".frozen."
+_STAGE = re.compile(r"(layer|s)\d")
+"""Stages of timm's ResNet and RegNet."""
 
 
 class LoRA(nn.Module):
-    """A frozen linear map plus a trained low-rank one."""
+    """A frozen linear layer or 1 x 1 convolution plus a trained low-rank one."""
 
     def __init__(
-        self, frozen: nn.Linear, rank: int, scale: float, generator: torch.Generator | None
+        self,
+        frozen: nn.Linear | nn.Conv2d,
+        rank: int,
+        scale: float,
+        generator: torch.Generator | None,
     ) -> None:
         super().__init__()
         self.frozen, self.scale = frozen, scale
-        bound, device = 1 / math.sqrt(frozen.in_features), frozen.weight.device
+        num_out, num_in, *ones = frozen.weight.shape
+        bound, device = 1 / math.sqrt(num_in), frozen.weight.device
         self.down = nn.Parameter(
-            torch.empty(rank, frozen.in_features, device=device).uniform_(
+            torch.empty(rank, num_in, *ones, device=device).uniform_(
                 -bound, bound, generator=generator
             )
         )
-        self.up = nn.Parameter(torch.zeros(frozen.out_features, rank, device=device))
+        self.up = nn.Parameter(torch.zeros(num_out, rank, *ones, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + self.scale * F.linear(F.linear(x, self.down), self.up)
+        if isinstance(self.frozen, nn.Linear):
+            added = F.linear(F.linear(x, self.down), self.up)
+        else:
+            low = F.conv2d(x, self.down, None, self.frozen.stride, self.frozen.padding)
+            added = F.conv2d(low, self.up)
+        return self.frozen(x) + self.scale * added
 
 
 class FiLM(nn.Module):
@@ -57,13 +73,13 @@ class FiLM(nn.Module):
 
     def __init__(self, frozen: Any) -> None:
         super().__init__()
-        self._channels_first = isinstance(frozen, nn.GroupNorm) or "2d" in type(frozen).__name__
-        width = (
-            frozen.num_channels if isinstance(frozen, nn.GroupNorm) else frozen.normalized_shape[-1]
+        self._channels_first = (
+            isinstance(frozen, nn.GroupNorm | _BatchNorm) or "2d" in type(frozen).__name__
         )
-        device = next(frozen.parameters()).device
-        self.frozen = frozen
-        self.scale, self.shift = (nn.Parameter(torch.zeros(width, device=device)) for _ in range(2))
+        self.frozen, weight = frozen, frozen.weight
+        self.scale, self.shift = (
+            nn.Parameter(torch.zeros(weight.shape[-1], device=weight.device)) for _ in range(2)
+        )
         self.act: nn.Module = nn.Identity()
         if isinstance(getattr(frozen, "act", None), nn.Module):
             self.act, frozen.act = frozen.act, nn.Identity()
@@ -105,15 +121,16 @@ def tune(
                 parameter.requires_grad_(True)
         case "lora":
             maps = list(_linear_maps(encoder, cfg.lora_on))
+            others = any(True for _ in _linear_maps(encoder, "both"))
             _require(
                 maps,
                 encoder,
                 cfg,
                 f"linear maps in its blocks (lora_on={cfg.lora_on!r})",
-                "Use film or biases.",
+                "Pass --model.lora-on both." if others else "Use film or biases.",
             )
             for owner, name, linear in maps:
-                most = min(linear.in_features, linear.out_features)
+                most = min(linear.weight.shape[:2])
                 if not cfg.lora_rank <= most:
                     raise ConfigError(
                         f"model: lora_rank={cfg.lora_rank}; expected at most {most}, the width "
@@ -123,7 +140,7 @@ def tune(
         case "film":
             from timm.layers import RmsNorm, RmsNorm2d  # takes seconds, so only now
 
-            kinds = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, RmsNorm, RmsNorm2d)
+            kinds = (nn.LayerNorm, nn.GroupNorm, _BatchNorm, nn.RMSNorm, RmsNorm, RmsNorm2d)
             norms = [
                 (owner, name, part)
                 for owner, name, part in _children(encoder)
@@ -172,9 +189,9 @@ def merged(weights: dict[str, Tensor], lora_scale: float) -> dict[str, Tensor]:
         if f"{place}{_FROZEN}weight" not in weights:
             continue
         if kind == "up":
-            made[f"{place}.weight"] = made[f"{place}.weight"] + lora_scale * (
-                made.pop(name) @ made.pop(f"{place}.down")
-            )
+            up, down, weight = made.pop(name), made.pop(f"{place}.down"), made[f"{place}.weight"]
+            product = (up.flatten(1) @ down.flatten(1)).view_as(weight)
+            made[f"{place}.weight"] = weight + lora_scale * product
         elif kind == "scale":
             scale, shift = made.pop(name), made.pop(f"{place}.shift")
             made[f"{place}.weight"] = made[f"{place}.weight"] * (1 + scale)
@@ -196,7 +213,7 @@ def blocks_of(encoder: Encoder) -> list[nn.Module]:
             for name in ("blocks", "stages", "layers")
             if (found := getattr(model, name, None)) is not None
         ),
-        [],
+        [part for name, part in model.named_children() if _STAGE.fullmatch(name)],
     )
     blocks: list[nn.Module] = []
     for stage in stages:
@@ -219,12 +236,18 @@ def _last(encoder: Encoder, num: int) -> list[nn.Parameter]:
     return parameters[start:]
 
 
-def _linear_maps(encoder: Encoder, where: str) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+def _linear_maps(
+    encoder: Encoder, where: str
+) -> Iterator[tuple[nn.Module, str, nn.Linear | nn.Conv2d]]:
     for block in blocks_of(encoder):
         for owner, name, part in _children(block):
             attention = "Attention" in type(owner).__name__
+            if where not in ("both", "attention" if attention else "mlp"):
+                continue
             # Subclasses are left out: their weights may be used without a call.
-            if type(part) is nn.Linear and where in ("both", "attention" if attention else "mlp"):
+            if type(part) is nn.Linear or (
+                type(part) is nn.Conv2d and part.kernel_size == (1, 1) and part.groups == 1
+            ):
                 yield owner, name, part
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dpvision.checkpoint import state_tensors
+from dpvision.devices import keep_freed_memory
 from dpvision.dp.noise import privatize
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.optim.ema import update_average
@@ -30,7 +31,6 @@ from dpvision.train.distributed import (
     together,
 )
 from dpvision.train.log import RunLog
-from dpvision.train.memory import keep_freed_memory
 from dpvision.train.same import check_same_weights
 from dpvision.train.step import Training, step_sum
 from dpvision.train.words import TOKENIZER_FILE

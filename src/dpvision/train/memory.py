@@ -1,10 +1,6 @@
-"""Memory of a run: on a CPU kept by the process from step to step; on a GPU tried for a physical
-batch before a step is charged.
-"""
+"""Memory of a run on a GPU: tried for a physical batch before a step is charged."""
 
-import ctypes
 import gc
-import platform
 from collections.abc import Callable
 
 import torch
@@ -16,27 +12,6 @@ from dpvision.dp.clip import ClippedSum, LossFn, clipped_sum
 from dpvision.errors import ConfigError
 from dpvision.train.objectives import example_batch
 from dpvision.train.step import autocast, to_device
-
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
-_NEVER = -1
-
-
-def keep_freed_memory() -> bool:
-    """Tell glibc not to return freed memory to the system. Returns whether it accepted; without
-    glibc, False.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    settings = {
-        # No block as a mapping of its own, which is unmapped when freed: the threshold for those is
-        # at most 32 MiB, and a layer's attention scores can be larger.
-        _MMAP_MAX: 0,
-        _TRIM_THRESHOLD: _NEVER,
-        # One arena for all threads: what one thread frees, another can use.
-        _ARENA_MAX: 1,
-    }
-    return all([mallopt(parameter, value) for parameter, value in settings.items()])
 
 
 def require_fit(

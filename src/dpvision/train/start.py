@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint, state_tensors
 from dpvision.config import CaptionerConfig, ClassifierConfig, RunConfig
@@ -208,6 +209,8 @@ def _prepare(
         if checkpoint is None and config.init_from is not None
         else None
     )
+    if checkpoint is None and parent is None:
+        _refuse_untrained_statistics(config, model)
     words = open_words(config, store, rows, checkpoint or parent)
     if checkpoint is not None:
         lineage = checkpoint.manifest["lineage"][:-1]
@@ -276,6 +279,18 @@ def _prepare(
         saved_steps=saved,
         start=start,
     )
+
+
+def _refuse_untrained_statistics(config: RunConfig, model: nn.Module) -> None:
+    """Refuse BatchNorm without a parent's statistics, since a run does not change them."""
+    norms = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
+    if norms:
+        raise ConfigError(
+            f"run: init_from=None with BatchNorm ({norms[0]} and {len(norms) - 1} more), which "
+            "keeps the statistics that it starts with; expected trained weights. Pass --init-from "
+            "timm:NAME@FILE, or choose an encoder with GroupNorm or LayerNorm (resnetv2_50x1_bit, "
+            "convnext_tiny)."
+        )
 
 
 def _compile(
