@@ -8,7 +8,9 @@ epsilon.
     python benchmarks/head_regret.py --over RESULT.json [RESULT.json ...]
         # what the default encoder with --head auto loses
 
-Features are computed once by ``--encoder`` (what ``open_encoder`` takes) and kept under ``--work``:
+Features are computed once by ``--encoder`` (what ``open_encoder`` takes), with its default pooling
+and the set's side in pixels unless ``--pooling`` and ``--image-size`` say otherwise, and kept under
+``--work``:
 SET_train.npy (float16, N x D) with SET_train_y.npy, SET_test.npy with SET_test_y.npy; files that
 are there are used. At most ``MOST_TRAINED`` and ``MOST_TESTED`` random images of the splits take
 part. The records of a cell are a random part of the training split, the same for all heads; rows
@@ -119,18 +121,29 @@ class Split:
         return Split(np.asarray(self.x_ND[row_N]), self.label_N[row_N])
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What features are computed by."""
+
+    encoder: str
+    pooling: str | None
+    image_size: int | None
+
+
 @functools.cache
-def encoder_of(encoder: str, name: str) -> tuple[Encoder, torch.Tensor | None]:
+def encoder_of(seen: Seen, name: str) -> tuple[Encoder, torch.Tensor | None]:
     """The encoder for a set, and the centre that ``dpvision adapt`` takes off its features."""
-    opened = open_encoder(encoder, image_size=32 if encoder == "pixels" else SETS[name])
-    pooling = next(iter(opened.poolings(torch.zeros(1, 3, opened.image_size, opened.image_size))))
+    own = 32 if seen.encoder == "pixels" else SETS.get(name)
+    opened = open_encoder(seen.encoder, image_size=seen.image_size or own)
+    side = opened.image_size
+    pooling, _ = opened.named(torch.zeros(1, 3, side, side), seen.pooling)
     return opened, None if opened.standard_rows else texture_centre(opened, pooling)
 
 
-def features(work: Path, data: Path, encoder: str, name: str, part: str) -> Split:
+def features(work: Path, data: Path, seen: Seen, name: str, part: str) -> Split:
     """A set's split; of a derived set from the features of the set that it comes from."""
     base, _, kind = name.partition("-")
-    split = plain_features(work, data, encoder, base, part)
+    split = plain_features(work, data, seen, base, part)
     if kind == "attributes":
         return Split(
             split.x_ND,
@@ -148,11 +161,11 @@ def features(work: Path, data: Path, encoder: str, name: str, part: str) -> Spli
 
 
 @torch.inference_mode()
-def plain_features(work: Path, data: Path, encoder: str, name: str, part: str) -> Split:
+def plain_features(work: Path, data: Path, seen: Seen, name: str, part: str) -> Split:
     """Features of one split, computed at their first use."""
     paths = work / f"{name}_{part}.npy", work / f"{name}_{part}_y.npy"
     if not all(path.exists() for path in paths):
-        opened, _ = encoder_of(encoder, name)
+        opened, _ = encoder_of(seen, name)
         table = pq.read_table(data / name / f"{part}.parquet")
         most = MOST_TRAINED if part == "train" else MOST_TESTED
         table = table.take(np.sort(np.random.default_rng(7).permutation(len(table))[:most]))
@@ -163,7 +176,7 @@ def plain_features(work: Path, data: Path, encoder: str, name: str, part: str) -
                 for image in table["image"][start : start + 256].to_pylist()
             ]
             x_BCHW = torch.from_numpy(np.stack([opened.preprocess(image) for image in images]))
-            found.append(next(iter(opened.poolings(x_BCHW).values())).numpy().astype(np.float16))
+            found.append(opened(x_BCHW, seen.pooling).numpy().astype(np.float16))
         work.mkdir(parents=True, exist_ok=True)
         np.save(paths[0], np.concatenate(found))
         np.save(paths[1], np.array(table["label"].to_pylist(), dtype=np.int64))
@@ -249,7 +262,7 @@ def line(
 def of_set(name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[float]]:
     """All cells of one set: accuracies, and what auto loses."""
     rng = np.random.default_rng(0)
-    whole = features(args.work, args.data, args.encoder, name, "train")
+    whole = features(args.work, args.data, args.seen, name, "train")
     order = rng.permutation(len(whole.label_N))
     num_classes = (
         whole.label_N.shape[1] if whole.label_N.ndim == 2 else int(whole.label_N.max()) + 1
@@ -258,13 +271,13 @@ def of_set(name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], l
         cut = round(HELD_OUT * len(order))
         test, order = whole.taken(np.sort(order[:cut][:MOST_TESTED])), order[cut:]
     else:
-        other = features(args.work, args.data, args.encoder, name, "test")
+        other = features(args.work, args.data, args.seen, name, "test")
         test = other.taken(np.sort(rng.permutation(len(other.label_N))[:MOST_TESTED]))
     rows, losses = [], []
     for count in sorted({min(size, len(order)) for size in args.sizes}):
         train, start = whole.taken(np.sort(order[:count])), time.monotonic()
         for epsilon in args.epsilons:
-            opened = encoder_of(args.encoder, name.partition("-")[0])
+            opened = encoder_of(args.seen, name.partition("-")[0])
             got = cell(
                 train,
                 test,
@@ -356,6 +369,8 @@ def main() -> None:
         help="results to compare; nothing is computed anew",
     )
     parser.add_argument("--encoder", default=DEFAULT)
+    parser.add_argument("--pooling")
+    parser.add_argument("--image-size", type=int)
     parser.add_argument("--heads", default=",".join(FITS), help="heads that take part")
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
@@ -389,6 +404,7 @@ def main() -> None:
         | {
             "sizes": [int(s) for s in args.sizes.split(",")],
             "epsilons": [float(e) for e in args.epsilons.split(",")],
+            "seen": Seen(args.encoder, args.pooling, args.image_size),
         }
     )
     rows, losses = [], []
@@ -396,7 +412,11 @@ def main() -> None:
         more, lost = of_set(name, args)
         rows, losses = rows + more, losses + lost
     rows += summary(losses)
-    rows = [replace_case(row, args.encoder) for row in rows]
+    encoder = args.encoder
+    if args.pooling or args.image_size:
+        opened, _ = encoder_of(args.seen, args.sets.partition(",")[0])
+        encoder = f"{opened.name}, {args.pooling or 'default'}, {opened.image_size} px"
+    rows = [replace_case(row, encoder) for row in rows]
     write_result(args.json, "head_regret", rows, packages=("torch", "numpy", "dp-accounting"))
 
 

@@ -178,6 +178,10 @@ def test_trained_classifiers_can_be_traced_and_exported(name: str, tmp_path: Pat
         pytest.param("timm:convnext_atto", None, "2x2", marks=pytest.mark.slow),
         pytest.param("timm:efficientnet_lite0", None, "mean", marks=pytest.mark.slow),
         pytest.param("torchvision:resnet18", None, "mean", marks=pytest.mark.slow),
+        ("timm:test_resnet", 32, "stages"),
+        pytest.param("timm:tf_efficientnet_lite0", 64, "stages", marks=pytest.mark.slow),
+        pytest.param("timm:test_vit", None, "stages", marks=pytest.mark.slow),
+        pytest.param("torchvision:resnet18", 64, "stages", marks=pytest.mark.slow),
     ],
 )
 def test_frozen_encoders_can_be_traced_and_exported(

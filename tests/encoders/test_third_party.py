@@ -105,6 +105,54 @@ def test_a_torchvision_convnet_gives_the_map_before_its_pooling(tmp_path, name):
     assert torch.allclose(found["2x2"][:, 2 * width : 3 * width], quarter, atol=1e-5)
 
 
+STAGES = {
+    "timm:resnet18": ("layer1", "layer2", "layer3", "layer4"),
+    "timm:tf_efficientnet_lite0": (*(f"blocks.{i}" for i in range(1, 7)), "bn2"),
+    "timm:convnext_atto": ("stages.0", "stages.1", "stages.2", "stages.3"),
+    "timm:test_vit": (*(f"blocks.{i}" for i in range(6)), "norm"),
+    "torchvision:resnet18": ("layer1", "layer2", "layer3", "layer4"),
+    "torchvision:mobilenet_v3_small": (*(f"features.{i}" for i in (1, 3, 6, 8, 11)), "features.12"),
+    "torchvision:vit_b_32": (
+        *(f"encoder.layers.encoder_layer_{i}" for i in range(12)),
+        "encoder.ln",
+    ),
+}
+"""Modules whose outputs are averaged: of at most a third of the image's resolution, the last one
+twice as heavy.
+"""
+
+
+@mark.parametrize(
+    "spec", [name if "resnet" in name else param(name, marks=mark.slow) for name in STAGES]
+)
+def test_stage_pooling_is_the_averages_of_the_stages_outputs(spec):
+    """The oracle takes them by forward hooks from the library's own model."""
+    encoder, (kind, name) = open_encoder(spec, image_size=64), spec.split(":")
+    assert encoder.stages is not None
+    x_BCHW, taken = _images(encoder.image_size), []
+    torch.manual_seed(0)
+    make = timm.create_model if kind == "timm" else torchvision.models.get_model
+    model = make(name).eval()
+    model.load_state_dict(
+        {n.removeprefix("network."): t for n, t in encoder.state().items()}, strict=False
+    )
+    for part in STAGES[spec]:
+        model.get_submodule(part).register_forward_hook(lambda *a: taken.append(a[2]))
+    with torch.no_grad():
+        (model.forward_features if kind == "timm" else model)(x_BCHW)
+        found = encoder(x_BCHW, "stages")
+    averages = [(t.mean((2, 3)),) if t.ndim == 4 else (t[:, 1:].mean(1), t[:, 0]) for t in taken]
+    parts = [
+        weight * x_BD / x_BD.norm(dim=1, keepdim=True)
+        for i, both in enumerate(averages)
+        for weight in [2.0 if i == len(averages) - 1 else 1.0]
+        for x_BD in both
+    ]
+    row_BD = torch.cat(parts, dim=1)
+    torch.testing.assert_close(found, row_BD / row_BD.norm(dim=1, keepdim=True))
+    assert "stages" not in encoder.poolings(x_BCHW)
+
+
 @mark.parametrize("name", ["googlenet", param("inception_v3", marks=mark.slow)])
 def test_inputs_are_scaled_as_torchvision_scales_them_for_its_published_weights(
     tmp_path, monkeypatch, name

@@ -70,6 +70,7 @@ NUM_RECORDS, NUM_DECLARED = 203, 204
 HEADS: dict[str, tuple[str, bool]] = {
     "head on a timm model, any scale": ("timm:test_vit@{timm}", False),
     "head on a timm model, length 1": ("timm:test_vit@{timm}", True),
+    "head on a timm model, stages": ("timm:test_resnet@{timm}", True),
     "head on a masked autoencoder, any scale": ("{mae}", False),
     "head on a masked autoencoder, length 1": ("{mae}", True),
     "head on a torchvision model": ("torchvision:resnet18@{torchvision}", True),
@@ -122,7 +123,8 @@ def make_head(root: Path, name: str, mae: Path) -> Path:
     files["torchvision"] = root.parent / f"{root.name}-torchvision.safetensors"
     torch.manual_seed(0)
     if "{timm}" in spec:
-        save_file(timm.create_model("test_vit").state_dict(), files["timm"])
+        name_of_model = spec.removeprefix("timm:").partition("@")[0]
+        save_file(timm.create_model(name_of_model).state_dict(), files["timm"])
     if "{torchvision}" in spec:
         save_file(torchvision.models.resnet18().state_dict(), files["torchvision"])
     for kind in ("vit", "clip"):
@@ -132,7 +134,9 @@ def make_head(root: Path, name: str, mae: Path) -> Path:
     store = write_digits(root.parent / f"{root.name}-digits", 0, NUM_RECORDS)
     config = head_config(store, "many_steps", spec=spec.format(**files))
     assert isinstance(config.model, HeadConfig)
-    encoder = replace(config.model.encoder, image_size=PATCHES_PX.get(spec, 0))
+    pooling = "stages" if name.endswith("stages") else None
+    size = PATCHES_PX.get(spec, 0)
+    encoder = replace(config.model.encoder, image_size=size, pooling=pooling)
     theirs = "@" in spec or spec.startswith("hf:")
     centre = "none" if theirs else "textures"  # a centre takes minutes at 224 px
     features = replace(config.model.features, unit=unit, centre=centre)

@@ -35,8 +35,8 @@ def embed(
         source: Store, folder of images, parquet file or tar file.
         out: File to write: .npz or .safetensors. For private images its path needs a folder named
             confidential.
-        pooling: mean (over the image), 2x2 (over its four quadrants), cls, ... (docs/encoders.md);
-            the encoder's default if omitted.
+        pooling: mean (over the image), 2x2 (over its four quadrants), cls, stages, ...
+            (docs/encoders.md); the encoder's default if omitted.
         ema: Use the averaged weights of a run.
         reading: How images are read.
         release_private_outputs: Write features of private images anywhere. You decide this for the

@@ -28,7 +28,7 @@ class FrozenEncoderConfig:
     a path, so never in a statement.
     """
     pooling: str | None = None
-    """Pooling of the encoder's features: mean, 2x2, cls, ...; if None, its default."""
+    """Pooling of the encoder's features: mean, 2x2, cls, stages, ...; if None, its default."""
     image_size: int = 0
     """Side of the images in pixels, for encoders that take any; 0 for the encoder's own. A run's
     config has the size used.

@@ -318,16 +318,16 @@ class OnePooling(nn.Module):
 
     def __init__(self, encoder: Encoder, pooling: str) -> None:
         super().__init__()
-        self.network, self.pooling, self._name = encoder.network, pooling, encoder.name
-        self._poolings = encoder.poolings  # a method of ``network``
+        self.network, self.pooling = encoder.network, pooling
+        self._encoder = encoder  # its functions are methods of ``network``
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         if self.network is None and is_traced():
             raise ConfigError(
-                f"classifier: {self._name} is not computed by torch; expected an encoder that is, "
-                "whose operations can be recorded. Train the head on another encoder."
+                f"classifier: {self._encoder.name} is not computed by torch; expected an encoder "
+                "that is, whose operations can be recorded. Train the head on another encoder."
             )
-        return self._poolings(x_BCHW)[self.pooling].float()
+        return self._encoder(x_BCHW, self.pooling).float()
 
 
 class _HeadInput(nn.Module):

@@ -51,6 +51,10 @@ class Encoder:
     """From x_BCHW to the outputs of the transformer's blocks, class token first: each (B, 1 + L,
     D). None without blocks.
     """
+    stages: Callable[[Tensor], Tensor] | None = None
+    """From x_BCHW, as for ``poolings``, to features x_BD of pooling "stages"
+    (``PooledNetwork.stages``); None for encoders without. Evaluations of all poolings leave it out.
+    """
     lineage: tuple[dict[str, Any], ...] = field(default=(), compare=False)
     """Lineage of its weights (``runs.lineage``); empty for random weights, and for features without
     weights.
@@ -105,11 +109,14 @@ class Encoder:
 
     def named(self, x_BCHW: Tensor, pooling: str | None = None) -> tuple[str, Tensor]:
         """Return the name of the pooling and its features. Raises like a call."""
+        if pooling == "stages" and self.stages is not None:
+            return pooling, self.stages(x_BCHW)
         found = self.poolings(x_BCHW)
         pooling = next(iter(found)) if pooling is None else pooling
         if pooling not in found:
+            names = [*found, *([] if self.stages is None else ["stages"])]
             raise ConfigError(
-                f"encoder: pooling={pooling!r}; expected one of {list(found)} with {self.name}. "
+                f"encoder: pooling={pooling!r}; expected one of {names} with {self.name}. "
                 "Use one of them, or omit it."
             )
         return pooling, found[pooling]

@@ -142,8 +142,11 @@ def check_same(
                 f"encoder: {name}={got} of {encoder.name}; expected {about[name]}, as in "
                 f"{where}. {remedy}"
             )
-    named = encoder.poolings(_public_images(encoder).to(device))
-    if about["pooling"] not in named or named[about["pooling"]].shape[1] != about["width"]:
+    try:
+        width = encoder(_public_images(encoder).to(device), about["pooling"]).shape[1]
+    except ConfigError:  # no such pooling
+        width = None
+    if width != about["width"]:
         raise CheckpointError(
             f"encoder: {encoder.name} has no features {about['pooling']!r} of dimension "
             f"{about['width']}; expected {where}'s. {remedy}"
@@ -224,7 +227,8 @@ def fingerprint(encoder: Encoder, device: str | torch.device = "cpu") -> str:
     for side in encoder.own_sizes or (encoder.image_size,):
         x_BCHW = noise_BCHW.to(device, copy=True)
         x_BCHW[..., side:, :] = x_BCHW[..., side:] = torch.nan  # as ``normalise_canvas``
-        for name, x_BD in encoder.poolings(x_BCHW).items():
+        stages = {} if encoder.stages is None else {"stages": encoder.stages(x_BCHW)}
+        for name, x_BD in (encoder.poolings(x_BCHW) | stages).items():
             digest.update(name.encode() + x_BD.float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 

@@ -19,6 +19,11 @@ from dpvision.models.resnet import ResNet
 from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.vit import ViT
 
+LAST_WEIGHT = 2.0
+"""Length of the last output's average in a row of pooling "stages"; that of a stage is 1. Chosen on
+public images (docs/log/2026-11-26-stages.md).
+"""
+
 
 class PooledNetwork(nn.Module):
     """A network with pooled output.
@@ -33,6 +38,9 @@ class PooledNetwork(nn.Module):
         has_class_token: whether to offer the first token as "cls".
         bridge: linear map to a decoder's width. Offers "bridge": the mean of all tokens including
             the class token after this map, without positions (as in DP-Cap's few-shot probes).
+        outputs: function of the network and x_BCHW that returns the outputs of its stages (of a
+            transformer, of its blocks) and then its last output, each tokens or a map. If None,
+            there is no pooling "stages".
     """
 
     def __init__(
@@ -43,9 +51,10 @@ class PooledNetwork(nn.Module):
         prefix: int | None = 0,
         has_class_token: bool = False,
         bridge: nn.Linear | None = None,
+        outputs: Callable[[Any, Tensor], list[Tensor]] | None = None,
     ) -> None:
         super().__init__()
-        self.network, self.bridge = network, bridge
+        self.network, self.bridge, self.outputs = network, bridge, outputs
         self._output, self._prefix, self._has_class_token = output, prefix, has_class_token
 
     def output(self, x_BCHW: Tensor) -> Tensor:
@@ -59,10 +68,7 @@ class PooledNetwork(nn.Module):
         found = self.output(x_BCHW).float()
         if found.ndim == 4:
             return _of_map(found)
-        prefix = self._prefix
-        if prefix is None:
-            prefix = int(not _is_square(found.shape[1]) and _is_square(found.shape[1] - 1))
-        patch_BLD = found[:, prefix:]
+        patch_BLD = found[:, self._num_prefix(found) :]
         made = {"mean": patch_BLD.mean(dim=1)}
         if _is_square(patch_BLD.shape[1]):
             made = _of_map(
@@ -73,6 +79,41 @@ class PooledNetwork(nn.Module):
         if self.bridge is not None:  # the mean commutes with an affine map
             made["bridge"] = self.bridge(found.mean(dim=1)).float()
         return made
+
+    def stages(self, x_BCHW: Tensor) -> Tensor:
+        """Return the averages of all stages in one row of length 1, float32 (B, D), from one
+        forward pass:
+
+            unit(unit(mean stage_1), ..., unit(mean stage_n), w unit(mean of the last output))
+
+        with w = ``LAST_WEIGHT``. A class token follows its mean, in the same way.
+        """
+        assert self.outputs is not None
+        outputs = [found.float() for found in self.outputs(self.network, x_BCHW)]
+        weights = [1.0] * (len(outputs) - 1) + [LAST_WEIGHT]
+        return _unit(
+            torch.cat(
+                [
+                    weight * _unit(average_BD)
+                    for found, weight in zip(outputs, weights, strict=True)
+                    for average_BD in self._averages(found)
+                ],
+                dim=1,
+            )
+        )
+
+    def _averages(self, found: Tensor) -> list[Tensor]:
+        """Return the mean over positions, and the class token if there is one."""
+        if found.ndim == 4:
+            return [found.mean(dim=(2, 3))]
+        mean_BD = found[:, self._num_prefix(found) :].mean(dim=1)
+        return [mean_BD, found[:, 0]] if self._has_class_token else [mean_BD]
+
+    def _num_prefix(self, token_BLD: Tensor) -> int:
+        if self._prefix is not None:
+            return self._prefix
+        num = token_BLD.shape[1]
+        return int(not _is_square(num) and _is_square(num - 1))
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the default pooling, (B, D)."""
@@ -116,6 +157,7 @@ def frozen(network: PooledNetwork, device: str | torch.device, **about: Any) -> 
         network = network.to(memory_format=torch.channels_last)
     return Encoder(
         poolings=network.poolings,
+        stages=None if network.outputs is None else network.stages,
         network=network,
         backbone=lambda: (
             _copy_on_cpu(network)
@@ -144,6 +186,10 @@ def _of_map(map_BDHW: Tensor) -> dict[str, Tensor]:
     if min(map_BDHW.shape[2:]) >= 2:
         made["2x2"] = F.adaptive_avg_pool2d(map_BDHW, 2).flatten(2).transpose(1, 2).flatten(1)
     return made
+
+
+def _unit(x_BD: Tensor) -> Tensor:
+    return F.normalize(x_BD, dim=1, eps=torch.finfo(x_BD.dtype).tiny)
 
 
 def _is_square(number: int) -> bool:

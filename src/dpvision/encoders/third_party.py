@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -213,8 +215,39 @@ def _timm(name: str, image_size: int | None, options: Mapping[str, Any], fit: _F
         features,
         prefix=prefix,
         has_class_token=getattr(model, "cls_token", None) is not None,
+        outputs=_timm_outputs(model),
     )
     return pooled, size, config["mean"], config["std"], attends(model)
+
+
+def _timm_outputs(model: Any) -> Callable[[Any, Tensor], list[Tensor]] | None:
+    """Return a function of a timm model that gives the outputs of its stages or blocks and its last
+    output, or None if timm has none for its kind.
+
+    A stage whose output is the last one, as in a ResNet, is left out.
+    """
+    if not hasattr(model, "forward_intermediates"):
+        return None
+    parameters, more = signature(model.forward_intermediates).parameters, {}
+    if "return_prefix_tokens" in parameters:
+        more = {"return_prefix_tokens": True, "output_fmt": "NLC"}
+    elif "extra_blocks" in parameters:
+        more = {"extra_blocks": True}  # EfficientNets: all stages, not one for each resolution
+    channels_last = getattr(model, "output_fmt", None) == "NHWC"
+
+    def outputs(model: Any, x_BCHW: Tensor) -> list[Tensor]:
+        last, found = model.forward_intermediates(x_BCHW, **more)
+        stages = [
+            torch.cat(stage[::-1], dim=1) if isinstance(stage, tuple) else stage
+            for stage in found
+            if stage is not last
+        ]
+        if channels_last and last.ndim == 4:
+            last = last.permute(0, 3, 1, 2)
+        late = [s for s in stages if s.ndim == 3 or _is_late(s.shape, x_BCHW.shape[-1])]
+        return [*late, last]
+
+    return outputs
 
 
 def _torchvision(
@@ -247,13 +280,28 @@ def _torchvision(
         else "classifier"
     )
     fit(model, classifier)
-    node = "encoder.ln" if is_vit else _last_map(model, size, classifier)
-    extractor = create_feature_extractor(model, {node: "features"})
+    if is_vit:
+        blocks = [f"encoder.layers.{n}" for n, _ in model.encoder.layers.named_children()]
+        nodes = [*blocks, "encoder.ln"]
+    else:
+        nodes = _stage_maps(model, size, classifier)
+    # Swin's and MaxViT's stages have several layouts.
+    nodes = nodes if is_vit or not attends(model) else nodes[-1:]
+    extractor = create_feature_extractor(model, nodes)
 
     def features(model: Any, x_BCHW: Tensor) -> Tensor:
-        return model(x_BCHW)["features"]
+        return model(x_BCHW)[nodes[-1]]
 
-    pooled = PooledNetwork(extractor, features, prefix=1 if is_vit else 0, has_class_token=is_vit)
+    def outputs(model: Any, x_BCHW: Tensor) -> list[Tensor]:
+        return list(model(x_BCHW).values())
+
+    pooled = PooledNetwork(
+        extractor,
+        features,
+        prefix=1 if is_vit else 0,
+        has_class_token=is_vit,
+        outputs=outputs if len(nodes) > 1 else None,
+    )
     return (
         pooled,
         size if is_vit else image_size or size,
@@ -275,9 +323,9 @@ def _vit_size(name: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 @torch.inference_mode()
-def _last_map(model: nn.Module, size: int, classifier: str) -> str:
-    """Return the node whose output is pooled: the last (B, D, H, W) with more than one position, at
-    the model's default size.
+def _stage_maps(model: nn.Module, size: int, classifier: str) -> list[str]:
+    """Return the nodes of a convnet's stages, at the model's default size, and then the last map
+    with more than one position, whose average is the default pooling.
     """
     # AlexNet's and VGG's avgpool only resizes the map for the classifier
     names = [
@@ -294,7 +342,27 @@ def _last_map(model: nn.Module, size: int, classifier: str) -> str:
             "encoder: a torchvision model without a feature map; expected a convnet or a "
             "transformer. Choose another."
         )
-    return maps[-1]
+    # A block is a child of the model, or of its container of blocks. A stage is the last block with
+    # its resolution and number of channels.
+    ends: dict[torch.Size, str] = {}
+    for name, following in pairwise([*maps, ""]):
+        if _block(name) != _block(following):
+            shape = outputs[name].shape
+            ends.pop(shape, None)
+            ends[shape] = name
+    return [name for shape, name in ends.items() if _is_late(shape, size)]
+
+
+def _is_late(shape: torch.Size, size: int) -> bool:
+    """Return whether a stage with output (B, C, H, W) counts: earlier ones, which have more than a
+    third of the image's resolution, hold edges and colours, and cost accuracy.
+    """
+    return 3 * shape[-1] <= size
+
+
+def _block(node: str) -> tuple[str, ...]:
+    parts = node.split(".")
+    return tuple(parts[: 2 if parts[0] in ("features", "layers", "trunk_output") else 1])
 
 
 def _blocks(model: nn.Module) -> Callable[[Tensor], list[Tensor]] | None:
