@@ -11,6 +11,8 @@ import pytest
 
 from dpvision.cli import COMMANDS
 
+from ..adapt.runs_of_heads import write_digits
+
 SLOW = (
     "torch",
     "torchvision",
@@ -187,3 +189,14 @@ def test_a_plan_imports_no_slow_part(recipe: str, tmp_path: Path) -> None:
     code = RUN.replace(repr(SLOW), repr((*SLOW, "scipy.stats", "scipy.optimize", "scipy.signal")))
     ((status, slow, said),) = _started([["plan", recipe, "--json"]], tmp_path, code)
     assert status == 0 and slow == ["scipy"], said
+
+
+def test_a_head_on_features_without_training_imports_neither_timm_nor_torchvision(
+    tmp_path: Path,
+) -> None:
+    """timm imports torchvision, which imports torch's compiler: together 5 seconds of a core."""
+    write_digits(tmp_path / "mine", 0, 200)
+    argv = "adapt --data mine --encoder pixels --num-classes 10 --dataset-size 200 --epsilon 4"
+    code = RUN.replace(repr(SLOW), repr((*SLOW, "torch._dynamo", "scipy.stats")))
+    ((status, slow, said),) = _started([[*argv.split(), "--dry-run"]], tmp_path, code)
+    assert status == 0 and slow == ["torch", "scipy"], said

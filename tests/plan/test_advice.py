@@ -9,13 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import timm
+from safetensors.torch import save_file
 
 from dpvision.cli import main
 from dpvision.errors import ConfigError
 from dpvision.plan import advice
-from dpvision.plan.advice import Advice, Question, expected_accuracy, head_signal
-from dpvision.plan.evidence import CLASSES, HEADS, PRETRAINING
+from dpvision.plan.evidence import CLASSES, ENCODER_HEADS, HEADS, MEASURED_ENCODER, PRETRAINING
+from dpvision.plan.head_advice import expected_accuracy, head_signal
+from dpvision.plan.question import Advice, EncoderAtHand, Question
 from dpvision.recipes import get_recipe
+
+from ..adapt.runs_of_heads import write_digits
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 Cell = tuple[str, float, float]
@@ -161,6 +166,10 @@ def test_the_evidence_is_what_the_files_say() -> None:
             if r["case"] == case and r["variant"] in names and r["metric"].startswith("accuracy")
         ]
         assert stored == [pytest.approx(row.accuracy, abs=0.006)], row
+    for row in ENCODER_HEADS:
+        case = f"efficientnet_lite0 at {row.image_size} px: {row.data}, {row.records} records, "
+        found = [r for r in rows(row.source) if r["case"] == case + f"epsilon {row.epsilon:g}"]
+        assert [r["value"] for r in found] == [row.accuracy], row
     for row in PRETRAINING:
         stored = [
             r["value"]
@@ -302,6 +311,71 @@ def test_the_commands_are_understood_up_to_the_missing_store(
     for command in private:
         assert main(shlex.split(command)[1:]) == 2
         assert "dpvision data import SOURCE STORE" in capsys.readouterr().err, command
+
+
+@pytest.fixture(scope="module")
+def convnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of a small convnet's weights, without lineage."""
+    file = tmp_path_factory.mktemp("weights") / "w.safetensors"
+    save_file(timm.create_model("test_resnet").state_dict(), file)
+    return file
+
+
+def test_the_commands_on_a_file_without_lineage_pass_as_printed(
+    convnet: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_digits(tmp_path / "STORE", 0, 200)
+    write_digits(tmp_path / "TEST_STORE", 900, 1000, public=True)
+    asked = f"--images 200 --labels 10 --epsilon 8 --public-encoder timm:test_resnet@{convnet}"
+    assert main(["plan", *asked.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["advice"]
+    for command in found["commands"]:
+        assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+    size = timm.get_pretrained_cfg("test_resnet").input_size[-1]
+    assert f"measured on this machine at {size} px" in found["hours_how"]
+    assert f"not measured for this encoder; with {MEASURED_ENCODER}" in found["score"]
+    assert "--model.encoder.image-size 96" in found["more"]["images of 96 px"]
+    assert any("correct licence and source" in note for note in found["warnings"])
+    declared = "timm:test_resnet; licence not stated; w.safetensors"
+    assert f"--public-weights '{declared}'" in found["commands"][0]
+
+
+def test_the_measured_encoder_is_foretold_by_its_own_results() -> None:
+    for row in ENCODER_HEADS:
+        question = Question(
+            row.records, row.epsilon, labels=CLASSES[row.data], public_encoder="timm:x"
+        )
+        at_hand = EncoderAtHand("timm:tf_efficientnet_lite0@x", {row.image_size: 0.01})
+        found = advice.advise(question, get_recipe, at_hand)
+        assert found.expected is not None and (
+            row.data == "mednist"
+            or min(abs(row.accuracy - e) for e in found.expected) < 0.1
+            or row.accuracy == pytest.approx(found.expected[0], abs=0.1)
+        ), (row, found.expected)
+    small = EncoderAtHand("timm:tf_efficientnet_lite0@x", {64: 0.01})
+    question = Question(20_000, 1, labels=10, public_encoder="timm:x")
+    assert advice.advise(question, get_recipe, small).expected is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("timm:resnet5O", "e.g. resnet50"),
+        ("timm:resnet18@none.pth", "none.pth"),
+        ("hf:none", "none"),
+        ("nonsense:x", "expected a run folder"),
+    ],
+)
+def test_a_public_encoder_that_is_not_there_is_named(
+    spec: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = f"plan --images 20000 --labels 10 --epsilon 1 --public-encoder {spec}"
+    assert main(asked.split()) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -244,8 +244,8 @@ def _features_cost(made: "Prepared") -> str:
     seconds = seconds_per_image(made.encoder, made.device) * count
     return (
         f"{size(dtype.itemsize * count * width)} as {dtype} in the store's folder; about "
-        f"{duration(max(seconds, 1))} on this machine without decoding, "
-        "unless they are cached"
+        f"{duration(max(seconds, 1))} on this machine at {made.encoder.image_size} px without "
+        "decoding, unless they are cached"
     )
 
 
@@ -383,11 +383,12 @@ def _progress_line(
 
 def _check_test(args: AdaptArgs, config: RunConfig) -> None:
     """Refuse a test store that cannot be scored, before the budget is spent."""
+    if args.test is None:
+        return
     from dpvision.data.open import open_store
-    from dpvision.eval.probes.own_head import scorable
+    from dpvision.eval.probes.own_head import scorable  # with scipy.stats
 
-    if args.test is not None:
-        scorable(config, open_store(args.test))
+    scorable(config, open_store(args.test))
 
 
 def _score(args: AdaptArgs, root: Path) -> "list[Score]":

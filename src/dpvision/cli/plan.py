@@ -19,8 +19,8 @@ from dpvision.privacy.printed import count, up, up_delta
 from dpvision.recipes import get_recipe
 
 if TYPE_CHECKING:
-    from dpvision.plan.advice import Advice, Question
     from dpvision.plan.cost import Cost
+    from dpvision.plan.question import Advice, EncoderAtHand, Question
 
 
 _SETTINGS = optional(
@@ -43,7 +43,7 @@ _SETTINGS = optional(
 
 @dataclass(frozen=True)
 class _Question:
-    """The fields of ``plan.advice.Question``, all optional: a recipe's cost takes some of them."""
+    """The fields of ``plan.question.Question``, all optional: a recipe's cost takes some."""
 
     images: int | None = None
     """Ask for a recommendation: the declared number of images; needs --epsilon."""
@@ -207,15 +207,56 @@ def _advise(asked: dict[str, Any], settings: list[str], json: bool) -> None:
             f"plan: without {' and '.join(missing)}; expected both in a question. E.g. --images "
             "20000 --labels 10 --epsilon 3."
         )
-    from dpvision.plan.advice import Question, advise
+    from dpvision.plan.advice import advise
     from dpvision.plan.device_table import find_device
+    from dpvision.plan.question import Question
 
     if "device" in asked and find_device(asked["device"]).name != "cpu":
         asked = {"gpus": 1} | asked
     question = Question(**asked)
-    found = advise(question, get_recipe)
+    at_hand = None if question.public_encoder is None else _at_hand(question.public_encoder)
+    found = advise(question, get_recipe, at_hand)
     result = {"question": asdict(question) | {"delta": question.delta}, "advice": asdict(found)}
     emit(result, json, _advice_text(question, found))
+
+
+_SIZES = (96, 224)
+"""Image sizes in pixels of which ``plan`` compares the time, for encoders that accept any."""
+
+
+def _at_hand(spec: str) -> "EncoderAtHand | None":
+    """Open a public encoder and measure its time per image; None for a folder that is not here.
+
+    Raises: as ``open_encoder``.
+    """
+    from dpvision.encoders.feature_file import seconds_per_image
+    from dpvision.encoders.open import open_encoder
+    from dpvision.plan.question import EncoderAtHand
+
+    kind, colon, name = spec.partition(":")
+    if not colon and not Path(spec).exists():
+        return None
+    if kind == "timm" and "@" not in name:
+        from dpvision.encoders.third_party import check_name
+        from dpvision.models.timm_cache import find_timm_weights
+
+        check_name(kind, name)
+        if find_timm_weights(name)[0] is None:
+            return EncoderAtHand(spec, {}, missing=True)
+    encoder = open_encoder(spec)
+    sizes = [encoder.image_size]
+    if kind in ("timm", "torchvision") and encoder.family == "convnet":
+        sizes += [size for size in _SIZES if size != encoder.image_size]
+    seconds = {}
+    for size in sizes:
+        sized = replace(encoder, image_size=size)
+        seconds[size] = min(seconds_per_image(sized) for _ in range(2))  # the first call warms up
+    declaration = None
+    if any(entry["visibility"] == "undeclared" for entry in encoder.lineage):
+        what, _, file = encoder.name.partition("@")
+        parts = (what, encoder.licence or "licence not stated", file or "a file")
+        declaration = "; ".join(part.replace(";", ",") for part in parts)
+    return EncoderAtHand(encoder.name, seconds, declaration, missing=encoder.weights == "random")
 
 
 def _claims(json: bool) -> None:

@@ -18,6 +18,7 @@ from dpvision.config import (
     from_dict,
     to_dict,
 )
+from dpvision.encoders.batch_statistics import check_statistics
 from dpvision.encoders.papers import PUBLISHED, paper_checkpoint
 from dpvision.encoders.third_party import check_fit, without_wrapper
 from dpvision.encoders.timm_file import TimmFile, from_efficientnet_pytorch, timm_file
@@ -84,6 +85,8 @@ def open_parent(init_from: str) -> Checkpoint:
     counts = {n: torch.zeros(()) for n in body if n.endswith("num_batches_tracked")}
     tensors = counts | tensors
     check_fit(tensors, body, str(file), ignored=_CLASSIFIERS)
+    if stated is not None and not stated.says:
+        check_statistics(name, {n: tensors[n] for n in body}, mean, std, str(file))
     model = {"kind": "classifier", "encoder": to_dict(encoder.cfg)}
     manifest = {
         "config": {"model": model, "data": {"mean": list(mean), "std": list(std)}},

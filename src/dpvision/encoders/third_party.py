@@ -15,7 +15,7 @@ from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
@@ -24,6 +24,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
+from dpvision.encoders.batch_statistics import check_statistics
 from dpvision.encoders.encoder import Encoder, Family
 from dpvision.encoders.pooled import PooledNetwork, attends, frozen
 from dpvision.encoders.timm_file import TimmFile, from_efficientnet_pytorch, timm_file
@@ -65,7 +66,8 @@ def third_party_encoder(
     Raises:
         ConfigError: no such model, or it gives neither tokens nor a map, or does not accept this
             size.
-        CheckpointError: the file cannot be read or does not fit.
+        CheckpointError: the file cannot be read or does not fit, or, where it states no
+            normalisation, as ``check_statistics``.
     """
     check_name(kind, name)
     cached, stated = file is None and kind == "timm", None
@@ -96,6 +98,9 @@ def third_party_encoder(
         options={} if stated is None else stated.options,
     )
     images.pop("image_size", None)  # that of the model, or what the caller asked for
+    if kind == "timm" and stated is not None and not cached and not stated.says:
+        network = cast(PooledNetwork, made.network).network
+        check_statistics(name, network.state_dict(), made.mean, made.std, where)
     return replace(made, licence=licence, **images)
 
 

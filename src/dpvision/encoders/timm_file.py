@@ -64,6 +64,11 @@ class TimmFile:
     licence: str | None = None
 
     @property
+    def says(self) -> bool:
+        """Whether a config.json or the file's metadata says which model or normalisation it is."""
+        return bool(self.options or self.images)
+
+    @property
     def image_size(self) -> int | None:
         """Side of the images that the folder states, in pixels."""
         return (self.options.get("pretrained_cfg_overlay", {}).get("input_size") or (None,))[-1]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from timm.optim import Lamb
 from torch import Tensor, nn
 
 from dpvision.config import OptimConfig
@@ -57,6 +56,8 @@ class Optimizer:
                 fused=self._fused or None,
             )
         elif config.name == "lamb":
+            from timm.optim import Lamb  # takes seconds, so only where it is used
+
             # By default timm skips the adaptation of parameters without decay, and clips the whole
             # gradient, which is clipped already.
             own = [{"params": [p], "weight_decay": self._decay[p]} for p in values]

@@ -28,12 +28,27 @@ attention.
 
 
 def head_hours(
-    images: int, classes: int, public_encoder: bool, gpus: int, device: str | None
+    images: int,
+    classes: int,
+    public_encoder: bool,
+    gpus: int,
+    device: str | None,
+    measured: tuple[float, int] | None = None,
 ) -> tuple[float, str]:
-    """Hours of a head with its features, and how they were found."""
+    """Hours of a head with its features, and how they were found.
+
+    Args:
+        measured: of the public encoder on this machine, without GPUs: seconds an image, and its
+            image size in pixels.
+    """
     head = HEAD_S * images / 50_000 * max(classes, 10) / 10
     if not public_encoder:
         return (images * FEATURE_S + head) / 3600, "two cores, from measured parts; images of 64 px"
+    if gpus == 0 and measured is not None:
+        image_s, size = measured
+        return (
+            images * image_s + head
+        ) / 3600, f"features measured on this machine at {size} px, without decoding"
     if gpus == 0:
         return (
             images * ENCODER_S + head
