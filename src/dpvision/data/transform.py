@@ -243,9 +243,16 @@ def evaluation_box(
     """
     if data.resize is None:
         return centre_box(width, height)
-    share = min(1.0, image_size / data.resize) if data.crop == "centre" else 1.0
+    share = kept_share(image_size, data)
     left, top = width * (1 - share) / 2, height * (1 - share) / 2
     return left, top, width - left, height - top
+
+
+def kept_share(image_size: int, data: DataConfig) -> float:
+    """Return the share of each side of a resized image that evaluation keeps."""
+    if data.resize is None or data.crop != "centre":
+        return 1.0
+    return min(1.0, image_size / data.resize)
 
 
 def normalise(
