@@ -158,9 +158,8 @@ def _check_sizes(
     for name, value in wanted.items():
         if (got := found.get(name, value)) not in (value, None):  # None: the file does not say
             raise CheckpointError(
-                f"checkpoint: {parent.path} is of another size: {name}={got!r}; expected "
-                f"{value!r}, as in this run. Start from another checkpoint, or change "
-                f"--model.{name.replace('_', '-')}."
+                f"checkpoint: {parent.path}: {name}={got!r}; expected {value!r}, as in this run. "
+                f"Start from another checkpoint, or give --model.{name.replace('_', '-')} {got}."
             )
 
 
