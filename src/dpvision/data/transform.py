@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -246,6 +246,12 @@ def evaluation_box(
     share = kept_share(image_size, data)
     left, top = width * (1 - share) / 2, height * (1 - share) / 2
     return left, top, width - left, height - top
+
+
+def in_use(settings: Any) -> dict[str, Any]:
+    """Return the settings of a DataConfig, or the fields of an encoder, that evaluation reads."""
+    names = ("mean", "std", "own_sizes", "resize", "crop")
+    return {name: getattr(settings, name) for name in names}
 
 
 def kept_share(image_size: int, data: DataConfig) -> float:
