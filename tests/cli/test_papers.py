@@ -137,8 +137,9 @@ def test_wrong_files_end_with_one_line_and_status_2(place, argv, words, capsys):
     assert words in said and "Traceback" not in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["detection", "segmentation"])
+@pytest.mark.parametrize(
+    "task", [pytest.param("detection", marks=pytest.mark.slow), "segmentation"]
+)
 def test_a_papers_encoder_gets_a_detector_or_a_segmenter(place, task, tmp_path, capsys):
     if task == "detection":
         from ..eval.dense import test_detection_command as command
@@ -167,7 +168,7 @@ def test_a_papers_encoder_gets_a_detector_or_a_segmenter(place, task, tmp_path, 
 def test_a_head_on_a_papers_encoder_is_declared(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     argv = ["adapt", "--data", str(place / "mine"), "--encoder", f"vip:{place / 'encoder.pth'}"]
-    argv += ["--num-classes", "3", "--dataset-size", "60", "--epsilon", "4", "--name", "a"]
+    argv += ["--num-classes", "8", "--dataset-size", "60", "--epsilon", "4", "--name", "a"]
     argv += ["--head", "prototypes", "--hardware.workers", "1", "--json"]
     assert "--public-weights" in _said(capsys, *argv, status=2)
     assert json.loads(_said(capsys, *argv, *DECLARED))["complete"]

@@ -22,8 +22,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         if name in HEADS:
             mae = run("masked autoencoder (`vip.*`)")
             runs[name] = make_head(root / f"run-{len(runs)}", name, mae)
-        else:
-            runs[name] = make_exportable(root / f"run-{len(runs)}", name)
+        else:  # with its own store: a statement lists the other runs on a store
+            runs[name] = make_exportable(root / f"{len(runs)}" / "run", name)
         return runs[name]
 
     return run
