@@ -45,11 +45,13 @@ def test_a_log_has_no_count_of_private_images(
 ) -> None:
     assert _lines(clock, capsys, 400, private=True)[0] == "features: 25%, about 2 min left"
     assert _lines(clock, capsys, None, private=True)[0] == "features: in progress"
-    assert "100 of 400" in _lines(clock, capsys, 400, private=True, asked=True)[0]
+    shown = _lines(clock, capsys, 400, private=True, asked=True)[0]
+    assert shown.startswith("operator only: features: 100 of 400 images, ")
     with ProgressLine(private=True) as line:
         clock.now += 20
         line.say("epoch 3, loss 0.123")
-    assert not capsys.readouterr().err
+        line.say("step 3 of 60", public=True)
+    assert capsys.readouterr().err == "step 3 of 60\n"
 
 
 def test_short_work_leaves_no_line(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

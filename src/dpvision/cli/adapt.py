@@ -378,7 +378,7 @@ def _progress_line(
             called = True
             line.count("features (once: they are kept)", done, total)
 
-        yield show, lambda steps: line.say(f"step {steps} of {made.plan.steps}")
+        yield show, lambda steps: line.say(f"step {steps} of {made.plan.steps}", public=True)
 
 
 def _check_test(args: AdaptArgs, config: RunConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.markup import escape
 
+from dpvision.errors import OPERATOR_ONLY
 from dpvision.privacy.printed import duration
 
 LINE_EVERY_S = 15.0
@@ -20,10 +21,10 @@ class ProgressLine:
     """Shows how far a command is; used as a context manager.
 
     Args:
-        private: numbers depend on private images. They are shown on a terminal; a log, which others
-            may read, gets the share that is done and the time left in minutes.
+        private: numbers depend on private images. They are shown on a terminal, marked "operator
+            only"; a log, which others may read, gets the share that is done and the time left in
+            minutes.
         asked: whether the operator wants the numbers in a log too (--show-confidential).
-        label: comes before each line.
     """
 
     def __init__(
@@ -32,13 +33,12 @@ class ProgressLine:
         *,
         private: bool = False,
         asked: bool = False,
-        label: str = "",
         quiet: bool = False,
     ) -> None:
         self._console = Console(stderr=True, quiet=quiet)
         self._status = self._console.status(start)
         self._numbers = not private or asked or self._console.is_terminal
-        self._label = label
+        self._label = OPERATOR_ONLY if private else ""
         self._what, self._first, self._since = "", 0, 0.0
         self._last_line = time.monotonic()
 
@@ -54,9 +54,9 @@ class ProgressLine:
     ) -> None:
         self._status.stop()
 
-    def say(self, text: str) -> None:
-        """Show a text; in a log only where numbers are shown."""
-        if self._numbers:
+    def say(self, text: str, *, public: bool = False) -> None:
+        """Show a text; in a log only if it is ``public``, or where numbers are shown."""
+        if public or self._numbers:
             self._show(text)
 
     def stay(self, text: str) -> None:
@@ -75,6 +75,7 @@ class ProgressLine:
         rate = (done - self._first) / (now - self._since) if now > self._since else 0.0
         left = (total - done) / rate if total is not None and known and rate > 0 else None
         if self._numbers:
+            what = self._label + what
             parts = [f"{done:,} of {total:,} images" if known else f"{done:,} images"]
             if rate > 0:
                 parts.append(f"{rate:,.0f} images/s" if rate >= 10 else f"{rate:.1f} images/s")
@@ -87,7 +88,6 @@ class ProgressLine:
         self._show(f"{what}: {', '.join(parts) or 'in progress'}")
 
     def _show(self, text: str) -> None:
-        text = self._label + text
         if self._console.is_terminal:
             self._status.update(escape(text))
         elif time.monotonic() - self._last_line >= LINE_EVERY_S:
