@@ -57,7 +57,7 @@ def evaluate(
             None, the training store's, else accuracy.
         cache: whether to cache features and scores under the stores' confidential/features/.
         progress: called with a line about the current work.
-        count: called while features are computed.
+        count: called while features are computed; if None, ``progress`` is.
 
     Returns:
         Scores by protocol, the encoder before its baselines. They are private if a store is, or if
@@ -106,6 +106,7 @@ def evaluate(
         train_store.results_visibility,
         scored_store.results_visibility,
     )
+    say = progress or (lambda text: None)
     task = Task(
         (train_store, train_rows),
         (scored_store, test_rows),
@@ -113,8 +114,8 @@ def evaluate(
         batch_size,
         workers,
         device,
-        progress or (lambda text: None),
-        count or (lambda what, done, total: None),
+        say,
+        count or (lambda what, done, total: say(f"{what}: {done:,} of {total:,}")),
     )
     subject = Subject(encoder, str(spec), ema)
     for protocol in protocols:
