@@ -9,6 +9,8 @@ import torch
 import dpvision
 from dpvision.errors import DPVisionError
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 classifier = dpvision.load_classifier(sys.argv[1])
 
 

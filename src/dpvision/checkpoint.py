@@ -2,11 +2,10 @@
 verified when read, never unpickled.
 """
 
-import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpvision.errors import CheckpointError, remedy_for
-from dpvision.files import new_folder
+from dpvision.files import disk_refusals, new_folder
 from dpvision.strict_json import parse_json
 from dpvision.weights import pack, read_lineage, unpack
 
@@ -70,7 +69,11 @@ def save_checkpoint(
         CheckpointError: the disk refuses (full, read-only); what was saved before is untouched.
     """
     groups = {"model": model, "ema": ema, "optimizer": optimizer}
-    with _refused(folder), new_folder(folder, replace=True) as partial:
+    remedy = "Earlier checkpoints are safe: free some, then --resume."
+    with (
+        disk_refusals("checkpoint", folder, remedy),
+        new_folder(folder, replace=True) as partial,
+    ):
         digests = {}
         for name, tensors in groups.items():
             if tensors is not None:
@@ -179,9 +182,11 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> Path:
         return start
     if found := list_checkpoints(start):
         return found[-1]
+    remedy = "Train first, or correct the path."
+    if (start / "README.md").exists() and any(map(start.glob, ("*.safetensors", "*.onnx"))):
+        remedy = "An export is loaded by the code in its README.md: give the run that it is from."
     raise CheckpointError(
-        f"checkpoint: none in {start}; expected a run folder or a checkpoint folder. Train "
-        "first, or correct the path."
+        f"checkpoint: none in {start}; expected a run folder or a checkpoint folder. {remedy}"
     )
 
 
@@ -205,17 +210,6 @@ def keep_newest(base: Path, count: int) -> None:
 def state_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, detached."""
     return {name: value.detach() for name, value in module.state_dict().items()}
-
-
-@contextlib.contextmanager
-def _refused(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint: cannot write {folder} ({error.strerror or error}); earlier checkpoints "
-            "are untouched. Free disk space or fix the permission, then --resume."
-        ) from error
 
 
 def _older(folder: Path) -> str:

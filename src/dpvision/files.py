@@ -16,13 +16,19 @@ from typing import Any, TextIO
 
 from dpvision.errors import CheckpointError, ConfigError, DataError, remedy_for
 
+CONFIDENTIAL = "confidential"
+"""Name of the folders that files on private records must lie in."""
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write a file under: it takes the place of ``path`` when the block ends
-    well, and is removed when it fails.
+    well, and is removed when it fails. A missing folder named ``confidential`` is made, closed to
+    others.
     """
     partial = _partial(path)
+    if path.parent.name == CONFIDENTIAL and path.parent.parent.is_dir():
+        path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
         yield partial
         sync(partial)
@@ -65,14 +71,23 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         CheckpointError: the disk is full or not writable.
     """
+    with disk_refusals("write", path, "Free some, then repeat."), replacing(path) as partial:
+        partial.write_bytes(data)
+
+
+@contextlib.contextmanager
+def disk_refusals(where: str, path: Path, remedy: str) -> Iterator[None]:
+    """Turn an OSError of the block, which writes ``path``, into a CheckpointError.
+
+    Args:
+        remedy: what to do if permissions are not the reason.
+    """
     try:
-        with replacing(path) as partial:
-            partial.write_bytes(data)
+        yield
     except OSError as error:
-        remedy = remedy_for(error, "Free some, then repeat.")
         raise CheckpointError(
-            f"write: {path} ({error.strerror or error}); expected a writable disk with space. "
-            f"{remedy}"
+            f"{where}: {path} ({error.strerror or error}); expected a writable disk with space. "
+            f"{remedy_for(error, remedy)}"
         ) from error
 
 
@@ -140,7 +155,9 @@ def check_out(path: Path, where: str, *suffixes: str, name: str = "out") -> None
             f"{where}: {name}={str(path)!r}; expected a file that ends in {' or '.join(suffixes)}. "
             "Rename it."
         )
-    if not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    # ``replacing`` makes a folder named confidential
+    if not (folder.parent if folder.name == CONFIDENTIAL else folder).is_dir():
         raise ConfigError(
             f"{where}: {name}={str(path)!r}; expected an existing folder. Run mkdir -p "
             f"{path.parent}."

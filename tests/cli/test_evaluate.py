@@ -9,8 +9,10 @@ import pytest
 
 from dpvision.checkpoint import save_checkpoint, state_tensors
 from dpvision.cli import main
+from dpvision.cli.evaluate import _told_apart
 from dpvision.config import MAEConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.data.synthetic_store import write_scenes
+from dpvision.eval.score import Score
 from dpvision.eval.score_file import read_scores
 from dpvision.files import write_json
 from dpvision.models import make_model
@@ -216,3 +218,22 @@ def test_wrong_input_gets_one_clear_error(
         err = capsys.readouterr().err
         assert status == 2 and "Traceback" not in err, (argv, err)
         assert words in " ".join(err.replace("│", " ").split()), (argv, err)
+
+
+def test_a_baseline_that_differs_between_encoders_is_named_by_its_encoder() -> None:
+    """Raw pixels at two sizes had one name, and one entry in --out."""
+
+    def scores(*values: float) -> list[Score]:
+        names = ("encoder", "raw pixels")
+        return [
+            Score(name, value, 0.0, 1.0, 10, 0.1, "k-NN", "public")
+            for name, value in zip(names, values, strict=True)
+        ]
+
+    found = {"a": scores(0.5, 0.2), "b": scores(0.6, 0.3), "c": scores(0.7, 0.2)}
+    assert {score.name: score.value for score in _told_apart(found)} == {
+        **{"a": 0.5, "b": 0.6, "c": 0.7},
+        **{"raw pixels, for a": 0.2, "raw pixels, for b": 0.3},
+    }
+    del found["b"]
+    assert [score.name for score in _told_apart(found)] == ["a", "raw pixels", "c"]

@@ -134,6 +134,7 @@ def test_each_command_after_an_import_passes_as_printed(
         ("one class", "one class only"),
         ("some labels", "have no label"),
         ("some captions", "16 images have no caption"),
+        ("public", "Next, to test on these images: --test "),
     ],
 )
 def test_what_a_store_lacks_is_said_in_place_of_a_command_that_fails(

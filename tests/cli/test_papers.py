@@ -135,3 +135,42 @@ def test_dpcaps_file_captions_is_scored_and_starts_a_private_run(
 def test_wrong_files_end_with_one_line_and_status_2(place, argv, words, capsys):
     said = _said(capsys, *(part.replace("{}", str(place)) for part in argv), status=2)
     assert words in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param("detection", marks=pytest.mark.slow), "segmentation"]
+)
+def test_a_papers_encoder_gets_a_detector_or_a_segmenter(place, task, tmp_path, capsys):
+    if task == "detection":
+        from ..eval.dense import test_detection_command as command
+        from ..eval.dense.coco_shapes import write_shapes as write_objects
+
+        data = []
+        for part, num in (("train", 4), ("test", 3)):
+            file, folder = write_objects(tmp_path / part, num, seed=num)
+            data += [f"--{part}", str(file), f"--{part}-images", str(folder)]
+    else:
+        from ..eval.dense import test_segmentation_command as command
+        from ..eval.dense.semantic_shapes import write_shapes
+
+        data = ["--ignore-ids", "0", "255"]
+        for part, first in (("train", 0), ("test", 50)):
+            folder = write_shapes(tmp_path / part, 4, first=first)
+            data += [f"--{part}", str(folder / "images"), f"--{part}-masks", str(folder / "masks")]
+        data += ["--classes", str(folder / "classes.json")]
+    spec = f"vip:{place / 'encoder.pth'}@nano"
+    found = json.loads(
+        _said(capsys, "evaluate", task, spec, *data, *command.SMALL, "--public", "--json")
+    )
+    assert found["scores"] and {score["n"] for score in found["scores"]} <= {3, 4}
+
+
+def test_a_head_on_a_papers_encoder_is_declared(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = ["adapt", "--data", str(place / "mine"), "--encoder", f"vip:{place / 'encoder.pth'}"]
+    argv += ["--num-classes", "8", "--dataset-size", "60", "--epsilon", "4", "--name", "a"]
+    argv += ["--head", "prototypes", "--hardware.workers", "1", "--json"]
+    assert "--public-weights" in _said(capsys, *argv, status=2)
+    assert json.loads(_said(capsys, *argv, *DECLARED))["complete"]
+    settings = Path("runs/a/encoder.json").read_text()
+    assert "vip:encoder.pth" in settings and str(place) not in settings

@@ -85,12 +85,14 @@ def test_a_line_for_each_image_and_the_unreadable_are_named(
 def test_a_table_of_private_images_needs_a_confidential_folder(
     run: Path, photos: Path, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _refused(capsys, "predictions on private images", "predict", run, photos, "--csv", "out.csv")
-    out = tmp_path / "confidential" / "out.csv"
-    _refused(capsys, "expected an existing folder", "predict", run, photos, "--csv", out)
-    out.parent.mkdir()
+    _refused(
+        capsys, "predict: csv='out.csv' would hold", "predict", run, photos, "--csv", "out.csv"
+    )
+    out, lost = tmp_path / "confidential" / "out.csv", tmp_path / "no" / "confidential" / "out.csv"
+    _refused(capsys, "expected an existing folder", "predict", run, photos, "--csv", lost)
     said = _ok(capsys, "predict", run, photos, "--csv", out)[0]
     assert "predictions for 8 images" in said and "keep the file where the images are" in said
+    assert out.parent.stat().st_mode & 0o777 == 0o700, "the folder is made, closed to others"
     with out.open(newline="") as file:
         rows = {row["image"]: row for row in csv.DictReader(file)}
     assert len(rows) == 10 and rows[f"{photos}/torn.png"]["problem"] == "damaged"

@@ -64,6 +64,13 @@ def test_every_exif_orientation_is_turned_as_pillow_turns_it(orientation, kind):
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+@pytest.mark.parametrize("data", [b"hello", b"\x89PNG\r\n\x1a\n garbage", b"II*\0junk"])
+def test_the_error_names_no_address_of_memory(data):
+    with pytest.raises(BadImage) as refused:
+        decode(data)
+    assert "0x" not in str(refused.value) and "_io" not in str(refused.value)
+
+
 def test_broken_exif_leaves_the_image_upright():
     data = encode(noise(2), "JPEG")
     broken = data[:2] + b"\xff\xe1\x00\x12Exif\0\0MM\0*\xff\xff\xff\xff\0\0" + data[2:]

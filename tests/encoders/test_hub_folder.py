@@ -48,10 +48,11 @@ def test_image_settings_are_read_from_the_keys_of_an_export():
         "mean": (0.1, 0.2, 0.3),
         "std": (0.5, 0.5, 0.5),
         "image_size": 64,
-        "crop": "centre",
         "own_sizes": (32, 64),
         "library": LibraryResize(72, True, "bilinear"),
-    }
+    }, "without a resize, the crop is the centred square"
+    found = image_settings(given | {"dpvision.resize": "80"}, "x")
+    assert (found["resize"], found["crop"]) == (80, "centre")
     assert image_settings({}, "x") == {}
 
 

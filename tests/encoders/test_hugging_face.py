@@ -150,7 +150,8 @@ def test_the_licence_of_the_folder_and_the_need_of_a_declaration_are_kept(folder
     (folder / "README.md").write_text("---\nlicense: other\nlicense_name: dinov3-license\n---\n# x")
     encoder = open_encoder(f"hf:{folder}/")
     assert encoder.name == "hf:dinov2-small" and encoder.licence == "dinov3-license"
-    assert [entry["visibility"] for entry in encoder.lineage] == ["undeclared"]
+    stated = [(entry["visibility"], entry["licence"]) for entry in encoder.lineage]
+    assert stated == [("undeclared", "dinov3-license")]
     about = describe(encoder, "mean", 32)
     assert about["licence"] == "dinov3-license"
     check_same(encoder, about, "run")
@@ -218,7 +219,7 @@ def test_what_is_no_image_encoder_or_damaged_is_refused_with_the_remedy(tmp_path
     edit_json(folder / "config.json", model_type="bert")
     refused(ConfigError, "model_type='bert'; expected one of vit, vit_mae")
     edit_json(folder / "config.json", model_type="vit", hidden_size=48)
-    refused(CheckpointError, "weights")
+    refused(CheckpointError, r"weights \(\S+=\(.*, by config\.json \(.*48")
     (folder / "config.json").write_bytes(config)
     edit_json(folder / "config.json", hidden_size="wide")
     refused(CheckpointError, r"config\.json")
@@ -230,7 +231,7 @@ def test_what_is_no_image_encoder_or_damaged_is_refused_with_the_remedy(tmp_path
     edit_json(folder / "preprocessor_config.json", size={"height": 32, "width": 48})
     refused(ConfigError, "size=.*expected a square")
     (folder / "preprocessor_config.json").unlink()
-    refused(CheckpointError, r"preprocessor_config\.json")
+    refused(CheckpointError, r"has no preprocessor_config\.json; expected it beside the weights")
     (folder / "preprocessor_config.json").write_bytes(images)
     edit_json(folder / "preprocessor_config.json", size={"height": 40, "width": 40})
     refused(CheckpointError, "image_size=40")

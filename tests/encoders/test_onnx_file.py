@@ -1,5 +1,6 @@
 """ONNX files as encoders. The oracle is the torch model that was exported, or arithmetic."""
 
+import resource
 import sys
 from pathlib import Path
 
@@ -116,6 +117,47 @@ def test_a_graph_for_one_image_is_run_image_by_image(tmp_path):
     file = _save(nodes, "z", [1, 3], tmp_path / "m.onnx", inputs=[1, 3, SIZE, SIZE])
     x_BCHW = _images()
     assert torch.allclose(open_encoder(f"onnx:z@{file}")(x_BCHW), x_BCHW.mean((2, 3)), atol=1e-6)
+
+
+def test_a_graph_given_as_weights_gets_the_name_that_opens_it(tmp_path):
+    file = _write(Convnet(), tmp_path / "m.onnx")
+    with pytest.raises(CheckpointError, match=r"Open it as onnx:NODE@.*m\.onnx"):
+        open_encoder(f"timm:test_vit@{file}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no limit without /proc")
+@pytest.mark.parametrize("shown", [True, False], ids=["constant", "shape of the input"])
+def test_a_graph_that_asks_for_many_gigabytes_is_refused(tmp_path, shown):
+    """A few hundred bytes of file, 6 GB of zeros, which the machine may well have."""
+    side = 1_500_000_000 // 3
+    sides = numpy_helper.from_array(torch.tensor([3, side] if shown else [side, 1]).numpy(), "n")
+    nodes = [
+        helper.make_node("ConstantOfShape", ["n"], ["big"])
+        if shown
+        else helper.make_node("Expand", ["x0", "n"], ["big"]),
+        helper.make_node("ReduceMean", ["big"], ["zero"], axes=[0, 1], keepdims=0),
+        helper.make_node("ReduceMean", ["x"], ["m"], axes=[2, 3], keepdims=0),
+        helper.make_node("Add", ["m", "zero"], ["z"]),
+    ]
+    if not shown:  # one row of three numbers of the input, repeated
+        starts, ends, axes = (
+            numpy_helper.from_array(torch.tensor(v).numpy(), n)
+            for n, v in (("s", [0, 0, 0]), ("e", [1, 1, 1]), ("a", [0, 2, 3]))
+        )
+        nodes = [
+            helper.make_node("Slice", ["x", "s", "e", "a"], ["x4"]),
+            helper.make_node("Flatten", ["x4"], ["x0"]),
+            *nodes,
+        ]
+        weights = [sides, starts, ends, axes]
+    else:
+        weights = [sides]
+    file = _save(nodes, "z", ["b", 3], tmp_path / "bomb.onnx", weights=weights)
+    assert file.stat().st_size < 1000
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises((CheckpointError, ConfigError), match=r"(?i)alloc"):
+        open_encoder(f"onnx:z@{file}")
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_size_and_normalisation_are_those_of_the_files_metadata(tmp_path):

@@ -207,3 +207,10 @@ def test_three_formats_predict_what_the_run_predicts(example) -> None:
         "safetensors",
     ]
     assert max(done.found(r"predictions equal, largest difference (\S+)")) < 1e-5
+
+
+def test_the_server_without_a_run_prints_its_usage() -> None:
+    command = [sys.executable, str(EXAMPLES / SCRIPTS["serve"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 1 and "python serve.py RUN [PORT]" in done.stderr
+    assert "Traceback" not in done.stderr

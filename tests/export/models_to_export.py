@@ -21,6 +21,7 @@ from dpvision.config import (
     TimmConfig,
     ViTConfig,
 )
+from dpvision.export.write import Exported, Format
 from dpvision.models import make_model
 
 from ..adapt.runs_of_heads import head_config, write_digits
@@ -28,6 +29,8 @@ from ..captioners import make_config, make_tokenizer, train_captioner
 from ..hub_folders import write_folder
 from ..statement.runs import MODEL, make_run, make_store
 
+NEEDS = {"onnx": "onnxscript", "peft": "peft", "transformers": "transformers"}
+"""Format -> its library, of an extra."""
 CLASSES = ["cat", "dog", 'bird "Amsel"']
 _VIT = ViTConfig(image_size=32, patch_size=8, depth=2, width=32, num_heads=4)
 _RESNET = ResNetConfig(image_size=16, depths=(1, 1), widths=(16, 32))
@@ -153,3 +156,5 @@ def make_head(root: Path, name: str, mae: Path) -> Path:
 
 Made = Callable[[str], Path]
 """From a name in ``MODELS`` to its run, made once."""
+Copies = Callable[[str, Format, Path], Exported]
+"""From a name in ``MODELS``, a format and a new folder to a copy there of the export, made once."""

@@ -14,6 +14,7 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig
 from dpvision.data.transform import preprocess_of
 from dpvision.encoders.trained import load_model
+from dpvision.export.to_onnx import pixels_code
 from dpvision.export.write import export
 from dpvision.models.captioner import Captioner
 from dpvision.models.generate import generate
@@ -21,7 +22,7 @@ from dpvision.models.mae import MAE, losses
 from dpvision.runs.folder import read_run
 
 from ..captioners import image, make_tokenizer
-from .models_to_export import MODELS, Made, make_exportable
+from .models_to_export import MODELS, Copies, Made, make_exportable
 
 CAPTIONER, MAE_RUN = "captioner (`dpcap.*`)", "masked autoencoder (`vip.*`)"
 
@@ -38,17 +39,17 @@ def squares() -> torch.Tensor:
 
 @pytest.mark.parametrize("to", ["safetensors", "onnx"])
 def test_the_printed_code_writes_the_captions_of_generate(
-    to: Any, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    to: Any, made: Made, copied: Copies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if to == "onnx":
-        pytest.importorskip("onnxscript", reason="onnxscript is of an extra")
-    folder = export(made(CAPTIONER), to, tmp_path / "out").folder
+    folder = copied(CAPTIONER, to, tmp_path / "out").folder
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     x_BCHW = squares()
-    here: dict[str, Any] = {"x_BCHW": x_BCHW.numpy(), "image": Image.new("RGB", (16, 16))}
-    exec(code_of(folder), here)
-    ids = here["ids"] if to == "onnx" else here["model"].caption(x_BCHW)
+    here: list[dict[str, Any]] = []
+    for number in range(8):
+        here.append({"image": Image.fromarray(image(number)[0])})
+        exec(code_of(folder), here[-1])
+    ids = [row for one in here for row in one["ids"]]
     model, _ = load_model(load_checkpoint(made(CAPTIONER)))
     assert isinstance(model, Captioner)
     model.eval()
@@ -56,15 +57,15 @@ def test_the_printed_code_writes_the_captions_of_generate(
     assert [tuple(row) for row in ids] == ours and len({*ours}) > 1
     if to == "onnx":
         texts = [make_tokenizer().decode(said) for said in ours]
-        assert here["texts"] == texts and "a red square on the left" in texts
+        assert [one["texts"][0] for one in here] == texts and "a red square on the left" in texts
 
 
-def test_transformers_reconstructs_as_the_run(made: Made, tmp_path: Path) -> None:
+def test_transformers_reconstructs_as_the_run(made: Made, copied: Copies, tmp_path: Path) -> None:
     """Its loss, at the same masks and with normalised pixels too, is ours: the decoder, and the
     order of the pixels in a patch.
     """
     transformers = pytest.importorskip("transformers", reason="transformers is of an extra")
-    folder = export(made(MAE_RUN), "transformers", tmp_path / "out").folder
+    folder = copied(MAE_RUN, "transformers", tmp_path / "out").folder
     theirs = transformers.ViTMAEForPreTraining.from_pretrained(folder).eval()
     ours, _ = load_model(load_checkpoint(made(MAE_RUN)))
     assert isinstance(ours, MAE)
@@ -88,7 +89,9 @@ IMAGES = [
     ids=["crop of the image", "resized", "crop of the resized"],
 )
 def test_files_become_the_same_pixels(data: DataConfig, made: Made, tmp_path: Path) -> None:
-    """modelling.py: always. timm: where the square is the whole image; else within half a pixel."""
+    """modelling.py and the code for ONNX: always. timm: where the square is the whole image; else
+    within half a pixel.
+    """
     run = make_exportable(tmp_path / "run", MAE_RUN, data=data)
     ours = preprocess_of(32, data)
     assert read_run(run)[1].data.resize == data.resize and MODELS[MAE_RUN].encoder.image_size == 32  # type: ignore[union-attr]
@@ -101,6 +104,9 @@ def test_files_become_the_same_pixels(data: DataConfig, made: Made, tmp_path: Pa
     for file in IMAGES:
         expected = ours(file)
         assert np.abs(exported.preprocess(file).numpy() - expected).max() < 1e-6
+        of_onnx: dict[str, Any] = {"image": file, "numpy": np}
+        exec(pixels_code(32, data), of_onnx)
+        assert np.abs(of_onnx["x_BCHW"][0] - expected).max() < 1e-6
         off = np.abs(transform(file).numpy() - expected)
         square = file.width == file.height
         if (data.resize is not None and data.crop == "random") or (square and data.resize is None):

@@ -34,6 +34,7 @@ from .models_to_export import (
     MODELS,
     NUM_DECLARED,
     NUM_RECORDS,
+    Copies,
     Made,
     make_exportable,
 )
@@ -59,14 +60,6 @@ FILES = {
     (LORA, "peft"): {"adapter_config.json", "adapter_model.safetensors"},
 }
 """Model and format -> the files beside README.md and statement.json."""
-NEEDS = {"onnx": "onnxscript", "peft": "peft", "transformers": "transformers"}
-
-
-def exported(run: Path, to: Format, folder: Path) -> Path:
-    if to in NEEDS:
-        pytest.importorskip(NEEDS[to], reason=f"{NEEDS[to]} is of an extra")
-    export(run, to, folder)
-    return folder
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -80,10 +73,10 @@ def metadata(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(("name", "to"), FILES, ids=lambda x: x)
 def test_no_file_names_a_path_a_ledger_or_a_private_number(
-    name: str, to: Format, made: Made, tmp_path: Path
+    name: str, to: Format, made: Made, copied: Copies, tmp_path: Path
 ) -> None:
     run = made(name)
-    folder = exported(run, to, tmp_path / "out")
+    folder = copied(name, to, tmp_path / "out").folder
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*")}
     assert files.keys() == FILES[name, to] | {"README.md", "statement.json"}
     store = run.parent / "store"
@@ -103,13 +96,16 @@ def test_no_file_names_a_path_a_ledger_or_a_private_number(
     assert [file for file, content in files.items() if digest in content] == ["statement.json"]
 
 
-def test_the_number_of_private_records_does_not_leave(made: Made, tmp_path: Path) -> None:
+def test_the_number_of_private_records_does_not_leave(
+    made: Made, copied: Copies, tmp_path: Path
+) -> None:
     """The run's store has another number than the declared one, which is public."""
-    run = made("head on a masked autoencoder, any scale")
+    name = "head on a masked autoencoder, any scale"
+    run = made(name)
     (store,) = run.parent.glob(f"{run.name}-digits/store.json")
     count, declared = str(NUM_RECORDS), str(NUM_DECLARED)
     assert json.loads(store.read_text())["num_records"] == NUM_RECORDS
-    folder = exported(run, "timm", tmp_path / "out")
+    folder = copied(name, "timm", tmp_path / "out").folder
     texts = [p.read_text() for p in folder.iterdir() if p.suffix in (".json", ".md")]
     texts.append(json.dumps(metadata(folder / "model.safetensors")))
     assert not any(re.search(rf"\b{count}\b", text) for text in texts)
@@ -118,22 +114,24 @@ def test_the_number_of_private_records_does_not_leave(made: Made, tmp_path: Path
 
 @pytest.mark.parametrize(("name", "to"), FILES, ids=lambda x: x)
 def test_metadata_bind_lineage_statement_and_preprocessing(
-    name: str, to: Format, made: Made, tmp_path: Path
+    name: str, to: Format, made: Made, copied: Copies, tmp_path: Path
 ) -> None:
     run = made(name)
-    folder = exported(run, to, tmp_path / "out")
+    folder = copied(name, to, tmp_path / "out").folder
     manifest, statement = load_checkpoint(run).manifest, folder / "statement.json"
-    assert json.loads(statement.read_bytes()) == make_statement(run)
+    stated = json.loads(statement.read_bytes())
+    assert stated == make_statement(run)
     weights = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".onnx")]
     assert weights
     for path in weights:
         about = metadata(path)
         said = json.loads(about["dpvision.statement"])
         assert said["sha256"] == hashlib.sha256(statement.read_bytes()).hexdigest()
-        assert said["headline"] == make_statement(run)["headline"]
+        assert said["headline"] == stated["headline"]
         assert json.loads(about["dpvision.mean"]) == list(manifest["config"]["data"]["mean"])
         size = MODELS[name].encoder.image_size  # type: ignore[union-attr]
         assert json.loads(about["dpvision.image_size"]) == size
+        assert json.loads(about["dpvision.crop"]) == "centre", "of use, not of training"
         assert json.loads(about.get("dpvision.class_names", "null")) == (
             CLASSES if name in (VIT, LORA) else None
         )
@@ -145,13 +143,13 @@ def test_metadata_bind_lineage_statement_and_preprocessing(
 
 
 def test_an_exported_private_model_that_comes_back_counts_its_first_epsilon(
-    made: Made, tmp_path: Path
+    made: Made, copied: Copies, tmp_path: Path
 ) -> None:
     """As an encoder and as initial weights, by timm's name and the file: the second run's total is
     that of both, from the plan in the file.
     """
     run, name = made(TIMM), "timm:vit_tiny_patch16_224"
-    file = exported(run, "timm", tmp_path / "out") / "model.safetensors"
+    file = copied(TIMM, "timm", tmp_path / "out").folder / "model.safetensors"
     lineage = load_checkpoint(run).manifest["lineage"]
     assert list(open_parent(f"timm:test_vit@{_test_vit(tmp_path, lineage)}").manifest["lineage"])
     from dpvision.encoders.weights_file import open_weights
@@ -202,7 +200,7 @@ def _test_vit(folder: Path, lineage: list[dict[str, Any]]) -> Path:
         model=cfg,
         tensors=make_model(cfg, 0).state_dict(),
     )
-    out = exported(run, "timm", folder / "test_vit-timm") / "model.safetensors"
+    out = export(run, "timm", folder / "test_vit-timm").folder / "model.safetensors"
     encoder = open_encoder(f"timm:test_vit@{out}")
     assert list(encoder.lineage) == load_checkpoint(run).manifest["lineage"]
     return out
@@ -217,9 +215,9 @@ def _test_vit(folder: Path, lineage: list[dict[str, Any]]) -> Path:
     ],
 )
 def test_the_model_card_is_read_by_the_hub_and_repeats_the_statement(
-    name: str, to: Format, pipeline: str, made: Made, tmp_path: Path
+    name: str, to: Format, pipeline: str, made: Made, copied: Copies, tmp_path: Path
 ) -> None:
-    folder = exported(made(name), to, tmp_path / "out")
+    folder = copied(name, to, tmp_path / "out").folder
     card, statement = ModelCard.load(folder / "README.md"), make_statement(made(name))
     assert card.data.license == "other" and card.data.pipeline_tag == pipeline
     assert card.data.tags == ["dpvision", "differential-privacy"]
@@ -234,14 +232,18 @@ def test_the_model_card_is_read_by_the_hub_and_repeats_the_statement(
     assert all(f"{k}. {name}" in card.text for k, name in enumerate(CLASSES)) == (name == VIT)
 
 
-def test_the_code_of_a_card_runs_in_the_folder(made: Made, tmp_path: Path) -> None:
-    """For safetensors in a new process that cannot import dpvision."""
+def test_the_code_of_a_card_runs_in_the_folder(
+    copied: Copies, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For safetensors in a new process that cannot import dpvision. A command that needs a run
+    names that code.
+    """
     import subprocess
     import sys
 
     from PIL import Image
 
-    folder = exported(made(VIT), "safetensors", tmp_path / "out")
+    folder = copied(VIT, "safetensors", tmp_path / "out").folder
     Image.new("RGB", (50, 40), "orange").save(folder / "photo.png")
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     blocked = "import sys\nsys.modules['dpvision'] = None\nfrom PIL import Image\n"
@@ -255,6 +257,23 @@ def test_the_code_of_a_card_runs_in_the_folder(made: Made, tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(1, abs=1e-5)
+    assert main(["predict", str(folder), str(folder / "photo.png")]) == 2
+    assert "loaded by the code in its README.md" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [MAE, pytest.param(VIT, marks=pytest.mark.slow)])
+def test_an_export_to_transformers_opens_as_an_encoder(
+    name: str, made: Made, copied: Copies, tmp_path: Path
+) -> None:
+    folder = copied(name, "transformers", tmp_path / "out").folder
+    theirs, ours = open_encoder(f"hf:{folder}"), open_encoder(made(name))
+    x_BCHW = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+    for pooling, x_BD in ours.poolings(x_BCHW).items():
+        assert (theirs.poolings(x_BCHW)[pooling] - x_BD).abs().max() < 1e-5, pooling
+    assert list(theirs.lineage) == load_checkpoint(made(name)).manifest["lineage"]
+    assert (theirs.mean, theirs.std) == (ours.mean, ours.std)
+    square = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
+    assert abs(theirs.preprocess(square) - ours.preprocess(square)).max() < 1e-5
 
 
 def tainted(root: Path) -> Path:
@@ -304,7 +323,7 @@ def test_optimizer_state_and_averaged_weights_stay(made: Made, tmp_path: Path) -
     folder = find_checkpoint(run)
     average = {name: value + 1 for name, value in checkpoint.model.items()}
     save_checkpoint(folder, manifest, checkpoint.model, ema=average, optimizer=marked)
-    out = exported(run, "safetensors", tmp_path / "out")
+    out = export(run, "safetensors", tmp_path / "out").folder
     bytes_of_one = torch.full((64,), 0.123456).numpy().tobytes()
     assert not any(bytes_of_one in p.read_bytes() for p in out.iterdir())
     other = export(run, "safetensors", tmp_path / "averaged", ema=True)
@@ -385,8 +404,8 @@ def test_a_full_disk_leaves_no_folder(
     assert not list(tmp_path.iterdir())
 
 
-def test_names_of_classes_are_written_as_they_are(made: Made, tmp_path: Path) -> None:
-    folder = exported(made(VIT), "timm", tmp_path / "out")
+def test_names_of_classes_are_written_as_they_are(copied: Copies, tmp_path: Path) -> None:
+    folder = copied(VIT, "timm", tmp_path / "out").folder
     assert json.loads((folder / "config.json").read_text())["label_names"] == CLASSES
 
 

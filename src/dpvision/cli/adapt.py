@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
 from dpvision.cli.output import RecipeName, emit, may_show, private_scores
 from dpvision.cli.paths import check_store
+from dpvision.cli.progress import ProgressLine
 from dpvision.cli.run_args import (
     STOPPED,
     RunArgs,
@@ -362,23 +362,23 @@ def _progress_line(
     """Show progress of the features and the steps; if the features resume an earlier start, print a
     line that stays.
     """
-    console, called, total = Console(stderr=True, quiet=args.quiet), False, len(made.row_N)
+    called, total = False, len(made.row_N)
     private = made.store.visibility == "private"
     label = OPERATOR_ONLY if private else ""
-    with console.status("reading images") as status:
+    with ProgressLine(
+        "reading images", private=private, asked=args.show_confidential, quiet=args.quiet
+    ) as line:
 
         def show(done: int) -> None:
             nonlocal called
             if done and not called:
                 shown = f"{label}features: going on at {done:,} of {total:,} images."
                 may = may_show(private, args.show_confidential)
-                console.print(
-                    shown if may else "Features: going on where they stopped.", highlight=False
-                )
+                line.stay(shown if may else "Features: going on where they stopped.")
             called = True
-            status.update(f"{label}features: {done:,} of {total:,} images (once: they are kept)")
+            line.count("features (once: they are kept)", done, total)
 
-        yield show, lambda steps: status.update(f"step {steps} of {made.plan.steps}")
+        yield show, lambda steps: line.say(f"step {steps} of {made.plan.steps}", public=True)
 
 
 def _check_test(args: AdaptArgs, config: RunConfig) -> None:
@@ -399,11 +399,12 @@ def _score(args: AdaptArgs, root: Path) -> "list[Score]":
     if args.test is None:
         return []
     store = open_store(args.test)
-    with Console(stderr=True, quiet=args.quiet).status("test images") as status:
+    private = store.results_visibility == "private"
+    with ProgressLine(
+        "test images", private=private, asked=args.show_confidential, quiet=args.quiet
+    ) as line:
         scores = score_own_head(
-            root,
-            store,
-            progress=lambda n: status.update(f"test images: {n:,} of {store.num_records:,}"),
+            root, store, progress=lambda n: line.count("test images", n, store.num_records)
         )
     write_scores(root, scores, train_data=NOTHING_FITTED, test_data=args.test.name)
     return scores

@@ -4,10 +4,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
-from rich.console import Console
-
 from dpvision.cli.output import FLAT, Reading, RunPath, StorePath, emit, may_show, parse
 from dpvision.cli.paths import check_run, check_store
+from dpvision.cli.progress import ProgressLine
 from dpvision.errors import OPERATOR_ONLY
 
 _READING = Reading()
@@ -50,17 +49,18 @@ def calibrate(
     from dpvision.data.open import open_store
     from dpvision.eval.probes.calibrate import calibrate as fit
 
-    with Console(stderr=True).status("scores") as status:
+    opened = open_store(store)
+    with ProgressLine("scores") as line:
         made = fit(
             run,
-            open_store(store),
+            opened,
             recall=recall,
             encoder=encoder,
             ema=ema,
             batch_size=reading.batch_size,
             workers=reading.workers,
             device="cuda" if torch.cuda.is_available() else "cpu",
-            progress=lambda n: status.update(f"scores: {n:,} images"),
+            progress=lambda n: line.count("scores", n, opened.num_records),
         )
     fitted, path = made.calibration, made.path
     private = made.visibility == "private"

@@ -1,22 +1,21 @@
 """``dpvision caption``: caption images."""
 
 import contextlib
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.console import Console
 
-from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse, unreadable_text
+from dpvision.cli.each_image import Release, for_each, printable
+from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse
 from dpvision.cli.paths import check_captioner
 from dpvision.config.generation import GenerateSettings
-from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
+from dpvision.errors import ConfigError
 from dpvision.eval.captions.settings import Fit
 from dpvision.files import check_out
-from dpvision.runs.folder import require_confidential
 
 if TYPE_CHECKING:
     from dpvision.eval.captions.caption_images import Captioned
@@ -37,7 +36,7 @@ def caption(
     seed: int = 0,
     out: Path | None = None,
     reading: Annotated[Reading, FLAT] = Reading(32),
-    release_private_outputs: bool = False,
+    release: Annotated[Release, FLAT] = Release(),
     json: bool = False,
 ) -> None:
     """Caption images with a trained captioner.
@@ -64,8 +63,7 @@ def caption(
         out: Write captions to this file instead: .jsonl (a line per image) or .csv (a line per
             caption). For private images its path needs a folder named confidential.
         reading: How images are read.
-        release_private_outputs: Write captions of private images anywhere. You decide this for the
-            people shown; no epsilon covers it.
+        release: Where captions may be written.
         json: Print JSON.
     """
     reading.check("caption")
@@ -83,67 +81,48 @@ def caption(
     captioner = open_captioner(run, ema=ema, device="cuda" if torch.cuda.is_available() else "cpu")
     found = find_images(images, workers=reading.workers, window=captioner.window)
     private = captioner.confidential or found.visibility == "private"
-    if out is not None and private and not release_private_outputs:
-        require_confidential(
-            out, "caption", "captions of private images", ", or give --release-private-outputs"
-        )
-    made: list[Captioned] = []
-    unreadable: list[Captioned] = []
-    num_done = 0
+    release.check(out, "caption", "captions of private images", private, name="out")
     with contextlib.ExitStack() as stack:
-        # No status line while captions are printed to the same terminal.
-        status = (
-            None
-            if out is None and not json
-            else stack.enter_context(Console(stderr=True).status("reading"))
+        write: Callable[[Captioned], object] | None = None
+        if out is not None:
+            write = stack.enter_context(captions_writer(out))
+        elif not json:
+            write = _print_lines
+        done = for_each(
+            caption_files(
+                captioner,
+                found.samples,
+                replace(settings, prompt=prompt_ids(captioner, prompt)),
+                fit=fit,
+                seed=seed,
+                batch_size=reading.batch_size,
+                workers=reading.workers,
+            ),
+            write,
+            command="caption",
+            what="captions",
+            total=found.total,
+            private=private,
+            prints=out is None and not json,
+            keep=json,
         )
-        write = _print_lines if out is None else stack.enter_context(captions_writer(out))
-        for one in caption_files(
-            captioner,
-            found.samples,
-            replace(settings, prompt=prompt_ids(captioner, prompt)),
-            fit=fit,
-            seed=seed,
-            batch_size=reading.batch_size,
-            workers=reading.workers,
-        ):
-            if one.problem is not None:
-                unreadable.append(one)
-                continue
-            num_done += 1
-            if json:
-                made.append(one)
-            if out is not None or not json:
-                write(one)
-            if status is not None:
-                status.update(f"captions: {num_done:,} images")
-        if num_done == 0:
-            raise DataError(
-                f"caption: {unreadable_text(unreadable) or 'no images'}; expected at least one "
-                "readable image. Give other paths."
-            )
-    if unreadable:
-        print((OPERATOR_ONLY if private else "") + unreadable_text(unreadable), file=sys.stderr)
     if json:
         result = {
-            "captions": [one.to_dict() for one in made],
-            "unreadable": [one.to_dict() for one in unreadable],
+            "captions": [one.to_dict() for one in done.made],
+            "unreadable": [one.to_dict() for one in done.unreadable],
             "visibility": "private" if private else "public",
             "out": None if out is None else str(out),
         }
         emit(result, True, "")
     elif out is not None:
-        print(f"captions of {num_done:,} images in {out}")
+        print(f"captions of {done.num_done:,} images in {out}")
         if private:
             print("These are captions of private images: keep the file where the images are kept.")
 
 
 def _print_lines(one: "Captioned") -> None:
-    name = one.name.encode(
-        errors="backslashreplace"
-    ).decode()  # a file name may have bytes that are no UTF-8
     for said in one.captions:
-        print(f"{name}: {said.text}", flush=True)
+        print(f"{printable(one.name)}: {said.text}", flush=True)
 
 
 run = partial(parse, caption, "caption")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from dpvision.cli.each_image import Release
 from dpvision.cli.output import CONFIG, FLAT, SourcePath, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
@@ -20,7 +21,6 @@ from dpvision.data.captions import CaptionRule
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.person_names import SHARED_FILE, PersonRule
 from dpvision.errors import OPERATOR_ONLY, DataError
-from dpvision.runs.folder import require_confidential
 
 if TYPE_CHECKING:
     from dpvision.data.sources import Source
@@ -253,7 +253,7 @@ def inspect(
     store: StorePath,
     sheet: Path | None = None,
     num_images: int = 64,
-    release_private_outputs: bool = False,
+    release: Annotated[Release, FLAT] = Release(),
     json: bool = False,
 ) -> None:
     """Print a store's counts, labels, image sizes and people, and write a contact sheet.
@@ -263,7 +263,7 @@ def inspect(
         sheet: Write the contact sheet (PNG) here. For a private store the default is its
             confidential/ folder, and any other path needs a folder of that name.
         num_images: Images on the sheet.
-        release_private_outputs: Write a sheet of private images anywhere.
+        release: Where a sheet of private images may be written.
         json: Print JSON.
     """
     check_store(store)
@@ -277,10 +277,9 @@ def inspect(
     if sheet is None:
         folder = store / "confidential" if opened.results_visibility == "private" else store
         sheet = folder / "contact_sheet.png"
-    elif opened.results_visibility == "private" and not release_private_outputs:
-        require_confidential(
-            sheet, "data inspect", "private images", ", or give --release-private-outputs"
-        )
+    else:
+        private = opened.results_visibility == "private"
+        release.check(sheet, "data inspect", "private images", private, name="sheet")
     sheet.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(opened, num_images).save(sheet)
     result["contact_sheet"] = str(sheet)

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
+from dpvision.cli.each_image import Release
 from dpvision.cli.output import FLAT, Reading, SourcePath, emit, parse
 from dpvision.cli.paths import check_source
+from dpvision.cli.progress import ProgressLine
 from dpvision.errors import OPERATOR_ONLY
 
 
@@ -19,7 +20,7 @@ def embed(
     pooling: str | None = None,
     ema: bool = False,
     reading: Annotated[Reading, FLAT] = Reading(),
-    release_private_outputs: bool = False,
+    release: Annotated[Release, FLAT] = Release(),
     json: bool = False,
 ) -> None:
     """Write an encoder's features for a store, or for any source that `data import` accepts.
@@ -39,15 +40,14 @@ def embed(
             (docs/encoders.md); the encoder's default if omitted.
         ema: Use the averaged weights of a run.
         reading: How images are read.
-        release_private_outputs: Write features of private images anywhere. You decide this for the
-            people shown; no epsilon covers it.
+        release: Where features may be written.
         json: Print JSON.
     """
     reading.check("embed")
     check_source(source)
     from dpvision.encoders.embeddings import write_embeddings
 
-    with Console(stderr=True).status("features") as status:
+    with ProgressLine("features") as line:
         made = write_embeddings(
             encoder,
             source,
@@ -56,8 +56,8 @@ def embed(
             pooling=pooling,
             batch_size=reading.batch_size,
             workers=reading.workers,
-            progress=lambda n: status.update(f"features: {n:,} images"),
-            release_private_outputs=release_private_outputs,
+            progress=lambda n: line.count("features", n),
+            release_private_outputs=release.release_private_outputs,
         )
     text = f"{made.num:,} x {made.width} features in {out}"
     if made.visibility == "private":

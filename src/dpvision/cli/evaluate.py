@@ -6,10 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-
 from dpvision.cli.output import FLAT, Reading, parse
 from dpvision.cli.paths import check_store
+from dpvision.cli.progress import ProgressLine
 from dpvision.cli.scores import (
     Encoders,
     Printing,
@@ -172,7 +171,7 @@ def evaluate(
         check_out(out, private)
     stores = {"train_data": train.name, "test_data": (test or train).name}
 
-    def score(spec: str, say: Callable[[str], None]) -> list[Score]:
+    def score(spec: str, line: ProgressLine) -> list[Score]:
         return run_suite(
             spec,
             train_store,
@@ -185,10 +184,11 @@ def evaluate(
             workers=reading.workers,
             device=device,
             cache=not no_cache,
-            progress=say,
+            progress=lambda text: line.say(f"{spec}: {text}"),
+            count=lambda what, done, total: line.count(f"{spec}: {what}", done, total),
         )
 
-    _score_all(encoders, score, stores, out, printing)
+    _score_all(encoders, score, stores, out, printing, private)
 
 
 def _own_heads(
@@ -224,17 +224,18 @@ def _own_heads(
         )
     store = open_store(test)
     any_of = load_any_of_labels(labels, store) if labels is not None else None
+    private = store.results_visibility == "private"
     if out is not None:
         opened = map(load_checkpoint, specs)
         tainted = any(
             shaped_in_confidence(lineage_of_results(one.manifest["lineage"], one.path))
             for one in opened
         )
-        check_out(out, tainted or store.results_visibility == "private")
+        check_out(out, tainted or private)
     stores = {"train_data": NOTHING_FITTED, "test_data": test.name}
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def score(spec: str, say: Callable[[str], None]) -> list[Score]:
+    def score(spec: str, line: ProgressLine) -> list[Score]:
         return score_own_head(
             spec,
             store,
@@ -243,29 +244,30 @@ def _own_heads(
             batch_size=reading.batch_size,
             workers=reading.workers,
             device=device,
-            progress=lambda done: say(f"{done:,} test images"),
+            progress=lambda n: line.count(f"{spec}: test images", n, store.num_records),
         )
 
-    _score_all(specs, score, stores, out, printing)
+    _score_all(specs, score, stores, out, printing, private)
 
 
 def _score_all(
     specs: Sequence[str],
-    score: Callable[[str, Callable[[str], None]], list[Score]],
+    score: Callable[[str, ProgressLine], list[Score]],
     stores: dict[str, str],
     out: Path | None,
     printing: Printing,
+    private: bool,
 ) -> None:
-    """Score the encoders in sequence, write the scores of runs and ``out``, and print all."""
+    """Score the encoders in sequence, write the scores of runs and ``out``, and print all.
+
+    Args:
+        private: whether a store is private.
+    """
     found: dict[str, list[Score]] = {}
     written: list[Path] = []
-    with Console(stderr=True).status("reading") as status:
+    with ProgressLine(private=private, asked=printing.show_confidential) as line:
         for spec in specs:
-
-            def say(text: str, spec: str = spec) -> None:
-                status.update(f"{spec}: {text}")
-
-            found[spec] = score(spec, say)
+            found[spec] = score(spec, line)
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
     scores = _told_apart(found)
@@ -275,17 +277,22 @@ def _score_all(
 
 
 def _told_apart(found: dict[str, list[Score]]) -> list[Score]:
-    """Return all scores, named by run if there are several encoders. A baseline that encoders share
-    appears once.
+    """Return all scores, named by run if there are several encoders.
+
+    A baseline that encoders share appears once. One that differs between them, such as raw pixels
+    at two sizes, is named by the first encoder that it belongs to.
     """
     scores: dict[tuple[str, str, float], Score] = {}
+    values: dict[tuple[str, str], set[float]] = {}
+    for score in (score for some in found.values() for score in some):
+        values.setdefault((score.name, score.protocol), set()).add(score.value)
     for spec, some in found.items():
         for score in some:
-            ours = score.name.startswith(("encoder", "own head"))
-            name = (
-                f"{spec}{score.name.removeprefix('encoder').removeprefix('own head')}"
-                if ours and len(found) > 1
-                else score.name
-            )
-            scores.setdefault((name, score.protocol, score.value), replace(score, name=name))
+            name, ours = score.name, score.name.startswith(("encoder", "own head"))
+            if ours and len(found) > 1:
+                name = f"{spec}{name.removeprefix('encoder').removeprefix('own head')}"
+            elif not ours and len(values[name, score.protocol]) > 1:
+                name = f"{name}, for {spec}"
+            key = (score.name if not ours else name, score.protocol, score.value)
+            scores.setdefault(key, replace(score, name=name))
     return list(scores.values())

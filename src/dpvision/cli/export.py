@@ -25,6 +25,10 @@ def export(
     library and gave the run's outputs. docs/export.md has a table of what each format can hold.
     Optimizer state and everything confidential stay in the run.
 
+      dpvision export runs/first exported --to onnx
+      dpvision export runs/first exported-timm --to timm --ema
+      dpvision export runs/head exported-head --to safetensors --encoder timm:NAME@moved/FILE
+
     Args:
         run: Run folder.
         out: New folder to write. For weights trained on private images without a guarantee its path

@@ -23,7 +23,7 @@ _ENOUGH_UNITS = 5
 
 def to_train(store: Store) -> list[str]:
     """Return commands that plan a private run on a store's captions, labels or images, with numbers
-    to declare.
+    to declare; for a public store first how to test on it.
 
     The numbers are counts of the store, rounded: for the operator, who declares them or better
     ones.
@@ -31,10 +31,17 @@ def to_train(store: Store) -> list[str]:
     numbers = numbers_to_declare(store)[0]
     size, rows, place = numbers["dataset_size"], store.eligible_rows(1, 0), quote(str(store.path))
     units = f" --privacy.num-units {numbers['num_units']}" if "num_units" in numbers else ""
-    lines = [
-        "Next, declare a number of records (public; rounded, or better chosen without counting: "
+    declare = (
+        "declare a number of records (public; rounded, or better chosen without counting: "
         "docs/data.md):"
-    ]
+    )
+    lines = [f"Next, {declare}"]
+    if store.visibility == "public":
+        lines = [
+            f"Next, to test on these images: --test {place} with dpvision adapt or dpvision "
+            f"evaluate{', or dpvision calibrate RUN ' + place if store.has_labels else ''}.",
+            f"To train on them, {declare}",
+        ]
     captioned, recipe, words = int(store.has_captions(rows).sum()), "vip.micro_random_start", ""
     if captioned == len(rows):
         recipe, file = "dpcap.micro_random_start", quote(f"{store.path}-words.json")

@@ -1,18 +1,15 @@
 """``dpvision predict``: classify images."""
 
 import contextlib
-import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-
-from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse, unreadable_text
+from dpvision.cli.each_image import Release, for_each, printable
+from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse
 from dpvision.cli.paths import check_run
-from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.files import check_out
-from dpvision.runs.folder import require_confidential
 
 if TYPE_CHECKING:
     from dpvision.encoders.classifier import ImageClassifier
@@ -26,7 +23,7 @@ def predict(
     encoder: str | None = None,
     ema: bool = False,
     reading: Annotated[Reading, FLAT] = Reading(32),
-    release_private_outputs: bool = False,
+    release: Annotated[Release, FLAT] = Release(),
     json: bool = False,
 ) -> None:
     """Classify images with a head of `dpvision adapt` or a classifier of `dpvision train`.
@@ -52,8 +49,7 @@ def predict(
         ema: Use the averaged weights.
         reading: How images are read. The last digits of a probability may depend on the images in
             one forward pass.
-        release_private_outputs: Write predictions on private images anywhere. You decide this for
-            the people shown; no epsilon covers it.
+        release: Where predictions may be written.
         json: Print JSON.
     """
     reading.check("predict")
@@ -73,47 +69,29 @@ def predict(
         images, "predict", "classifier", workers=reading.workers, window=classifier.window
     )
     private = classifier.confidential or found.visibility == "private"
-    if csv is not None and private and not release_private_outputs:
-        require_confidential(
-            csv, "predict", "predictions on private images", ", or give --release-private-outputs"
-        )
-    made: list[Prediction] = []
-    failed: list[Prediction] = []
-    num_done = 0
+    release.check(csv, "predict", "predictions on private images", private, name="csv")
     with contextlib.ExitStack() as stack:
-        # No status line while predictions are printed to the same terminal.
-        status = (
-            None
-            if csv is None and not json
-            else stack.enter_context(Console(stderr=True).status("reading"))
+        write: Callable[[Prediction], None] | None = None
+        if csv is not None:
+            write = stack.enter_context(predictions_writer(classifier, csv))
+        elif not json:
+            write = partial(_print_line, classifier=classifier)
+        done = for_each(
+            predict_files(
+                classifier, found.samples, batch_size=reading.batch_size, workers=reading.workers
+            ),
+            write,
+            command="predict",
+            what="predictions",
+            total=found.total,
+            private=private,
+            prints=csv is None and not json,
+            keep=json,
         )
-        write = None if csv is None else stack.enter_context(predictions_writer(classifier, csv))
-        for one in predict_files(
-            classifier, found.samples, batch_size=reading.batch_size, workers=reading.workers
-        ):
-            if write is not None:
-                write(one)
-            if one.problem is not None:
-                failed.append(one)
-                continue
-            num_done += 1
-            if json:
-                made.append(one)
-            elif write is None:
-                _print_line(one, classifier)
-            if status is not None:
-                status.update(f"predictions: {num_done:,} images")
-        if num_done == 0:
-            raise DataError(
-                f"predict: {unreadable_text(failed) or 'no images'}; expected at least one "
-                "readable image. Give other paths."
-            )
-    if failed:
-        print((OPERATOR_ONLY if private else "") + unreadable_text(failed), file=sys.stderr)
     if json:
         result: dict[str, Any] = {
-            "predictions": [_plain(one, classifier) for one in made],
-            "unreadable": [{"image": one.name, "problem": one.problem} for one in failed],
+            "predictions": [_plain(one, classifier) for one in done.made],
+            "unreadable": [{"image": one.name, "problem": one.problem} for one in done.unreadable],
             "temperature": classifier.temperature,
             "thresholds": classifier.thresholds_K,
             "visibility": "private" if private else "public",
@@ -121,7 +99,7 @@ def predict(
         }
         emit(result, True, "")
     elif csv is not None:
-        lines = [f"predictions for {num_done:,} images in {csv}"]
+        lines = [f"predictions for {done.num_done:,} images in {csv}"]
         if classifier.multi_label and classifier.thresholds_K is None:
             lines.append(
                 "The run has no thresholds, so no class is predicted: make them with dpvision "
@@ -140,11 +118,11 @@ def _plain(one: "Prediction", classifier: "ImageClassifier") -> dict[str, Any]:
 
 
 def _print_line(one: "Prediction", classifier: "ImageClassifier") -> None:
-    # a file name may have bytes that are no UTF-8
-    name = one.name.encode(errors="backslashreplace").decode()
+    if one.problem is not None:
+        return
     of_class = dict(zip(classifier.class_names, one.probabilities, strict=True))
     said = ", ".join(f"{k} {of_class[k]:.3f}" for k in one.classes) or "no class"
-    print(f"{name}: {said}", flush=True)
+    print(f"{printable(one.name)}: {said}", flush=True)
 
 
 run = partial(parse, predict, "predict")

@@ -338,8 +338,9 @@ def _unopened(data: bytes, error: Exception) -> BadImage:
         except Exception as cause:
             if "unknown pixel mode" in str(cause) or "unknown data organization" in str(cause):
                 return BadImage("unsupported", f"TIFF of {cause}")
+    said = str(error).partition(" <_io.")[0]  # without the address of the buffer
     return BadImage(
-        "damaged" if _looks_like_image(data) else "not an image", f"{type(error).__name__}: {error}"
+        "damaged" if _looks_like_image(data) else "not an image", f"{type(error).__name__}: {said}"
     )
 
 

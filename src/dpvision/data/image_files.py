@@ -2,6 +2,7 @@
 stores.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -9,10 +10,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dpvision.data.declared import check_declared
+from dpvision.data.folders import is_image
 from dpvision.data.open import is_store, open_store
 from dpvision.data.rgb import Window
 from dpvision.data.store import Store
 from dpvision.errors import DataError
+
+PACKED = (".tar", ".parquet")
+"""Endings of files that hold several images."""
 
 
 class ImageFile(NamedTuple):
@@ -35,6 +40,8 @@ class ImageFiles:
     """"public" if all come from public stores; files outside a store count as private, as for
     ``embed``.
     """
+    total: int | None = None
+    """Expected number of images, for progress; None where it is known only at the end."""
 
 
 def find_images(
@@ -70,7 +77,27 @@ def find_images(
         for store, place in zip(stores, places, strict=True)
     ]
     public = all(store is not None and store.results_visibility == "public" for store in stores)
-    return ImageFiles(chain.from_iterable(parts), "public" if public else "private")
+    nums = [
+        _num_files(Path(place)) if store is None else store.num_records
+        for store, place in zip(stores, places, strict=True)
+    ]
+    known = [num for num in nums if num is not None]
+    total = sum(known) if len(known) == len(nums) else None
+    return ImageFiles(chain.from_iterable(parts), "public" if public else "private", total)
+
+
+def _num_files(path: Path) -> int | None:
+    """Return the number of image files at a place, by their names; None for tars and parquet
+    files.
+    """
+    if path.is_file() and path.suffix not in PACKED:
+        return 1
+    num = 0
+    for _, _, names in os.walk(path, followlinks=True):
+        num += sum(map(is_image, names))
+        if any(Path(name).suffix in PACKED for name in names):
+            return None
+    return num or None
 
 
 def _store_images(store: Store) -> Iterator[ImageFile]:
@@ -86,7 +113,7 @@ def _file_images(place: str | Path, workers: int) -> Iterator[ImageFile]:
     folder = f"{path}/" if path.is_dir() else ""
     samples = (
         map(file_sample, [path], [str(path)], [{}])  # read when its turn comes
-        if path.is_file() and path.suffix not in (".tar", ".parquet")
+        if path.is_file() and path.suffix not in PACKED
         else open_source(path, for_import=False, workers=workers).samples
     )
     return (ImageFile(folder + sample.key, sample.image, sample.problem) for sample in samples)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -243,9 +243,22 @@ def evaluation_box(
     """
     if data.resize is None:
         return centre_box(width, height)
-    share = min(1.0, image_size / data.resize) if data.crop == "centre" else 1.0
+    share = kept_share(image_size, data)
     left, top = width * (1 - share) / 2, height * (1 - share) / 2
     return left, top, width - left, height - top
+
+
+def in_use(settings: Any) -> dict[str, Any]:
+    """Return the settings of a DataConfig, or the fields of an encoder, that evaluation reads."""
+    names = ("mean", "std", "own_sizes", "resize", "crop")
+    return {name: getattr(settings, name) for name in names}
+
+
+def kept_share(image_size: int, data: DataConfig) -> float:
+    """Return the share of each side of a resized image that evaluation keeps."""
+    if data.resize is None or data.crop != "centre":
+        return 1.0
+    return min(1.0, image_size / data.resize)
 
 
 def normalise(

@@ -22,7 +22,7 @@ from dpvision.config import ClassifierConfig, DataConfig, HeadConfig, RunConfig
 from dpvision.data.class_names import all_names
 from dpvision.data.declared import window_of
 from dpvision.data.rgb import Window
-from dpvision.data.transform import Preprocess, preprocess_of
+from dpvision.data.transform import Preprocess, in_use, preprocess_of
 from dpvision.encoders.calibration import read_calibration
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.identity import check_same
@@ -256,11 +256,7 @@ def _of_network(checkpoint: Checkpoint, ema: bool) -> ImageClassifier:
         )
     network, config = load_model(checkpoint, ema=ema)
     assert isinstance(network, Classifier) and isinstance(config.model, ClassifierConfig)
-    data = config.data
-    seen = DataConfig(
-        mean=data.mean, std=data.std, own_sizes=data.own_sizes, resize=data.resize, crop=data.crop
-    )
-    side = config.model.encoder.image_size
+    side, seen = config.model.encoder.image_size, DataConfig(**in_use(config.data))
     return _made(_HeadInput(network), network.head, side, seen, checkpoint, config.model, ema)
 
 

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from dpvision.config import DataConfig
 from dpvision.data.rgb import Window
-from dpvision.data.transform import LibraryData, LibraryResize, Preprocess, preprocess_of
+from dpvision.data.transform import (
+    LibraryData,
+    LibraryResize,
+    Preprocess,
+    in_use,
+    preprocess_of,
+)
 from dpvision.errors import ConfigError
 from dpvision.runs.lineage import shaped_in_confidence
 
@@ -124,12 +130,9 @@ class Encoder:
     @property
     def data(self) -> DataConfig:
         """Preprocessing of its input images."""
-        fields = {
-            name: getattr(self, name) for name in ("mean", "std", "own_sizes", "resize", "crop")
-        }
         if self.library is None:
-            return DataConfig(**fields)
-        return LibraryData(**fields, library=self.library)
+            return DataConfig(**in_use(self))
+        return LibraryData(**in_use(self), library=self.library)
 
     @property
     def preprocess(self) -> Preprocess:

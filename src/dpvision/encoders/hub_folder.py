@@ -123,6 +123,8 @@ def image_settings(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
                 f"weights: {where}: {_METADATA}{name}={text!r}; expected what dpvision export "
                 "writes. Export it again."
             ) from None
+    if "resize" not in found:
+        found.pop("crop", None)  # of the image as it is: the centred square, whatever is stated
     if any(not value > 0 for value in found.get("std", ())):
         raise CheckpointError(
             f"weights: {where}: {_METADATA}std={found['std']}; expected positive numbers. Export "
@@ -185,6 +187,6 @@ def _library(value: Any) -> LibraryResize:
 
 
 def _crop(value: Any) -> str:
-    if value not in ("random", "centre"):
+    if value not in ("random", "centre"):  # "random", for the whole image: of earlier exports
         raise ValueError(json.dumps(value))
     return value

@@ -47,6 +47,7 @@ class _Tower:
     run: Callable[..., Any] = _plain
 
 
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _NO_POOLER = (("add_pooling_layer", False),)
 _CLIP = _Tower("CLIPVisionModel", last_norm="post_layernorm")
 _SIGLIP = _Tower("SiglipVisionModel", has_class_token=False)
@@ -98,8 +99,11 @@ class HubFolder:
                 dtype=torch.float32,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused here
                 **options,
             )
+            for tensor, got, wanted in sorted(info["mismatched_keys"]):
+                raise ValueError(f"{tensor}={tuple(got)}, by config.json {tuple(wanted)}")
             if lacking := sorted(info["missing_keys"]):
                 raise ValueError(f"no tensor {lacking[0]!r}")
         return made.eval()
@@ -165,13 +169,20 @@ def read_folder(folder: Path, kinds: tuple[str, ...]) -> HubFolder:
             f"encoder: hf:{folder} has no config.json; expected a folder that save_pretrained "
             "wrote. Copy the whole folder: config.json, preprocessor_config.json and the weights."
         )
+    if not any((folder / name).is_file() for name in _PROCESSORS):
+        raise CheckpointError(
+            f"encoder: hf:{folder} has no {_PROCESSORS[0]}; expected it beside the weights, with "
+            "size and normalisation of the images. Copy it from where the weights are from, or "
+            "save the model's image processor there by save_pretrained."
+        )
     kind = read_json(folder / "config.json").get("model_type")
     if kind not in kinds:
         raise ConfigError(
             f"encoder: hf:{folder} has model_type={kind!r}; expected one of "
             f"{', '.join(kinds)}. Choose another model; a timm model opens as timm:NAME@DIR."
         )
-    weights = open_folder(folder, undeclared_weights(f"hf:{folder.name}"))
+    licence = licence_of(folder)
+    weights = open_folder(folder, undeclared_weights(f"hf:{folder.name}", licence))
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet_transformers() as transformers:
         with fitting(folder, "config.json"):
@@ -179,7 +190,7 @@ def read_folder(folder: Path, kinds: tuple[str, ...]) -> HubFolder:
         with fitting(folder, "preprocessor_config.json"):
             settings = transformers.AutoImageProcessor.from_pretrained(folder, **local).to_dict()
     images = image_fields(settings, f"hf:{folder}")
-    return HubFolder(folder, kind, config, images, weights, licence_of(folder))
+    return HubFolder(folder, kind, config, images, weights, licence)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,10 @@
 Legend: B images, L tokens, D width, C channels, H height, W width.
 """
 
+import contextlib
 import hashlib
+import resource
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,10 @@ from dpvision.weights import METADATA, recorded_lineage
 
 _MOST_BYTES = (2 << 30) - 1
 """Protobuf's limit for one model."""
+_MARGIN_BYTES = 4 << 30
+"""Memory of a trial besides that of the weights; a graph can ask for any, whatever its file's
+size.
+"""
 _DEFAULT_SIZE = 224
 _REMEDY = "Copy it again, with the files of its weights in the same folder."
 
@@ -73,7 +80,8 @@ def onnx_encoder(
         return {"graph": torch.from_numpy(digest.copy())} | _weights(model)
 
     try:
-        widths = {len(value) for value in poolings(torch.zeros(2, 3, side, side)).values()}
+        with _bounded(model.ByteSize()):
+            widths = {len(value) for value in poolings(torch.zeros(2, 3, side, side)).values()}
         if widths != {2}:
             raise ValueError(f"{widths} rows for 2 images")
     except Exception as error:  # onnxruntime's errors have many types
@@ -91,7 +99,9 @@ def onnx_encoder(
         std=IMAGENET_STD,
         poolings=poolings,
         family="fixed",
-        lineage=tuple(lineage or [without_lineage(undeclared_weights(shown), about)]),
+        lineage=tuple(
+            lineage or [without_lineage(undeclared_weights(shown, about.get("license")), about)]
+        ),
         licence=about.get("license"),
         arrays=arrays,
     )
@@ -132,15 +142,40 @@ def _open(path: Path, node: str) -> tuple[Any, Any]:
     try:
         if model.ByteSize() > _MOST_BYTES:
             raise ValueError("more than 2 GiB with its weights")
-        session = onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        with _bounded(model.ByteSize()):
+            session = onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
     except Exception as error:
         raise CheckpointError(
             f"encoder: {path} does not run ({_short(error)}); expected a graph that onnxruntime "
             f"accepts. {_REMEDY}"
         ) from None
     return model, session
+
+
+@contextlib.contextmanager
+def _bounded(num_bytes: int) -> Iterator[None]:
+    """Limit the memory that this process takes in the block, by the size of a model: a constant of
+    many gigabytes is an error of onnxruntime then, not the end of the process or of others.
+
+    Where the system has no /proc (macOS), there is no limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        yield
+        return
+    # onnxruntime copies weights, and packs them again for its kernels
+    most = pages * resource.getpagesize() + 8 * num_bytes + _MARGIN_BYTES
+    if soft != resource.RLIM_INFINITY:
+        most = min(most, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _input(session: Any, where: str) -> tuple[str, bool, int | None]:

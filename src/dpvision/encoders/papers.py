@@ -107,6 +107,12 @@ class _Asked:
     heads: tuple[int, ...] = ()
     vocabulary: Path | None = None
 
+    @property
+    def remedy(self) -> str:
+        """What to do about a file of another layout."""
+        what = "DP-Cap" if self.kind == "dpcap" else "a masked autoencoder"
+        return f"Choose {what}'s file, with all its tensors (docs/papers_files.md lists them)."
+
 
 def paper_checkpoint(kind: str, rest: str, *, whole: bool = True) -> Checkpoint:
     """Return a checkpoint in memory of a file in a paper's layout.
@@ -131,7 +137,7 @@ def paper_checkpoint(kind: str, rest: str, *, whole: bool = True) -> Checkpoint:
     asked = _parsed(kind, rest)
     shown = f"{kind}:{asked.file.name}"
     weights = open_weights(asked.file, undeclared_weights(shown))
-    given = without_wrapper(weights.tensors, [_PATCHES], str(asked.file))
+    given = without_wrapper(weights.tensors, [_PATCHES], str(asked.file), asked.remedy)
     files = {}
     if kind == "dpcap":
         model, tensors = _captioner(asked, given)
@@ -207,8 +213,8 @@ def _heads(asked: _Asked, *widths: int) -> tuple[int, ...]:
     if len(asked.heads) < len(widths) and not fits:
         parts, form = ("encoder", "N") if len(widths) == 1 else ("encoder and decoder", "N,M")
         raise CheckpointError(
-            f"{where}; expected that of a published model ({', '.join(known)}): the file does not "
-            f"say how many heads its {parts} use. Give {asked.kind}:{asked.file}@heads={form}."
+            f"{where}; expected that of a published model ({', '.join(known)}): a file does not "
+            f"hold the number of heads of its {parts}. Give {asked.kind}:{asked.file}@heads={form}."
         )
     published = next(iter(fits.values()), ())
     return (*asked.heads, *published[len(asked.heads) :])[: len(widths)]
@@ -217,10 +223,8 @@ def _heads(asked: _Asked, *widths: int) -> tuple[int, ...]:
 def _shape(asked: _Asked, given: dict[str, Tensor], name: str, ndim: int) -> tuple[int, ...]:
     got = tuple(given[name].shape) if name in given else "nothing"
     if len(got) != ndim or isinstance(got, str):
-        what = "DP-Cap" if asked.kind == "dpcap" else "a masked autoencoder"
         raise CheckpointError(
-            f"weights: {asked.file}: {name}={got}; expected {ndim} dimensions. Choose {what}'s "
-            "file."
+            f"weights: {asked.file}: {name}={got}; expected {ndim} dimensions. {asked.remedy}"
         )
     return got
 
@@ -398,7 +402,7 @@ def _renamed(
     wanted = {names[name]: tensor for name, tensor in ours.items()}
     wanted |= {name: torch.empty(1, *shape, device="meta") for name, shape in shapes.items()}
     wanted[_PATCHES] = torch.empty(cfg.encoder.width, 3, side, side, device="meta")
-    check_fit(given, wanted, str(asked.file), ignored=ignored)
+    check_fit(given, wanted, str(asked.file), ignored, asked.remedy)
     return {name: given[names[name]].reshape(ours[name].shape).float() for name in ours}
 
 

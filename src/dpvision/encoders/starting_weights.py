@@ -77,7 +77,10 @@ def open_parent(init_from: str) -> Checkpoint:
     body = encoder.model.state_dict()
     shown = f"{_TIMM}{name}" + (f"@{file.name}" if given else "")
     weights = open_weights(
-        file, undeclared_weights(shown) if given else named_weights(shown, timm_licence(name))
+        file,
+        undeclared_weights(shown, stated.licence)
+        if stated
+        else named_weights(shown, timm_licence(name)),
     )
     tensors = from_efficientnet_pytorch(name, weights.tensors)
     tensors = without_wrapper(tensors, body, str(file))

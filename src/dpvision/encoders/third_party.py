@@ -37,6 +37,7 @@ Rename = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
 """From the model and a file's tensors to the same tensors under the model's names."""
 
 _SEED = 0  # for weights that are not loaded from a file
+_REMEDY = "Give the name of the file's model."
 
 
 def third_party_encoder(
@@ -81,7 +82,7 @@ def third_party_encoder(
     else:
         path, licence, where = stated.path, stated.licence, str(stated.path)
         shown = f"{kind}:{name}" + ("" if cached else f"@{path.name}")
-        otherwise = named_weights(shown, licence) if cached else undeclared_weights(shown)
+        otherwise = named_weights(shown, licence) if cached else undeclared_weights(shown, licence)
         weights = open_weights(path, otherwise)
         if kind == "timm":
             tensors = from_efficientnet_pytorch(name, weights.tensors)
@@ -434,7 +435,7 @@ def _fit(
 
 
 def without_wrapper(
-    tensors: dict[str, Tensor], wanted: Collection[str], where: str
+    tensors: dict[str, Tensor], wanted: Collection[str], where: str, remedy: str = _REMEDY
 ) -> dict[str, Tensor]:
     """Return the tensors of the model in a file without the prefix of wrapper modules (``model.``,
     ``module.encoder.`` and the like).
@@ -455,8 +456,7 @@ def without_wrapper(
     if not found:
         some = ", ".join(list(tensors)[:4])
         raise CheckpointError(
-            f"weights: {where} has no tensor {anchor!r} (it has {some} ...); expected one. Give "
-            "the name of the file's model."
+            f"weights: {where} has no tensor {anchor!r} (it has {some} ...); expected one. {remedy}"
         )
     covers = {prefix: sum(prefix + name in tensors for name in wanted) for prefix in found}
     best = sorted(prefix for prefix in found if covers[prefix] == max(covers.values()))
@@ -473,7 +473,11 @@ def without_wrapper(
 
 
 def check_fit(
-    given: dict[str, Tensor], wanted: dict[str, Tensor], where: str, ignored: tuple[str, ...]
+    given: dict[str, Tensor],
+    wanted: dict[str, Tensor],
+    where: str,
+    ignored: tuple[str, ...],
+    remedy: str = _REMEDY,
 ) -> None:
     """Check that every wanted tensor is given with its shape, and no others except names that start
     with one of ``ignored``.
@@ -485,9 +489,7 @@ def check_fit(
         got = tuple(given[name].shape) if name in given else "nothing"
         if got != tuple(tensor.shape):
             rule = f"expected shape {tuple(tensor.shape)}"
-            raise CheckpointError(
-                f"weights: {where}: {name}={got}; {rule}. Give the name of the file's model."
-            )
+            raise CheckpointError(f"weights: {where}: {name}={got}; {rule}. {remedy}")
     for name in given:
         if (
             name not in wanted
@@ -496,5 +498,5 @@ def check_fit(
         ):
             raise CheckpointError(
                 f"weights: {where}: {name} is not a tensor of this model; expected no others. "
-                "Give the name of the file's model."
+                f"{remedy}"
             )

@@ -9,6 +9,7 @@ from torch import nn
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import RunConfig
 from dpvision.data.declared import window_of
+from dpvision.data.transform import in_use
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.pooled import attends, frozen, pooled_model
 from dpvision.errors import CheckpointError, ConfigError
@@ -51,10 +52,7 @@ def run_encoder(
         device,
         name="random weights" if untrained else "encoder, averaged weights" if ema else "encoder",
         image_size=config.model.encoder.image_size,
-        mean=config.data.mean,
-        std=config.data.std,
-        resize=config.data.resize,
-        crop=config.data.crop,
+        **in_use(config.data),
         family="transformer" if attends(network) else "convnet",
         blocks=network.forward_blocks if isinstance(network, ViT) else None,
         lineage=()

@@ -44,6 +44,11 @@ def open_weights(path: str | Path, otherwise: dict[str, Any]) -> WeightsFile:
             tensors, or its run's lineage cannot be read.
     """
     path = Path(path)
+    if path.suffix == ".onnx":
+        raise CheckpointError(
+            f"weights: {path} is a graph of ONNX; expected tensors by name. Open it as "
+            f"onnx:NODE@{path} (docs/encoders.md)."
+        )
     if path.suffix == ".safetensors":
         tensors, carried = unpack(path)
     else:

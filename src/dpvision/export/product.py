@@ -80,13 +80,18 @@ class Product:
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """How an image becomes the input: a plain dict, equal in every format."""
+        """How an image becomes the input: a plain dict, equal in every format.
+
+        ``crop`` is "centre" for the centre of the image, which is resized to ``resize`` before if
+        that is given, and None for the whole image.
+        """
+        centred = self.data.resize is None or self.data.crop == "centre"
         return {
             "image_size": self.image_size,
             "mean": list(self.data.mean),
             "std": list(self.data.std),
             "resize": self.data.resize,
-            "crop": self.data.crop,
+            "crop": "centre" if centred else None,
             **({"own_sizes": list(self.data.own_sizes)} if self.data.own_sizes else {}),
             **(
                 {"library": asdict(self.data.library)} if isinstance(self.data, LibraryData) else {}

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from dpvision.config import DataConfig
+from dpvision.data.transform import kept_share
 from dpvision.encoders.classifier import ImageClassifier
 from dpvision.errors import ConfigError
 from dpvision.export.product import Product, captions_to_check, refused
@@ -25,17 +27,25 @@ from dpvision.weights import METADATA, lineage_record
 
 LOADS = """import numpy, onnxruntime
 
+{pixels}
 session = onnxruntime.InferenceSession("model.onnx")
 """
 USES = {
-    "encoder": """(feature_BD,) = session.run(None, {"images": x_BCHW})  # normalised, float32""",
+    "encoder": """(feature_BD,) = session.run(None, {"images": x_BCHW})""",
     "classifier": """logit_BK, probability_BK = session.run(None, {"images": x_BCHW})""",
 }
+_PIXELS = """w, h = image.size  # an upright RGB image of Pillow
+left, top = {corner}
+image = image.resize(({side}, {side}), 3, box=(left, top, w - left, h - top))  # 3: bicubic
+x_HWC = (numpy.asarray(image) / 255 - {mean}) / {std}
+x_BCHW = x_HWC.transpose(2, 0, 1)[None].astype(numpy.float32)
+"""
 CAPTION = """import numpy, onnxruntime, tokenizers
 
+{pixels}
 encoder = onnxruntime.InferenceSession("encoder.onnx")
 decoder = onnxruntime.InferenceSession("decoder.onnx")
-(memory,) = encoder.run(None, {"images": x_BCHW})  # normalised, float32
+(memory,) = encoder.run(None, {"images": x_BCHW})
 past, token = numpy.zeros_like(memory[..., :0, :]), numpy.ones(len(x_BCHW), dtype=numpy.int64)
 said = []
 for _ in range(NUM_TOKENS - 2):
@@ -121,9 +131,20 @@ def write(product: Product, folder: Path, metadata: dict[str, str]) -> None:
 
 def how_to_load(product: Product) -> str:
     """Return Python that loads the export, run in its folder."""
+    pixels = pixels_code(product.image_size, product.data)
     if isinstance(product.trained, Captioner):
-        return CAPTION.replace("NUM_TOKENS", str(product.trained.cfg.num_tokens))
-    return LOADS + USES[product.kind]
+        code = CAPTION.replace("NUM_TOKENS", str(product.trained.cfg.num_tokens))
+        return code.replace("{pixels}", pixels)
+    return LOADS.format(pixels=pixels) + USES[product.kind]
+
+
+def pixels_code(side: int, data: DataConfig) -> str:
+    """Return Python that makes x_BCHW of one Pillow image, as training and evaluation see it."""
+    cut = (1 - kept_share(side, data)) / 2
+    corner = f"{cut} * w, {cut} * h" if cut else "0, 0"
+    if data.resize is None:
+        corner = "(w - min(w, h)) / 2, (h - min(w, h)) / 2"
+    return _PIXELS.format(corner=corner, side=side, mean=[*data.mean], std=[*data.std])
 
 
 def read(product: Product, folder: Path) -> Callable[[Tensor], Tensor]:

@@ -14,6 +14,7 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from dpvision.config import ViTConfig
+from dpvision.data.transform import kept_share
 from dpvision.export.product import Product, refused
 from dpvision.models.timm_encoder import TimmEncoder
 from dpvision.models.vit import ViT
@@ -101,7 +102,8 @@ def with_head(model: Any, product: Product) -> None:
     model.reset_classifier(len(product.class_names))
     target = model.get_classifier()
     if not isinstance(target, nn.Linear | nn.Conv2d) or target.bias is None:
-        raise refused("timm", f"the model's classifier is a {type(target).__name__}", "Use onnx.")
+        what = f"the model's classifier ({type(target).__name__}) is not linear"
+        raise refused("timm", what, "Use onnx.")
     with torch.no_grad():
         target.weight.copy_(product.head.weight.reshape(target.weight.shape))
         target.bias.copy_(product.head.bias)
@@ -110,7 +112,6 @@ def with_head(model: Any, product: Product) -> None:
 def save(model: Any, product: Product, folder: Path, metadata: dict[str, str]) -> None:
     """Write a timm model by timm's own function, then its tensors again with their lineage."""
     data, side = product.data, product.image_size
-    centred = data.resize is not None and data.crop == "centre"
     save_for_hf(
         model,
         str(folder),
@@ -120,7 +121,7 @@ def save(model: Any, product: Product, folder: Path, metadata: dict[str, str]) -
             "mean": data.mean,
             "std": data.std,
             "interpolation": "bicubic",
-            "crop_pct": min(1.0, side / (data.resize or side)) if centred else 1.0,
+            "crop_pct": kept_share(side, data),
             "crop_mode": "center" if data.resize is None else "squash",
         },
         safe_serialization=True,

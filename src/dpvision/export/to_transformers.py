@@ -109,7 +109,7 @@ def _class(product: Product) -> str:
         ConfigError: there is none.
     """
     if not isinstance(product.encoder, ViT):
-        what = f"the encoder is a {type(product.encoder).__name__}"
+        what = f"the encoder ({type(product.encoder).__name__}) is no ViT of dpvision"
         raise refused("transformers", what, "Use onnx, or timm for one of timm's models.")
     if product.kind == "classifier":
         if product.pooling != "cls" or product.unit:

@@ -2,11 +2,10 @@
 with the run, and only then given its name.
 """
 
-import contextlib
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +13,10 @@ from typing import Any, Literal
 import torch
 
 from dpvision.data.transform import LibraryData
-from dpvision.errors import CheckpointError, ConfigError, remedy_for
+from dpvision.errors import ConfigError
 from dpvision.export.card import model_card
 from dpvision.export.product import Product, dumped, open_product, refused
-from dpvision.files import new_folder
+from dpvision.files import disk_refusals, new_folder
 from dpvision.runs.folder import require_confidential
 
 Format = Literal["timm", "transformers", "onnx", "safetensors", "peft"]
@@ -86,7 +85,8 @@ def export(
         product = product.encoder_alone()  # neither has a decoder like ours
     target = importlib.import_module(f"dpvision.export.to_{to}")
     how_to_load = target.how_to_load(product)
-    with _refused(folder), new_folder(folder) as partial:
+    remedy = "Free some, or choose another folder."
+    with disk_refusals("export", folder, remedy), new_folder(folder) as partial:
         stated = {}
         if product.statement is not None:
             text = json.dumps(product.statement, indent=1, allow_nan=False).encode() + b"\n"
@@ -129,14 +129,3 @@ def _difference(product: Product, exported: Callable[[Any], Any], to: str) -> fl
             f"of the largest, {largest:.3g}. This model does not fit the format: use onnx."
         )
     return difference
-
-
-@contextlib.contextmanager
-def _refused(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"export: cannot write {folder} ({error.strerror or error}); expected a writable disk "
-            f"with space. {remedy_for(error, 'Free some, or choose another folder.')}"
-        ) from error

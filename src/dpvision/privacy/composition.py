@@ -180,8 +180,8 @@ def check_total(parts: tuple[Part, ...], *, allow_weak: bool = False) -> None:
         raise PrivacyError(
             f"lineage: epsilon={up(stated)} over the {len(parts)} runs behind these weights; "
             f"expected at most {up(MAX_EPSILON)}, above which a guarantee says next to nothing. "
-            "Plan more noise, or start from other weights. To train nevertheless: "
-            "--privacy.allow-weak-guarantee."
+            "Raise --privacy.noise-multiplier, lower --privacy.target-epsilon, or start from other "
+            "weights. To train nevertheless: --privacy.allow-weak-guarantee."
         )
 
 

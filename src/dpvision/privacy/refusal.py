@@ -72,8 +72,8 @@ def weakness(plan: DPPlan) -> str | None:
             whose += f" ({unit.clipped} records)"
         return (
             f"privacy: epsilon={up(stated)} for {whose}; expected at most {up(MAX_EPSILON)}, "
-            "above which a guarantee says next to nothing. Plan more noise, or fewer steps. "
-            f"{remedy}"
+            "above which a guarantee says next to nothing. Raise --privacy.noise-multiplier, lower "
+            f"--privacy.target-epsilon, or take fewer --privacy.steps. {remedy}"
         )
     return None
 

@@ -177,21 +177,24 @@ def held_back(path: Path) -> bool:
     return False
 
 
-def require_confidential(out: Path, where: str, what: str, remedy: str = "") -> None:
+def require_confidential(
+    out: Path, where: str, what: str, remedy: str = "", *, name: str = "out"
+) -> None:
     """Refuse to write what depends on private records outside of a folder named ``confidential``.
 
     Args:
         where: the command, for the error.
         what: content of the file, for the error.
         remedy: another remedy, appended to the error.
+        name: the option that gives the file.
 
     Raises:
         ConfigError: no folder of ``out`` is named ``confidential``.
     """
     if "confidential" not in out.absolute().parent.parts:
         raise ConfigError(
-            f"{where}: out={str(out)!r} would hold {what}; expected a folder called confidential "
-            f"in its path. Use {out.parent / 'confidential' / out.name}{remedy}."
+            f"{where}: {name}={str(out)!r} would hold {what}; expected a folder called "
+            f"confidential in its path. Use {out.parent / 'confidential' / out.name}{remedy}."
         )
 
 
@@ -256,13 +259,13 @@ def _runs_in(folder: Path) -> str:
         names = sorted(path.name for path in folder.iterdir() if run_base(path) is not None)
     if not names:
         return (
-            f"There is no run in {folder}: correct the path (--runs and --name), or start a run "
-            "without --resume."
+            f"There is no run in {folder}: correct the path (with --resume: --runs and --name), or "
+            "train one first."
         )
     return (
         f"The runs in {folder} are "
         f"{', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}: give one of them "
-        "(--name)."
+        "(with --resume: --name)."
     )
 
 

@@ -255,11 +255,14 @@ def image_files(name: str, *, public: bool) -> dict[str, Any]:
     }
 
 
-def undeclared_weights(name: str) -> dict[str, Any]:
+def undeclared_weights(name: str, licence: str | None = None) -> dict[str, Any]:
     """Lineage entry of weights from a file without a lineage: a run that starts from them needs a
     declaration (``inherit``).
+
+    Args:
+        licence: as stated beside the file, or None.
     """
-    return _weights_entry(name, "undeclared", None)
+    return _weights_entry(name, "undeclared", licence)
 
 
 def without_lineage(entry: dict[str, Any], metadata: Any) -> dict[str, Any]:
@@ -293,9 +296,12 @@ def _declare(entry: dict[str, Any], declared: Declaration | None) -> dict[str, A
             "expected your declaration that they are public, which the statement repeats. Pass "
             f"--public-weights '{_FORM}', or name a run folder."
         )
+    licence, stated = declared.licence, entry["licence"]
+    if stated is not None and stated.casefold() != licence.casefold():
+        licence += f" (declared; the weights' folder states {stated})"
     return entry | {
         "visibility": "public",
-        "licence": declared.licence,
+        "licence": licence,
         "declared": {"by": "operator", **_without_licence(declared)},
     }
 

@@ -157,10 +157,11 @@ def _check_sizes(
     found |= {name: value for name, value in theirs.items() if name in wanted}
     for name, value in wanted.items():
         if (got := found.get(name, value)) not in (value, None):  # None: the file does not say
+            what = ":" if isinstance(value, str) else " is of another size:"
+            option = f"--model.{name.replace('_', '-')} {got}"
             raise CheckpointError(
-                f"checkpoint: {parent.path} is of another size: {name}={got!r}; expected "
-                f"{value!r}, as in this run. Start from another checkpoint, or change "
-                f"--model.{name.replace('_', '-')}."
+                f"checkpoint: {parent.path}{what} {name}={got!r}; expected {value!r}, as in this "
+                f"run. Start from another checkpoint, or give {option}."
             )
 
 

@@ -106,9 +106,9 @@ def caption_files(
 
 
 @contextlib.contextmanager
-def captions_writer(out: Path) -> Iterator[Callable[[Captioned], None]]:
+def captions_writer(out: Path) -> Iterator[Callable[[Captioned], object]]:
     """Yield a function that writes captions to ``out``: a .csv file (a line per caption), or lines
-    of JSON (a line per image).
+    of JSON (a line per image). Images that could not be read are passed over.
 
     It is written as by ``files.writing_text``.
 
@@ -117,7 +117,11 @@ def captions_writer(out: Path) -> Iterator[Callable[[Captioned], None]]:
     """
     with writing_text(out, "caption") as file:
         if out.suffix != ".csv":
-            yield lambda one: print(json.dumps(one.to_dict(), ensure_ascii=False), file=file)
+            yield (
+                lambda one: (
+                    one.problem or print(json.dumps(one.to_dict(), ensure_ascii=False), file=file)
+                )
+            )
             return
         rows = csv.writer(file)
         rows.writerow(("image", "caption", "log_probability"))

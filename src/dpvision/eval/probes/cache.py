@@ -90,7 +90,7 @@ class EvaluationCache:
                 batch_size=task.batch_size,
                 workers=task.workers,
                 device=task.device,
-                progress=lambda n: task.say(f"features of {name} images: {n:,} of {len(rows):,}"),
+                progress=lambda n: task.count(f"features of {name} images", n, len(rows)),
             )
             found |= computed
             for e in alike:

@@ -50,7 +50,7 @@ class OwnHead(Protocol):
 
     def run(self, subject: Subject, task: Task) -> list[Score]:
         def report(done: int) -> None:
-            task.say(f"own head: {done:,} test images")
+            task.count("own head, test images", done, len(task.test[1]))
 
         return score_own_head(
             subject.spec,

@@ -20,6 +20,8 @@ from dpvision.eval.probes.records import LabelledFeatures, check_labels, units
 from dpvision.eval.score import Score
 
 Say = Callable[[str], None]
+Count = Callable[[str, int, int], None]
+"""Called with what is computed, the number of finished images, and of all."""
 Needs = Literal["features", "images", "own head"]
 """Input of a protocol: features computed once, the images themselves, or the run's own head."""
 
@@ -38,6 +40,7 @@ class Task:
     workers: int = 2
     device: str | torch.device = "cpu"
     say: Say = lambda text: None
+    count: Count = lambda what, done, total: None
 
     @property
     def unit_N(self) -> np.ndarray:

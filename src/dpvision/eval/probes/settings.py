@@ -65,7 +65,7 @@ class FineTuneSettings:
     crop_scale: tuple[float, float] = (0.08, 1.0)
     """Range of a crop's area as a fraction of the image's."""
     auto_augment: bool = True
-    """Whether to use AutoAugment with its ImageNet policy."""
+    """AutoAugment with its ImageNet policy. The flag --fine-tune.no-auto-augment turns it off."""
 
     def __post_init__(self) -> None:
         rates = self.learning_rates
@@ -145,8 +145,8 @@ class LarsSettings:
     trust: float = 1e-3
     """LARS's trust coefficient."""
     augment: bool = True
-    """Whether to use random resized crops and flips, for which the encoder runs epochs x N times;
-    if not, centre crops, once.
+    """Random resized crops and flips, for which the encoder runs epochs x N times. The flag
+    --lars.no-augment turns them off: centre crops, once.
     """
     crop_scale: tuple[float, float] = (0.08, 1.0)
     """Range of a crop's area as a fraction of the image's."""

@@ -1,6 +1,6 @@
 """Score an encoder of any origin by several protocols, against random weights and raw pixels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from dpvision.eval.metric import Metric, Scoring, checked_metric
 from dpvision.eval.probes.cache import EvaluationCache
 from dpvision.eval.probes.knn import KNN
 from dpvision.eval.probes.linear_probe import Linear
-from dpvision.eval.probes.protocol import Protocol, Subject, Task
+from dpvision.eval.probes.protocol import Count, Protocol, Say, Subject, Task
 from dpvision.eval.probes.records import check_labels, evaluation_rows, only
 from dpvision.eval.probes.settings import CONTROLS, Control, checked_controls
 from dpvision.eval.score import Score
@@ -37,7 +37,8 @@ def evaluate(
     workers: int = 2,
     device: str | torch.device = "cpu",
     cache: bool = False,
-    progress: Callable[[str], None] | None = None,
+    progress: Say | None = None,
+    count: Count | None = None,
 ) -> list[Score]:
     """Return the scores of an encoder and its baselines: its architecture with the run's initial
     random weights, and raw pixels.
@@ -56,6 +57,7 @@ def evaluate(
             None, the training store's, else accuracy.
         cache: whether to cache features and scores under the stores' confidential/features/.
         progress: called with a line about the current work.
+        count: called while features are computed; if None, ``progress`` is.
 
     Returns:
         Scores by protocol, the encoder before its baselines. They are private if a store is, or if
@@ -104,6 +106,7 @@ def evaluate(
         train_store.results_visibility,
         scored_store.results_visibility,
     )
+    say = progress or (lambda text: None)
     task = Task(
         (train_store, train_rows),
         (scored_store, test_rows),
@@ -111,7 +114,8 @@ def evaluate(
         batch_size,
         workers,
         device,
-        progress or (lambda text: None),
+        say,
+        count or (lambda what, done, total: say(f"{what}: {done:,} of {total:,}")),
     )
     subject = Subject(encoder, str(spec), ema)
     for protocol in protocols:

@@ -1,0 +1,104 @@
+"""Shared by the commands that compute something for each image: predict and caption."""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from dpvision.cli.output import unreadable_text
+from dpvision.cli.progress import ProgressLine
+from dpvision.errors import OPERATOR_ONLY, DataError
+from dpvision.runs.folder import require_confidential
+
+
+class _Result(Protocol):
+    @property
+    def problem(self) -> str | None: ...
+
+
+R = TypeVar("R", bound=_Result)
+
+
+@dataclass(frozen=True)
+class Release:
+    """Where outputs on private images may be written."""
+
+    release_private_outputs: bool = False
+    """Write what is computed from private images anywhere. You decide this for the people shown; no
+    epsilon covers it.
+    """
+
+    def check(self, out: Path | None, command: str, what: str, private: bool, name: str) -> None:
+        """Refuse a file outside a folder named confidential.
+
+        Args:
+            what: content of the file.
+            name: the option that gives it.
+
+        Raises:
+            ConfigError: ``private``, and the file is elsewhere and was not released.
+        """
+        if out is not None and private and not self.release_private_outputs:
+            remedy = ", or give --release-private-outputs"
+            require_confidential(out, command, what, remedy, name=name)
+
+
+@dataclass(frozen=True)
+class Results(Generic[R]):
+    """What was computed for all images."""
+
+    num_done: int
+    made: list[R]
+    """The results of readable images, if they are to be kept."""
+    unreadable: list[R]
+
+
+def for_each(
+    results: Iterable[R],
+    write: Callable[[R], object] | None,
+    *,
+    command: str,
+    what: str,
+    total: int | None,
+    private: bool,
+    prints: bool,
+    keep: bool,
+) -> Results[R]:
+    """Write each result, show progress, and name the images that could not be read.
+
+    Args:
+        write: called with every result; None writes nothing.
+        what: name of the results, for the progress.
+        total: expected number of images, if known.
+        prints: whether ``write`` prints. No progress then on the same terminal.
+        keep: whether to return the results of readable images.
+
+    Raises:
+        DataError: no image could be read.
+    """
+    made, unreadable, num_done = list[R](), list[R](), 0
+    with ProgressLine(quiet=prints and (sys.stdout.isatty() or not sys.stderr.isatty())) as line:
+        for one in results:
+            if write is not None:
+                write(one)
+            if one.problem is not None:
+                unreadable.append(one)
+                continue
+            num_done += 1
+            if keep:
+                made.append(one)
+            line.count(what, num_done, total)
+    if num_done == 0:
+        raise DataError(
+            f"{command}: {unreadable_text(unreadable) or 'no images'}; expected at least one "
+            "readable image. Give other paths."
+        )
+    if unreadable:
+        print((OPERATOR_ONLY if private else "") + unreadable_text(unreadable), file=sys.stderr)
+    return Results(num_done, made, unreadable)
+
+
+def printable(name: str) -> str:
+    """Return a file's name as text, in which bytes that are no UTF-8 are escapes."""
+    return name.encode(errors="backslashreplace").decode()
