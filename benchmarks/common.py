@@ -7,11 +7,23 @@ import json
 import platform
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Where a miniature of the papers' rows works."""
+
+    folder: Path
+    """Stores, runs, features and scores, which are used again where they are complete."""
+    data: Path
+    """Public image sets: a folder each, with train.parquet and test.parquet (image, label)."""
 
 
 def row(case: str, variant: str, metric: str, values: Sequence[float]) -> dict[str, Any]:
