@@ -55,12 +55,15 @@ def figures(row: dict[str, Any]) -> list[Figure]:
     """
     found = []
     for label, key, *name in row.get("ours", []):
+        files = result_files(key)
         same = [
             entry
-            for file in result_files(key)
+            for file in files
             for entry in json.loads(file.read_text())["rows"]
             if [entry["case"], entry["variant"], entry["metric"]] == name
         ]
+        if not files:
+            continue  # its miniature has not been run
         if not same:
             raise SystemExit(f"papers: {row['row']}: no {name} in {key}; run its miniature.")
         values = sorted(entry["value"] for entry in same)
@@ -93,7 +96,7 @@ def here(row: dict[str, Any]) -> str:
     """Return the cell of our figures, or the reason why there are none."""
     parts = [figure.text() for figure in figures(row)]
     if not parts:
-        parts = [FACTS["reasons"][row["why"]]]
+        parts = [FACTS["reasons"][row.get("why", "pending")]]
     elif "chance" in row:
         parts.append(f"{'**at chance**' if state(row) == 'chance' else 'chance'}, {row['chance']}")
     return "; ".join([*parts, *([row["note"]] if "note" in row else [])])
@@ -152,4 +155,3 @@ def _described(key: str, result: dict[str, Any]) -> str:
     row = next(row for row in ROWS if key in results_of(row))
     by = result.get("by", f"`python benchmarks/papers.py --rows {row} --data DATA`")
     return " ".join([*parts, f"{files}{log}, by {by}."])
-
