@@ -27,7 +27,7 @@ class Work:
     """Public image sets: a folder each, with train.parquet and test.parquet (image, label)."""
 
     def kept(self, name: str, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns, numbers in lists or dicts, computed once per work folder."""
+        """Return what ``make`` returns, made of numbers, computed once per work folder."""
         file = self.folder / "scores" / f"{name}.json"
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)

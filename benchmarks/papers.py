@@ -27,10 +27,13 @@ PACKAGES = ("dpvision", "torch", "numpy", "dp-accounting")
 
 def miniatures() -> dict[str, Callable[[Work], list[dict[str, Any]]]]:
     """Return what makes each result."""
+    import papers_dense
     import papers_exact
     import papers_heads
+    import papers_trained
 
-    return {
+    return papers_trained.MINIATURES | {
+        "dense": papers_dense.dense,
         "parameters": papers_exact.parameters,
         "accounting": papers_exact.accounting,
         "transfer_epsilon": papers_heads.epsilons,
@@ -51,7 +54,7 @@ def asked(rows: list[str]) -> list[str]:
     for row in rows:
         if row not in ROWS:
             raise SystemExit(f"papers: --rows {row}; expected rows of --list. Correct the name.")
-        found = [key for key in results_of(row) if "by" not in FACTS["results"][key]]
+        found = [key for key in results_of(row) if "once" not in FACTS["results"][key]]
         if not found:
             raise SystemExit(
                 f"papers: --rows {row}; expected a row with a miniature ({here(ROWS[row])}). "
@@ -75,8 +78,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.list:
         for name, row in ROWS.items():
-            runs = [key for key in results_of(name) if "by" not in FACTS["results"][key]]
-            print(f"{name:<24} {state(row):<10} {row['what']}{' *' if runs else ''}")
+            runs = [key for key in results_of(name) if "once" not in FACTS["results"][key]]
+            print(f"{name:<20} {state(row):<10} {row['what']}{' *' if runs else ''}")
         print("* has a miniature that --rows runs")
     elif args.page:
         PAGE.write_text(page())

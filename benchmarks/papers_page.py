@@ -11,7 +11,15 @@ PAGE = ROOT / "docs" / "papers.md"
 FACTS: dict[str, Any] = json.loads((ROOT / "benchmarks" / "papers.json").read_text())
 TABLES = [(paper, table) for paper in FACTS["papers"] for table in paper["tables"]]
 ROWS: dict[str, dict[str, Any]] = {r["row"]: r for _, table in TABLES for r in table["rows"]}
-DIGITS = {"count": 0, "percent": 1, "accuracy_percent": 1, "epsilon": 2}
+DIGITS = {
+    "count": 0,
+    "percent": 1,
+    "accuracy_percent": 1,
+    "epsilon": 2,
+    "AP box": 1,
+    "AP mask": 1,
+    "mIoU": 1,
+}
 """Decimal places of a figure by its metric; 3 otherwise."""
 
 
@@ -147,11 +155,13 @@ def page() -> str:
 
 
 def _described(key: str, result: dict[str, Any]) -> str:
-    files = ", ".join(f"`{file.name}`" for file in result_files(key))
+    files = result_files(key)
+    named = ", ".join(f"`{file.name}`" for file in files)
     parts = [f"{result['how'][0].upper()}{result['how'][1:]}."]
     if "question" in result:
         parts.append(f"**{result['question']}** {result['answer']}")
     log = f" ([log](log/{result['log']}))" if "log" in result else ""
+    made = f", by {result['by']}" if "by" in result and f"-papers-{key}." not in named else ""
     row = next(row for row in ROWS if key in results_of(row))
-    by = result.get("by", f"`python benchmarks/papers.py --rows {row} --data DATA`")
-    return " ".join([*parts, f"{files}{log}, by {by}."])
+    again = f" `python benchmarks/papers.py --rows {row}` runs it." if "once" not in result else ""
+    return f"{' '.join(parts)} {named}{log}{made}.{again}"

@@ -29,7 +29,7 @@ def _cells(name: str) -> list[str]:
 
 
 def test_the_page_is_what_the_runner_writes() -> None:
-    assert PAGE == papers_page.page()
+    assert papers_page.page() == PAGE
 
 
 def test_a_row_stands_once_with_its_facts_and_an_existing_recipe() -> None:
@@ -94,10 +94,11 @@ def test_a_row_is_marked_at_chance_where_an_exact_test_cannot_tell_it_from_chanc
     assert marked >= 2, "relations and objects of scenes"
 
 
-def test_each_result_has_a_miniature_or_says_what_made_it() -> None:
+def test_each_result_has_a_miniature_or_what_made_it_once() -> None:
     made = set(papers.miniatures())
     for key, result in FACTS["results"].items():
-        assert (key in made) != ("by" in result), key
+        assert (key in made) != ("once" in result), key
+        assert ("by" in result) == ("file" in result), key
         if "by" in result:
             assert all(file.exists() for file in papers_page.result_files(key)), key
         if "log" in result:
@@ -130,3 +131,51 @@ def test_the_exact_miniatures_give_their_results_again() -> None:
     (file,) = papers_page.result_files("parameters")
     again = papers_exact.parameters(papers.Work(ROOT, ROOT))
     assert again == json.loads(file.read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    "key", ["vip_sizes", "vip_records", "vip_masking", "vip_batches", "lab_mae"]
+)
+def test_the_runs_of_a_miniature_are_valid_and_of_equal_sample_gradients(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their command lines are taken by `dpvision train`, and private arms that are compared with
+    one another take as many sample-gradients.
+    """
+    import papers_trained
+
+    from dpvision.cli.train import TrainArgs
+    from dpvision.cli.typed import joined, parse_run
+    from dpvision.config.resolve import resolve
+
+    configs = {}
+
+    def parsed(root: Path, line: list[str]) -> Path:
+        recipe = RECIPES[line[0]]()
+        args, typed = parse_run(TrainArgs(recipe=line[0]), recipe, line, "train", "")
+        configs[root.name] = resolve(recipe, joined(typed, {"data.store": args.data}))
+        return root
+
+    def stop(*_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(papers_trained, "trained", parsed)
+    monkeypatch.setattr(papers_trained, "load_checkpoint", stop)
+    monkeypatch.setattr(papers_trained, "scenes_store", lambda work, num: tmp_path / f"{num}")
+    monkeypatch.setattr(papers_trained, "dpvision", lambda *words: None)
+    monkeypatch.setattr(
+        papers_trained, "open_store", lambda path: type("Store", (), {"num_records": 200_000})
+    )
+    made = papers_trained.MINIATURES[key]
+    for name in made.keywords["arms"]:
+        arms = {name: made.keywords["arms"][name]} if key.startswith("vip") else (name,)
+        for _ in range(2):  # the start, and the run
+            with pytest.raises(KeyError):
+                made(papers.Work(tmp_path, tmp_path), arms=arms)
+            (tmp_path / "scores").mkdir(exist_ok=True)
+            if key.startswith("vip"):
+                arm = made.keywords["arms"][name]
+                papers_trained.vip_run(papers.Work(tmp_path, tmp_path), arm, True)
+    private = [c for n, c in configs.items() if c.privacy.guarantee == "dp"]
+    gradients = {c.privacy.expected_batch_size * c.privacy.steps for c in private}
+    assert len(gradients) == 1 and len(configs) > len(private) > 0, gradients
