@@ -1,4 +1,4 @@
-"""ViP's Table 4 in miniature: what an encoder is worth to a detector and to a segmentation model, on
+"""ViP's Table 4 in miniature: an encoder under a detector and under a segmentation model, on
 procedural scenes of 64 px whose boxes and masks are known.
 
 `dpvision evaluate detection` and `... segmentation`, with the same settings for random weights, the
