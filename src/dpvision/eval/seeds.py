@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
+from statistics import fmean, stdev
 
 from dpvision.eval.metric import t_interval
 from dpvision.eval.score import Score
@@ -26,12 +25,12 @@ def over_seeds(found: Sequence[Sequence[Score]]) -> list[Score]:
         scores.append(
             replace(
                 same[0],
-                value=float(np.mean(values)),
+                value=fmean(values),
                 low=low,
                 high=high,
                 protocol=f"{same[0].protocol}, mean over {len(same)} seeds",
                 visibility="private" if private else "public",
-                std=float(np.std(values, ddof=1)),
+                std=stdev(values),
             )
         )
     return scores
