@@ -14,7 +14,6 @@ eurosat), each with train.parquet and test.parquet.
 
 import argparse
 import datetime
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,8 +91,6 @@ def main() -> None:
 
 def run(keys: list[str], work: Work) -> None:
     """Run miniatures in turn; each result is written when it is complete."""
-    # Idle threads sleep: spinning ones slow the other processes of a small machine down.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     make = miniatures()
     work.folder.mkdir(parents=True, exist_ok=True)
     for key in keys:
