@@ -14,33 +14,13 @@ eurosat), each with train.parquet and test.parquet.
 
 import argparse
 import datetime
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from common import RESULTS, Work, write_result
 from papers_page import FACTS, PAGE, ROWS, here, page, results_of, state
 
 PACKAGES = ("dpvision", "torch", "numpy", "dp-accounting")
-
-
-def miniatures() -> dict[str, Callable[[Work], list[dict[str, Any]]]]:
-    """Return what makes each result."""
-    import papers_dense
-    import papers_exact
-    import papers_heads
-    import papers_trained
-
-    return papers_trained.MINIATURES | {
-        "dense": papers_dense.dense,
-        "parameters": papers_exact.parameters,
-        "accounting": papers_exact.accounting,
-        "transfer_epsilon": papers_heads.epsilons,
-        "transfer_changes": papers_heads.changes,
-        "transfer_start": papers_heads.starts,
-        "transfer_batches": papers_heads.batches,
-        "transfer_resolution": papers_heads.resolutions,
-    }
 
 
 def asked(rows: list[str]) -> list[str]:
@@ -53,7 +33,7 @@ def asked(rows: list[str]) -> list[str]:
     for row in rows:
         if row not in ROWS:
             raise SystemExit(f"papers: --rows {row}; expected rows of --list. Correct the name.")
-        found = [key for key in results_of(row) if "once" not in FACTS["results"][key]]
+        found = [key for key in results_of(row) if "module" in FACTS["results"][key]]
         if not found:
             raise SystemExit(
                 f"papers: --rows {row}; expected a row with a miniature ({here(ROWS[row])}). "
@@ -77,7 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.list:
         for name, row in ROWS.items():
-            runs = [key for key in results_of(name) if "once" not in FACTS["results"][key]]
+            runs = [key for key in results_of(name) if "module" in FACTS["results"][key]]
             print(f"{name:<20} {state(row):<10} {row['what']}{' *' if runs else ''}")
         print("* has a miniature that --rows runs")
     elif args.page:
@@ -91,11 +71,12 @@ def main() -> None:
 
 def run(keys: list[str], work: Work) -> None:
     """Run miniatures in turn; each result is written when it is complete."""
-    make = miniatures()
     work.folder.mkdir(parents=True, exist_ok=True)
     for key in keys:
+        # Each module has its own dependencies, some of them extras.
+        make = import_module(FACTS["results"][key]["module"]).MINIATURES[key]
         path = RESULTS / f"{datetime.date.today()}-papers-{key}.json"
-        write_result(path, f"papers {key}", make[key](work), packages=PACKAGES)
+        write_result(path, f"papers {key}", make(work), packages=PACKAGES)
 
 
 if __name__ == "__main__":

@@ -186,3 +186,6 @@ def _scores(task: str, spec: str, root: Path) -> dict[str, float]:
         measure: next(v for protocol, v in found.items() if measure in protocol.split(", "))
         for measure in MEASURES[task]
     }
+
+
+MINIATURES = {"dense": dense}

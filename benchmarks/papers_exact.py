@@ -29,3 +29,6 @@ def accounting(work: Work) -> list[dict[str, Any]]:
         for found in recompute_all()
         for way, epsilon in (("pld", found.epsilon), ("rdp", found.epsilon_rdp))
     ]
+
+
+MINIATURES = {"parameters": parameters, "accounting": accounting}

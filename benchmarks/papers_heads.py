@@ -332,3 +332,12 @@ def resolutions(work: Work) -> list[dict[str, Any]]:
                 plan = full_batches(task, 8.0, steps)
                 rows.append(seeded(work, f"{name}, {size_px} px", head, task, train, plan))
     return rows
+
+
+MINIATURES = {
+    "transfer_epsilon": epsilons,
+    "transfer_changes": changes,
+    "transfer_start": starts,
+    "transfer_batches": batches,
+    "transfer_resolution": resolutions,
+}

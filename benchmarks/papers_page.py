@@ -163,5 +163,5 @@ def _described(key: str, result: dict[str, Any]) -> str:
     log = f" ([log](log/{result['log']}))" if "log" in result else ""
     made = f", by {result['by']}" if "by" in result and f"-papers-{key}." not in named else ""
     row = next(row for row in ROWS if key in results_of(row))
-    again = f" `python benchmarks/papers.py --rows {row}` runs it." if "once" not in result else ""
+    again = f" `python benchmarks/papers.py --rows {row}` runs it." if "module" in result else ""
     return f"{' '.join(parts)} {named}{log}{made}.{again}"
