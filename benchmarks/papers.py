@@ -20,6 +20,8 @@ from pathlib import Path
 from common import RESULTS, Work, write_result
 from papers_page import FACTS, PAGE, ROWS, here, page, results_of, state
 
+from dpvision.errors import ConfigError, DPVisionError
+
 PACKAGES = ("dpvision", "torch", "numpy", "dp-accounting")
 
 
@@ -27,15 +29,15 @@ def asked(rows: list[str]) -> list[str]:
     """Return the results that the miniatures of these rows make, each once.
 
     Raises:
-        SystemExit: an unknown row, or one without a miniature.
+        ConfigError: an unknown row, or one without a miniature.
     """
     keys: dict[str, None] = {}
     for row in rows:
         if row not in ROWS:
-            raise SystemExit(f"papers: --rows {row}; expected rows of --list. Correct the name.")
+            raise ConfigError(f"papers: --rows {row}; expected rows of --list. Correct the name.")
         found = [key for key in results_of(row) if "module" in FACTS["results"][key]]
         if not found:
-            raise SystemExit(
+            raise ConfigError(
                 f"papers: --rows {row}; expected a row with a miniature ({here(ROWS[row])}). "
                 "--list marks them."
             )
@@ -54,7 +56,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/papers"))
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
-    args = parser.parse_args()
+    try:
+        act(parser.parse_args())
+    except DPVisionError as error:
+        parser.exit(2, f"{error}\n")
+
+
+def act(args: argparse.Namespace) -> None:
+    """Do what the command line asks for."""
     if args.list:
         for name, row in ROWS.items():
             runs = [key for key in results_of(name) if "module" in FACTS["results"][key]]

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from common import RESULTS, ROOT
 
+from dpvision.errors import DataError
+
 PAGE = ROOT / "docs" / "papers.md"
 FACTS: dict[str, Any] = json.loads((ROOT / "benchmarks" / "papers.json").read_text())
 TABLES = [(paper, table) for paper in FACTS["papers"] for table in paper["tables"]]
@@ -59,7 +61,7 @@ def figures(row: dict[str, Any]) -> list[Figure]:
     """Return our figures of a row: the middle, least and greatest over a result's files.
 
     Raises:
-        SystemExit: a result has no such figure.
+        DataError: a result has no such figure.
     """
     found = []
     for label, key, *name in row.get("ours", []):
@@ -73,7 +75,10 @@ def figures(row: dict[str, Any]) -> list[Figure]:
         if not files:
             continue  # its miniature has not been run
         if not same:
-            raise SystemExit(f"papers: {row['row']}: no {name} in {key}; run its miniature.")
+            raise DataError(
+                f"papers: {row['row']}: no {name} in {key}; expected its figure. Run --rows "
+                f"{row['row']} again, or correct papers.json."
+            )
         values = sorted(entry["value"] for entry in same)
         low, high = min(e["low"] for e in same), max(e["high"] for e in same)
         found.append(Figure(label, key, values[len(values) // 2], low, high, name[2]))

@@ -122,11 +122,21 @@ def test_a_dry_run_names_each_miniature_once_and_runs_nothing(
 
 @pytest.mark.parametrize(
     ("rows", "said"),
-    [("vip-t99", "expected rows of --list"), ("vip-t1-simclr", "its published weights are not")],
+    [
+        ("vip-t99", "expected rows of --list. Correct the name."),
+        ("vip-t1-simclr", "its published weights are not at hand"),
+    ],
 )
-def test_an_unknown_row_and_one_without_a_miniature_are_refused(rows: str, said: str) -> None:
-    with pytest.raises(SystemExit, match=said):
-        papers.asked([rows])
+def test_an_unknown_row_and_one_without_a_miniature_are_refused(
+    rows: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["papers.py", "--rows", rows])
+    with pytest.raises(SystemExit) as stopped:
+        papers.main()
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_the_exact_miniatures_give_their_results_again() -> None:
