@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ class Figure(NamedTuple):
         value, low, high = (f"{x:,.{digits}f}" for x in (self.value, self.low, self.high))
         spread = "" if low == high else f" ({low} to {high})"
         label = f"{self.label}: " if self.label else ""
-        return f"{label}{value}{spread} [{self.result}](#{self.result})"
+        return f"{label}{value}{spread}"
 
 
 def results_of(row: str) -> list[str]:
@@ -107,7 +108,9 @@ def state(row: dict[str, Any]) -> str:
 
 def here(row: dict[str, Any]) -> str:
     """Return the cell of our figures, or the reason why there are none."""
-    parts = [figure.text() for figure in figures(row)]
+    parts = []
+    for key, same in groupby(figures(row), key=lambda figure: figure.result):
+        parts.append("; ".join(figure.text() for figure in same) + f" [{key}](#{key})")
     if not parts:
         parts = [FACTS["reasons"][row.get("why", "pending")]]
     elif "chance" in row:
