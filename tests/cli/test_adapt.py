@@ -728,23 +728,26 @@ def test_seeds_of_public_images_make_a_run_each_and_print_their_mean(
     assert score["std"] == pytest.approx(np.std(values, ddof=1))
 
 
-def test_seeds_are_refused_on_private_images_and_without_a_test_store(
-    stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--test", "TEST"], "on private images; expected a public store"),
+        ([], "with no --test"),
+        (["--test", "TEST", "--seeds", "1"], "--seeds 1; expected 2 or more"),
+    ],
+)
+def test_seeds_are_refused_on_private_images_without_a_test_store_and_alone(
+    more: list[str],
+    said: str,
+    stores: tuple[Store, Store],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nothing is charged: there is no run."""
-    test = ["--test", str(stores[1].path)]
-    for more, said in (
-        (test, "on private images; expected a public store"),
-        ([], "with no --test"),
-        ([*test, "--resume"], "with --resume"),
-    ):
-        argv = _argv(stores[0], tmp_path, *DECLARED, *more, "--seeds", "3")
-        if "--resume" in more:
-            argv += ["--head", "one_step"]
-        assert main(argv) == 2
-        if "--resume" not in more:
-            assert said in capsys.readouterr().err
-        assert not (tmp_path / "first").exists()
+    more = [str(stores[1].path) if word == "TEST" else word for word in more]
+    assert main(_argv(stores[0], tmp_path, *DECLARED, "--seeds", "3", *more)) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "first").exists()
 
 
 def test_seeds_without_a_guarantee_on_private_images_have_a_confidential_mean(
@@ -756,8 +759,3 @@ def test_seeds_without_a_guarantee_on_private_images_have_a_confidential_mean(
     scores = json.loads(capsys.readouterr().out)["scores"]
     assert {score["visibility"] for score in scores} == {"private"}
     assert {score["std"] for score in scores} == {0}, "nothing is drawn"
-    assert (
-        main([*argv[: argv.index("--name")], "--name", "again", *argv[argv.index("first") + 1 :]])
-        == 0
-    )
-    assert "mean over 2 seeds" not in capsys.readouterr().out, "output is not a terminal"

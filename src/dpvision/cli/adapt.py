@@ -183,22 +183,22 @@ def _adapt_seeds(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) 
 
     check_seeds("adapt", args.seeds)
     assert args.seeds is not None
+    root, runs = args.root(args.recipe), []
     if args.test is None or args.resume:
         raise ConfigError(
             f"adapt: --seeds {args.seeds} with {'--resume' if args.resume else 'no --test'}; "
-            "expected new runs, scored on --test STORE. Resume a run of one seed by its --name."
+            "expected new runs, scored on --test STORE. Resume the run of one seed with --runs "
+            f"{root} --name seed-0."
         )
     config = resolve(default, asked)
-    check_store(None if config.data.store is None else Path(config.data.store))
-    if config.privacy.guarantee == "dp" and config.data.store is not None:
-        store = open_store(config.data.store)
-        if store.results_visibility == "private":
-            raise PrivacyError(
-                f"adapt: --seeds {args.seeds} on private images; expected a public store, or "
-                "--non-private. Each seed would spend epsilon, and the choice of one by its score "
-                "is a selection. Train one seed, or choose among heads with --select."
-            )
-    root, runs = args.root(args.recipe), []
+    check_places(root, config, dry_run=args.dry_run)
+    private = config.data.store and open_store(config.data.store).results_visibility == "private"
+    if private and config.privacy.guarantee == "dp":
+        raise PrivacyError(
+            f"adapt: --seeds {args.seeds} on private images; expected a public store, or "
+            "--non-private. Each seed would spend epsilon, and the choice of one by its score is a "
+            "selection. Train one seed, or choose among heads with --select."
+        )
     for seed in range(args.seeds):
         one = replace(args, seeds=None, runs=root, name=f"seed-{seed}", json=False)
         # What a run prints goes beside the result, which is one table or one JSON document.
