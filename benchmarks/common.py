@@ -6,12 +6,34 @@ import datetime
 import json
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
+T = TypeVar("T")
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Where a miniature of the papers' rows works."""
+
+    folder: Path
+    """Stores, runs, features and scores, which are used again where they are complete."""
+    data: Path
+    """Public image sets: a folder each, with train.parquet and test.parquet (image, label)."""
+
+    def kept(self, name: str, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns, made of numbers, computed once per work folder."""
+        file = self.folder / "scores" / f"{name}.json"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            found = json.dumps(make())
+            file.write_text(found)
+        return json.loads(file.read_text())
 
 
 def row(case: str, variant: str, metric: str, values: Sequence[float]) -> dict[str, Any]:

@@ -701,3 +701,61 @@ def test_the_pages_five_lines_work(
         (tmp_path / "runs" / "first" / "confidential" / "scores.json").read_text()
     )
     assert score["value"] > 0.3 and (tmp_path / "runs" / "first" / "report.html").exists()
+
+
+def test_seeds_of_public_images_make_a_run_each_and_print_their_mean(
+    stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mean and deviation are those of the runs' own score files; each run has its seed and its
+    ledger.
+    """
+    public = write_digits(tmp_path / "public", 0, 300, public=True)
+    declared = ["--dataset-size", "300", "--epsilon", "2", "--head", "one_step"]
+    argv = _argv(public, tmp_path / "runs", *declared, "--test", str(stores[1].path))
+    assert main([*argv, "--seeds", "2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    values, seeds = [], []
+    for seed, folder in enumerate(said["runs"]):
+        run = Path(folder)
+        assert run == tmp_path / "runs" / "first" / f"seed-{seed}"
+        values.append(json.loads((run / "scores.json").read_text())[0]["value"])
+        manifest = read_manifest(find_checkpoint(run))
+        seeds.append(manifest["config"]["seed"])
+        assert manifest["ledger_steps"] == 1
+    score = said["scores"][0]
+    assert seeds == [seeds[0], seeds[0] + 1] and score["protocol"].endswith("mean over 2 seeds")
+    assert score["value"] == pytest.approx(np.mean(values))
+    assert score["std"] == pytest.approx(np.std(values, ddof=1))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--test", "TEST"], "on private images; expected a public store"),
+        ([], "with no --test"),
+        (["--test", "TEST", "--seeds", "1"], "--seeds 1; expected 2 or more"),
+    ],
+)
+def test_seeds_are_refused_on_private_images_without_a_test_store_and_alone(
+    more: list[str],
+    said: str,
+    stores: tuple[Store, Store],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing is charged: there is no run."""
+    more = [str(stores[1].path) if word == "TEST" else word for word in more]
+    assert main(_argv(stores[0], tmp_path, *DECLARED, "--seeds", "3", *more)) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "first").exists()
+
+
+def test_seeds_without_a_guarantee_on_private_images_have_a_confidential_mean(
+    stores: tuple[Store, Store], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = _argv(stores[0], tmp_path, "--dataset-size", "900", "--head", "one_step")
+    argv += ["--non-private", "--test", str(stores[1].path), "--seeds", "2"]
+    assert main([*argv, "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    assert {score["visibility"] for score in scores} == {"private"}
+    assert {score["std"] for score in scores} == {0}, "nothing is drawn"

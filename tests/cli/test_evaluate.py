@@ -3,6 +3,7 @@ trained.
 """
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,12 @@ from dpvision.checkpoint import save_checkpoint, state_tensors
 from dpvision.cli import main
 from dpvision.cli.evaluate import _told_apart
 from dpvision.config import MAEConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
+from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.eval.score import Score
+from dpvision.eval.probes.few_shot_probe import FewShotProbe
+from dpvision.eval.probes.settings import FewShotProbeSettings
+from dpvision.eval.probes.suite import evaluate
 from dpvision.eval.score_file import read_scores
 from dpvision.files import write_json
 from dpvision.models import make_model
@@ -237,3 +242,42 @@ def test_a_baseline_that_differs_between_encoders_is_named_by_its_encoder() -> N
     }
     del found["b"]
     assert [score.name for score in _told_apart(found)] == ["a", "raw pixels", "c"]
+
+
+def test_seeds_give_the_mean_of_the_protocols_own_seeds(
+    stores: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against the same protocol called once for each seed; k-NN, which draws nothing, has no
+    deviation.
+    """
+    argv = ["pixels", "--train", stores["train"], "--test", stores["test"], "--against", "none"]
+    few = ["--shots", "4", "--few-shot-probe.draws", "2"]
+    said = _json(capsys, [*argv, "--protocols", "knn,few_shot_probe", *few, "--seeds", "3"])
+    scores = {score["protocol"].split(",")[0]: score for score in said["scores"]}
+    alone = [
+        evaluate(
+            "pixels",
+            open_store(stores["train"]),
+            open_store(stores["test"]),
+            protocols=[FewShotProbe((4,), FewShotProbeSettings(draws=2), seed=seed)],
+            against=(),
+            workers=1,
+        )[0].value
+        for seed in range(3)
+    ]
+    assert len(set(alone)) > 1
+    found = scores["4-shot linear probe"]
+    assert found["value"] == pytest.approx(statistics.mean(alone))
+    assert found["std"] == pytest.approx(statistics.stdev(alone))
+    assert scores[next(name for name in scores if "NN" in name)]["std"] == 0
+    once = _json(capsys, [*argv, "--protocols", "few_shot_probe", *few])
+    assert once["scores"][0]["value"] == pytest.approx(alone[0]) and "std" not in once["scores"][0]
+
+
+def test_seeds_of_own_heads_and_one_seed_are_refused(
+    stores: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "runs/a", "--test", stores["test"], "--seeds", "3"]) == 2
+    assert "dpvision adapt --seeds" in capsys.readouterr().err
+    assert main(["evaluate", "pixels", "--train", stores["train"], "--seeds", "1"]) == 2
+    assert "--seeds 1; expected 2 or more" in capsys.readouterr().err

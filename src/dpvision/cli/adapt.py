@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,12 +23,14 @@ from dpvision.cli.run_args import (
     resumed_hardware,
     saved_config,
 )
+from dpvision.cli.scores import Printing, emit_scores, scores_table
 from dpvision.cli.train import TrainArgs, plan_text, train
 from dpvision.cli.typed import joined, parse_first, parse_run
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.heads import HEADS
 from dpvision.config.resolve import BUDGETS, resolve
-from dpvision.errors import OPERATOR_ONLY, ConfigError
+from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
+from dpvision.eval.score import check_seeds
 from dpvision.privacy.printed import duration, size, up, up_delta
 from dpvision.recipes import get_recipe, recipe_lines
 from dpvision.runs.spent import charge_words, lost_words, resume_words
@@ -99,6 +101,10 @@ class _What(Shorts):
     """
     test: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """Labelled store to score the result on. Scores are public only if its images are."""
+    seeds: int | None = None
+    """Repeat the run with this many seeds, NAME/seed-0 and so on, and print mean and standard
+    deviation of the scores on --test. For public images, or without a guarantee.
+    """
 
 
 @dataclass(frozen=True)
@@ -145,21 +151,76 @@ def run(argv: Sequence[str]) -> None:
         "model.candidates": args.select and _candidates(args.select),
     }
     asked = settings_asked(args, joined(typed, short), default)
-    if not isinstance(default.model, HeadConfig):
-        _train(args, default, asked)
-    elif args.resume:
-        _resume(args, default, asked)
+    if args.seeds is None:
+        _adapt(args, default, asked)
     else:
-        config = resolve(default, asked)
-        check_places(args.root(recipe), config, dry_run=args.dry_run)
-        check_store(args.test)
-        from dpvision.adapt.prepare import prepare
-
-        adapt_new(args, prepare(config), asked)
+        _adapt_seeds(args, default, asked)
 
 
-def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> None:
-    """Train a new head, or with --dry-run print its plan.
+def _adapt(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> "list[Score]":
+    """Train a new or resumed head or network; return its scores on --test."""
+    if not isinstance(default.model, HeadConfig):
+        return _train(args, default, asked)
+    if args.resume:
+        return _resume(args, default, asked)
+    config = resolve(default, asked)
+    check_places(args.root(args.recipe), config, dry_run=args.dry_run)
+    check_store(args.test)
+    from dpvision.adapt.prepare import prepare
+
+    return adapt_new(args, prepare(config), asked)
+
+
+def _adapt_seeds(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> None:
+    """Make a run for each seed, and print mean and standard deviation of their scores.
+
+    Raises:
+        ConfigError: one seed, no test store, or --resume.
+        PrivacyError: private images under a guarantee.
+    """
+    from dpvision.data.open import open_store
+    from dpvision.eval.seeds import over_seeds
+
+    check_seeds("adapt", args.seeds)
+    assert args.seeds is not None
+    root, runs = args.root(args.recipe), []
+    if args.test is None or args.resume:
+        raise ConfigError(
+            f"adapt: --seeds {args.seeds} with {'--resume' if args.resume else 'no --test'}; "
+            "expected new runs, scored on --test STORE. Resume the run of one seed with --runs "
+            f"{root} --name seed-0."
+        )
+    config = resolve(default, asked)
+    check_places(root, config, dry_run=args.dry_run)
+    private = config.data.store and open_store(config.data.store).results_visibility == "private"
+    if private and config.privacy.guarantee == "dp":
+        raise PrivacyError(
+            f"adapt: --seeds {args.seeds} on private images; expected a public store, or "
+            "--non-private. Each seed would spend epsilon, and the choice of one by its score is a "
+            "selection. Train one seed, or choose among heads with --select."
+        )
+    for seed in range(args.seeds):
+        one = replace(args, seeds=None, runs=root, name=f"seed-{seed}", json=False)
+        # What a run prints goes beside the result, which is one table or one JSON document.
+        with contextlib.redirect_stdout(sys.stderr):
+            runs.append(_adapt(one, default, {**asked, "seed": config.seed + seed}))
+        if args.dry_run:
+            break
+    if args.dry_run:
+        emit(
+            {"dry_run": True, "seeds": args.seeds},
+            args.json,
+            f"Dry run: {args.seeds} such runs would be made in {root}.",
+        )
+    elif runs[0]:  # in a process of rank 0
+        scores = over_seeds(runs)
+        folders = [str(root / f"seed-{seed}") for seed in range(args.seeds)]
+        printing = Printing(args.show_confidential, args.json)
+        emit_scores(scores, scores_table(scores), [], printing, runs=folders)
+
+
+def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "list[Score]":
+    """Train a new head, or with --dry-run print its plan. Return its scores on --test.
 
     Raises:
         ConfigError: no epsilon, and no noise, was asked for. What the run would spend is printed.
@@ -184,11 +245,11 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> No
             args.json,
             f"{text}\nDry run: every check passed, no features were computed, nothing was charged.",
         )
-        return
+        return []
     args.say(text)
     require_budget("adapt", made.plan, asked)
     with new_head_session(made, root) as session:
-        _finish(args, session, root)
+        return _finish(args, session, root)
 
 
 def head_text(made: "Prepared") -> str:
@@ -263,7 +324,7 @@ def require_budget(command: str, plan: "DPPlan", asked: Mapping[str, Any]) -> No
         )
 
 
-def _resume(args: AdaptArgs, saved: RunConfig, asked: Mapping[str, Any]) -> None:
+def _resume(args: AdaptArgs, saved: RunConfig, asked: Mapping[str, Any]) -> "list[Score]":
     from dpvision.adapt.session import resumed_head_session
 
     root = args.root(args.recipe)
@@ -285,11 +346,11 @@ def _resume(args: AdaptArgs, saved: RunConfig, asked: Mapping[str, Any]) -> None
                 "releases",
             )
         )
-        _finish(args, session, root)
+        return _finish(args, session, root)
 
 
-def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
-    """Train, save and score the head, and print what was executed."""
+def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> "list[Score]":
+    """Train, save and score the head, and print what was executed. Return the scores."""
     from dpvision.adapt.session import adapt
     from dpvision.checkpoint import find_checkpoint, read_manifest
     from dpvision.cli.next_steps import after_run
@@ -342,12 +403,11 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> None:
     emit(result, args.json, "\n".join(lines))
     if not complete:
         sys.exit(STOPPED)
+    return scores
 
 
 def _scores_text(args: AdaptArgs, scores: "list[Score]", root: Path) -> str:
     """The scores; private ones for the operator only."""
-    from dpvision.cli.scores import scores_table
-
     if all(score.visibility == "public" for score in scores):
         return scores_table(scores)
     return private_scores(
@@ -410,8 +470,8 @@ def _score(args: AdaptArgs, root: Path) -> "list[Score]":
     return scores
 
 
-def _train(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> None:
-    """Run a recipe that trains the network, as ``dpvision train`` does."""
+def _train(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> "list[Score]":
+    """Run a recipe that trains the network, as ``dpvision train`` does; return its scores."""
     if not isinstance(default.model, ClassifierConfig):
         raise ConfigError(
             f"adapt: {args.recipe} trains a {default.model.kind!r}; expected a classifier or a "
@@ -429,6 +489,8 @@ def _train(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> Non
         scores = _score(args, root := args.root(args.recipe))
         if not args.json:
             print(_scores_text(args, scores, root))
+        return scores
+    return []
 
 
 def _recipe(args: AdaptArgs) -> str:

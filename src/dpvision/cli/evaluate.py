@@ -18,7 +18,7 @@ from dpvision.cli.scores import (
 )
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.settings import ProtocolSettings, checked_controls, checked_protocols
-from dpvision.eval.score import Score
+from dpvision.eval.score import Score, check_seeds
 from dpvision.eval.score_file import NOTHING_FITTED, check_out, merge_entries, write_scores
 from dpvision.runs.folder import run_base
 
@@ -64,6 +64,7 @@ def evaluate(
     protocols: str = "knn,linear",
     against: str = "random,pixels",
     measure: Annotated[_Measure, FLAT] = _Measure(),
+    seeds: int | None = None,
     out: Path | None = None,
     ema: bool = False,
     no_cache: bool = False,
@@ -116,6 +117,8 @@ def evaluate(
         against: Baselines: random (a run's architecture, untrained), pixels, both with a comma, or
             none.
         measure: How predictions are compared with labels.
+        seeds: Repeat the protocols with this many seeds of all that they draw, and print mean and
+            standard deviation.
         out: Also write all scores here. Scores on private images need a folder named confidential
             in the path.
         ema: Use the averaged weights of runs.
@@ -130,8 +133,14 @@ def evaluate(
             "runs/first --train STORE."
         )
     reading.check("evaluate")
+    check_seeds("evaluate", seeds)
     if train is None:
         check_store(test)
+        if seeds is not None:
+            raise ConfigError(
+                f"evaluate: --seeds {seeds} without --train; expected --train STORE, since a "
+                "trained head has one score. Train it on several seeds: dpvision adapt --seeds."
+            )
         _own_heads(encoders, test, measure.labels, ema, out, reading, printing)
         return
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
@@ -146,6 +155,7 @@ def evaluate(
     from dpvision.eval.probes.protocols import make_protocols
     from dpvision.eval.probes.suite import evaluate as run_suite
     from dpvision.eval.scored_run import with_averages
+    from dpvision.eval.seeds import over_seeds
 
     asked = make_protocols(names, settings)
     named, labels = measure.metric, measure.labels
@@ -172,21 +182,25 @@ def evaluate(
     stores = {"train_data": train.name, "test_data": (test or train).name}
 
     def score(spec: str, line: ProgressLine) -> list[Score]:
-        return run_suite(
-            spec,
-            train_store,
-            test_store,
-            protocols=asked,
-            against=controls,
-            metric=metric,
-            ema=averages[spec],
-            batch_size=reading.batch_size,
-            workers=reading.workers,
-            device=device,
-            cache=not no_cache,
-            progress=lambda text: line.say(f"{spec}: {text}"),
-            count=lambda what, done, total: line.count(f"{spec}: {what}", done, total),
-        )
+        found = [
+            run_suite(
+                spec,
+                train_store,
+                test_store,
+                protocols=[replace(protocol, seed=seed) for protocol in asked],
+                against=controls,
+                metric=metric,
+                ema=averages[spec],
+                batch_size=reading.batch_size,
+                workers=reading.workers,
+                device=device,
+                cache=not no_cache,
+                progress=lambda text: line.say(f"{spec}: {text}"),
+                count=lambda what, done, total: line.count(f"{spec}: {what}", done, total),
+            )
+            for seed in range(seeds or 1)
+        ]
+        return found[0] if seeds is None else over_seeds(found)
 
     _score_all(encoders, score, stores, out, printing, private)
 

@@ -51,7 +51,7 @@ def emit_scores(
 def scores_table(scores: Sequence[Score]) -> str:
     """Format scores as a table, best first within each protocol."""
     rows = [
-        (s.protocol, s.name, f"{s.value:.1%}", f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}")
+        (s.protocol, s.name, _shown(s), f"{s.low:.1%} to {s.high:.1%}", f"{s.chance:.1%}")
         for s in sorted(scores, key=lambda s: (s.protocol, -s.value))
     ]
     first, columns = scores[0], ("protocol", "features", "score", "95%", "chance")
@@ -66,7 +66,9 @@ def scores_table(scores: Sequence[Score]) -> str:
             "Below chance: do the labels of training and test images count from the same "
             "number, or have the same class names?"
         )
-    drawn = next((s for s in scores if " draws" in s.protocol), None)
+    if any(s.std is not None for s in scores):
+        text += "\nMean and standard deviation over seeds; intervals are Student's over the seeds."
+    drawn = next((s for s in scores if " draws" in s.protocol and s.std is None), None)
     if drawn is not None:
         low, high = wilson_interval(round(drawn.value * drawn.n), drawn.n)
         half = f"{(high - low) / 2:.1%}"
@@ -76,3 +78,7 @@ def scores_table(scores: Sequence[Score]) -> str:
             f"records would be about +- {half}."
         )
     return text
+
+
+def _shown(score: Score) -> str:
+    return f"{score.value:.1%}" + ("" if score.std is None else f" +- {score.std:.1%}")

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dpvision.errors import DataError
+from dpvision.errors import ConfigError, DataError
 
 Visibility = Literal["private", "public"]
 CIDER = "CIDEr-D"
@@ -23,8 +23,8 @@ class Score:
     value: float
     low: float
     """Lower end of the 95% interval over test records or, of a protocol with several draws
-    (few-shot, fine-tuning), of Student's interval over the draws, which leaves out the chance of
-    the test records. Neither covers the choice of training seed.
+    (few-shot, fine-tuning) and of a mean over seeds, of Student's interval over those, which leaves
+    out the chance of the test records. Only a mean over seeds covers the choice of training seed.
     """
     high: float
     n: int
@@ -39,21 +39,31 @@ class Score:
     """Description of the protocol, complete enough to repeat it."""
     visibility: Visibility
     """"private" if it depends on a private record; it then belongs under confidential/."""
+    std: float | None = None
+    """Standard deviation between seeds, of a mean over seeds (``over_seeds``); else None."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a plain dict, ready for JSON."""
-        return asdict(self)
+        """Return a plain dict, ready for JSON; without ``std`` if that is None."""
+        values = asdict(self)
+        return values if self.std is not None else {k: v for k, v in values.items() if k != "std"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Score":
         """Invert ``to_dict``; other entries are ignored. Raises DataError if one is missing."""
         try:
-            return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+            named = {name: values[name] for name in cls.__dataclass_fields__ if name != "std"}
+            return cls(**named, std=values.get("std"))
         except (KeyError, TypeError) as error:
             raise DataError(
                 f"score: {values!r} lacks {error}; expected an entry of scores.json. Evaluate "
                 "again."
             ) from None
+
+
+def check_seeds(where: str, seeds: int | None) -> None:
+    """Refuse fewer than two seeds: one has no standard deviation."""
+    if seeds is not None and not seeds >= 2:
+        raise ConfigError(f"{where}: --seeds {seeds}; expected 2 or more. Omit it to run one seed.")
 
 
 def is_share(protocol: str) -> bool:

@@ -136,6 +136,7 @@ class EvaluationCache:
         labels = [store.labels[rows].tolist() for store, rows in parts]
         libraries = [version(name) for name in _LIBRARIES]
         any_of = [] if scoring.any_of is None else [scoring.any_of.name, scoring.any_of.digest()]
+        seed = [] if asked.seed == 0 else [asked.seed]
         return score_key(
-            repr(asked), scoring.metric, stores, labels, SCORES_VERSION, libraries, *any_of
+            repr(asked), scoring.metric, stores, labels, SCORES_VERSION, libraries, *any_of, *seed
         )

@@ -22,7 +22,7 @@ from threadpoolctl import threadpool_limits
 
 from dpvision.eval.probes.linear_probe import fit_linear_probe
 from dpvision.eval.probes.protocol import FeatureProtocol
-from dpvision.eval.probes.records import check_shots, draw_shots
+from dpvision.eval.probes.records import check_shots, draw_shots, draws_of
 from dpvision.eval.probes.ridge import fit_ridge
 from dpvision.eval.probes.settings import FewShotProbeSettings
 
@@ -55,7 +55,16 @@ class FewShotProbe(FeatureProtocol):
             yield (
                 f"{k}-shot {self.settings.classifier} probe",
                 f"{self.settings.draws} draws",
-                few_shot_probe(train_ND, label_N, unit_N, test_MD, k, self.settings, names=names),
+                few_shot_probe(
+                    train_ND,
+                    label_N,
+                    unit_N,
+                    test_MD,
+                    k,
+                    self.settings,
+                    seed=self.seed,
+                    names=names,
+                ),
             )
 
 
@@ -67,6 +76,7 @@ def few_shot_probe(
     k: int,
     settings: FewShotProbeSettings | None = None,
     *,
+    seed: int = 0,
     names: Sequence[str] | None = None,
 ) -> list[np.ndarray]:
     """Return the predicted test labels (M,) of one classifier per draw. Its regularisation is
@@ -81,7 +91,7 @@ def few_shot_probe(
     settings = settings or FewShotProbeSettings()
     fit = fit_ridge if settings.classifier == "ridge" else fit_linear_probe
     predicted = []
-    for draw in range(settings.draws):
+    for draw in draws_of(seed, settings.draws):
         rows = draw_shots(label_N, k, draw, names=names)
         predicted.append(
             fit(train_ND[rows], label_N[rows], unit_N[rows], seed=draw).predict(test_MD)
@@ -114,7 +124,7 @@ class DPCapProbe(FeatureProtocol):
             yield (
                 f"{k}-shot DP-Cap probe",
                 f"{self.draws} draws",
-                dpcap_probe(train_ND, label_N, test_MD, k, self.draws, names=names),
+                dpcap_probe(train_ND, label_N, test_MD, k, self.draws, seed=self.seed, names=names),
             )
 
 
@@ -125,6 +135,7 @@ def dpcap_probe(
     k: int,
     draws: int,
     *,
+    seed: int = 0,
     names: Sequence[str] | None = None,
 ) -> list[np.ndarray]:
     """Return the predicted test labels (M,) of one classifier per draw of ``k`` images per class,
@@ -135,7 +146,7 @@ def dpcap_probe(
     """
     train_ND, test_MD = centred(train_ND), centred(test_MD)
     predicted = []
-    for draw in range(draws):
+    for draw in draws_of(seed, draws):
         rows = draw_shots(label_N, k, draw, names=names)
         predicted.append(fit_fixed_strength(train_ND[rows], label_N[rows]).predict(test_MD))
     return predicted

@@ -32,7 +32,7 @@ from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.probes.linear_probe import held_out
 from dpvision.eval.probes.protocol import Protocol, Subject, Task
-from dpvision.eval.probes.records import Epochs, check_shots, draw_shots
+from dpvision.eval.probes.records import Epochs, check_shots, draw_shots, draws_of
 from dpvision.eval.probes.settings import FineTuneSettings, middle_rate
 from dpvision.eval.score import Score
 
@@ -87,7 +87,7 @@ class FineTune(Protocol):
     def run(self, subject: Subject, task: Task) -> list[Score]:
         scores = []
         for k in self.shots:
-            tuned = fine_tune(subject.encoder, task, k, self.settings)
+            tuned = fine_tune(subject.encoder, task, k, self.settings, seed=self.seed)
             title, how = f"{k}-shot fine-tuning", self.settings.words(subject.encoder, k)
             scores.append(
                 task.scoring.score(
@@ -107,7 +107,12 @@ def check_trainable(encoder: Encoder) -> None:
 
 
 def fine_tune(
-    encoder: Encoder, task: Task, k: int, settings: FineTuneSettings | None = None
+    encoder: Encoder,
+    task: Task,
+    k: int,
+    settings: FineTuneSettings | None = None,
+    *,
+    seed: int = 0,
 ) -> FineTuneResult:
     """Fine-tune on several draws of K images per class, and predict the test images.
 
@@ -122,15 +127,15 @@ def fine_tune(
     check_trainable(encoder)
     (store, rows), unit_N = task.train, task.unit_N
     label_N = store.labels[rows]
-    shots = [
-        draw_shots(label_N, k, draw, names=store.label_names) for draw in range(settings.draws)
-    ]
+    seeds = draws_of(seed, settings.draws)
+    shots = [draw_shots(label_N, k, draw, names=store.label_names) for draw in seeds]
     rates, num_classes = settings.rates(encoder), int(label_N.max()) + 1
     job = _Job(encoder, task, num_classes, settings)
     chosen = middle_rate(rates)
     if len(rates) > 1 and k >= 5:
         held_by_draw = [
-            held_out(label_N[shot], unit_N[shot], draw) for draw, shot in enumerate(shots)
+            held_out(label_N[shot], unit_N[shot], draw)
+            for draw, shot in zip(seeds, shots, strict=True)
         ]
         for shot, held in zip(shots, held_by_draw, strict=True):
             if not held.any():
@@ -152,7 +157,7 @@ def fine_tune(
                 model = job.train(
                     rows[shot[~held]],
                     rate,
-                    draw,
+                    seeds[draw],
                     f"lr {rate:g}, draw {draw + 1} of {settings.draws}",
                 )
                 predicted, truth, _ = job.predict(model, store, rows[shot[held]])
@@ -165,7 +170,7 @@ def fine_tune(
         model = job.train(
             rows[shot],
             chosen,
-            draw,
+            seeds[draw],
             f"lr {chosen:g}, draw {draw + 1} of {settings.draws}, all images",
         )
         predicted, label_M, row_M = job.predict(model, *task.test)

@@ -171,7 +171,9 @@ class LinearLars(Protocol):
     def run(self, subject: Subject, task: Task) -> list[Score]:
         encoder, lars = subject.encoder, self.settings
         feature_of, what = token_features(encoder, self.tokens, lars.num_blocks)
-        probed = lars_probe(feature_of, task, encoder.data, encoder.image_size, lars)
+        probed = lars_probe(
+            feature_of, task, encoder.data, encoder.image_size, lars, seed=self.seed
+        )
         how = f"{lars.words(len(task.train[1]))}, {what}"
         return [
             task.scoring.score(

@@ -64,7 +64,11 @@ class Linear(FeatureProtocol):
         test_MD: np.ndarray,
         names: Sequence[str] | None,
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-        yield "linear probe", "", [fit_linear_probe(train_ND, label_N, unit_N).predict(test_MD)]
+        yield (
+            "linear probe",
+            "",
+            [fit_linear_probe(train_ND, label_N, unit_N, seed=self.seed).predict(test_MD)],
+        )
 
 
 def fit_linear_probe(

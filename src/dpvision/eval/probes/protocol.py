@@ -60,14 +60,17 @@ class Subject:
     """Features of the training and test records; set for protocols that need features."""
 
 
+@dataclass(frozen=True)
 class Protocol(ABC):
     """A way to score an encoder: a frozen dataclass, equal for equal settings, whose repr shows all
-    of them.
+    of them but the seed.
     """
 
     name: ClassVar[str]
     """Name for `dpvision evaluate --protocols`."""
     needs: ClassVar[Needs]
+    seed: int = field(default=0, kw_only=True, repr=False)
+    """Of all that the protocol draws: few-shot images, held-out records, initial weights, order."""
 
     def check(self, subject: Subject, task: Task) -> None:  # noqa: B027 (most protocols take any encoder)
         """Raise ConfigError for an encoder that the protocol cannot score, before any work is
@@ -79,6 +82,7 @@ class Protocol(ABC):
         """Return the scores of one encoder."""
 
 
+@dataclass(frozen=True)
 class FeatureProtocol(Protocol):
     """A protocol that fits a classifier to frozen features."""
 

@@ -139,6 +139,11 @@ def check_shots(shots: tuple[int, ...]) -> None:
         )
 
 
+def draws_of(seed: int, draws: int) -> range:
+    """Return the numbers of a seed's draws; seeds share none."""
+    return range(seed * draws, (seed + 1) * draws)
+
+
 def draw_shots(
     label_N: np.ndarray, k: int, seed: int, *, names: Sequence[str] | None = None
 ) -> np.ndarray:

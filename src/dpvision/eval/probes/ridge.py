@@ -75,7 +75,11 @@ class Ridge(FeatureProtocol):
         test_MD: np.ndarray,
         names: Sequence[str] | None,
     ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-        yield "ridge probe", "", [fit_ridge(train_ND, label_N, unit_N).predict(test_MD)]
+        yield (
+            "ridge probe",
+            "",
+            [fit_ridge(train_ND, label_N, unit_N, seed=self.seed).predict(test_MD)],
+        )
 
 
 def fit_ridge(
