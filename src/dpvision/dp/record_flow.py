@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dpvision.dp.batch_dims import MIXED, OPENED, READS, BatchDim, Call, tensors_in
+from dpvision.dp.record_reads import ReadsOfRecords, RecordsRead, reads_harmlessly
 
 
 class Level(IntEnum):
@@ -68,10 +69,6 @@ _ROUNDING = 1e-6
 """Relative change of a row below which it counts as rounding."""
 
 
-class RecordsRead(Exception):
-    """Python code reads numbers of records."""
-
-
 def follow(run: Callable[[Any], Tensor], batch: Any, calls: list[Call]) -> Level:
     """Return what the losses of a pass hold in row r.
 
@@ -82,18 +79,22 @@ def follow(run: Callable[[Any], Tensor], batch: Any, calls: list[Call]) -> Level
     Raises:
         RecordsRead: a number of the records becomes one of Python, which may decide anything.
     """
-    flow = _Flow(batch, calls)
-    with flow:
+    reads = ReadsOfRecords(batch)
+    flow = _Flow(batch, calls, reads)
+    with reads, flow:
         losses_B = run(batch)
+    if reads.read:  # the model caught the exception
+        raise RecordsRead(reads.read)
     level = flow.level(losses_B)
     return max(level, Level.MOVED) if flow.lost or not flow.knows(losses_B) else level
 
 
 class _Flow(TorchFunctionMode):
-    def __init__(self, batch: Any, calls: list[Call]) -> None:
+    def __init__(self, batch: Any, calls: list[Call], reads: ReadsOfRecords) -> None:
         super().__init__()
-        self._calls, self._at = calls, 0
-        self._tensors: dict[int, tuple[Tensor, Level, BatchDim | None]] = {}
+        self._calls, self._at, self._reads = calls, 0, reads
+        self._tensors: dict[int, tuple[Tensor, int, Level, BatchDim | None]] = {}
+        """Object -> itself and its storage, which another may replace (``x.data = y``)."""
         self._storages: dict[int, tuple[Level, BatchDim | None]] = {}
         """Of tensors that come back as other objects."""
         self._written: dict[int, Level] = {}
@@ -114,12 +115,15 @@ class _Flow(TorchFunctionMode):
         name = getattr(func, "__name__", "").partition(".")[0]  # aten's have .overload
         given = list(tensors_in(args, kwargs))
         highest = max(map(self.level, given), default=Level.PUBLIC)
-        if name in READS and highest:
+        if highest and (name in READS or (name == "tensor_split" and len(given) > 1)):
+            self._reads.read = name
             raise RecordsRead(name)
         level_of_parts = [self._level_of_list(value) for value in args]
         highest = max([highest, *level_of_parts])
         dims = self._calls[self._at].outputs if self._at < len(self._calls) else ()
+        self._reads.ignored = True
         reaches = highest == Level.ROWS and self._reaches_others(func, name, args, kwargs, dims)
+        self._reads.ignored = reads_harmlessly(func, args, kwargs)
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
         if name == "__setitem__":
@@ -143,6 +147,8 @@ class _Flow(TorchFunctionMode):
             self.lost = True
             return Level.MOVED
         level, dim = self._known(tensor)
+        if level == Level.PUBLIC and not self._is_put(tensor) and self._reads.holds(tensor):
+            self.lost, level = True, Level.MOVED  # made by code that this mode does not see
         written = self._written.get(_storage(tensor), Level.PUBLIC)
         if written == Level.ROWS and dim is None:
             written = Level.MOVED
@@ -150,15 +156,18 @@ class _Flow(TorchFunctionMode):
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a call or the batch made this tensor."""
-        return id(tensor) in self._tensors or _storage(tensor) in self._storages
+        return self._is_put(tensor) or _storage(tensor) in self._storages
+
+    def _is_put(self, tensor: Tensor) -> bool:
+        return self._tensors.get(id(tensor), (None, None))[1] == _storage(tensor)
 
     def _known(self, tensor: Tensor) -> tuple[Level, BatchDim | None]:
-        if id(tensor) in self._tensors:
-            return self._tensors[id(tensor)][1:]
+        if self._is_put(tensor):
+            return self._tensors[id(tensor)][2:]
         return self._storages.get(_storage(tensor), (Level.PUBLIC, None))
 
     def _put(self, tensor: Tensor, level: Level, dim: BatchDim | None) -> None:
-        self._tensors[id(tensor)] = tensor, level, dim
+        self._tensors[id(tensor)] = tensor, _storage(tensor), level, dim
         self._storages[_storage(tensor)] = level, dim
 
     def _write(self, tensor: Tensor, level: Level) -> None:
