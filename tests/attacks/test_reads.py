@@ -77,7 +77,7 @@ READ: dict[str, Callable[[Tensor], Any]] = {
     "bincount": lambda label: len(torch.bincount(label)) > 8,
     "a size": lambda label: len(torch.zeros(label.amax())) > 8,
     "arange": lambda label: len(torch.arange(label.amax())) > 8,
-    "repeats": lambda label: len(torch.ones(NUM).repeat_interleave(label[:1])) > NUM,
+    "repeats": lambda label: len(torch.ones(1).repeat_interleave(label[:1].clamp(0, 9))) > 8,
     "split": lambda label: len(torch.tensor_split(torch.ones(9), label[:1])[0]) > 8,
     "sparse": lambda label: label.eq(9).long().to_sparse()._nnz(),
     "format": lambda label: "9" in f"{label.max()}",
