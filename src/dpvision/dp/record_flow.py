@@ -7,6 +7,7 @@ by its name and dimensions, and, since no list of names is complete, by trying i
 numbers (``_reaches_others``).
 """
 
+import itertools
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -67,6 +68,9 @@ _ANYWHERE = _names("take put index index_put masked_scatter as_strided msort fli
 
 _ROUNDING = 1e-6
 """Relative change of a row below which it counts as rounding."""
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, type(...))
+_PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Types of the settings that a remembered trial may have."""
 
 
 def follow(run: Callable[[Any], Tensor], batch: Any, calls: list[Call]) -> Level:
@@ -101,6 +105,8 @@ class _Flow(TorchFunctionMode):
         """Storage -> the highest level written into it."""
         self._counting: dict[int, Tensor] = {}
         """Tensors that hold 0, 1, 2, ... whatever the batch."""
+        self._tried: dict[Any, bool] = {}
+        """Call, as far as a trial depends on it -> whether it reaches other records."""
         self.lost = False
         """Whether tensors came by that cannot be followed, as inside ``torch.vmap``."""
         for value in batch:
@@ -112,33 +118,38 @@ class _Flow(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        name = getattr(func, "__name__", "").partition(".")[0]  # aten's have .overload
+        name, reads = _name(func), getattr(func, "__name__", "") in READS
         given = list(tensors_in(args, kwargs))
         highest = max(map(self.level, given), default=Level.PUBLIC)
-        if highest and (name in READS or (name == "tensor_split" and len(given) > 1)):
-            self._reads.read = name
-            raise RecordsRead(name)
+        if highest and (reads or (name == "tensor_split" and len(given) > 1)):
+            self._reads.read = func.__name__
+            raise RecordsRead(func.__name__)
         level_of_parts = [self._level_of_list(value) for value in args]
         highest = max([highest, *level_of_parts])
         dims = self._calls[self._at].outputs if self._at < len(self._calls) else ()
-        self._reads.ignored = True
-        reaches = highest == Level.ROWS and self._reaches_others(func, name, args, kwargs, dims)
+        versions = [t._version for t in given]
         self._reads.ignored = reads_harmlessly(func, args, kwargs)
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
-        if name == "__setitem__":
-            self._write(args[0], self._level_of_setitem(args, highest))
-        if made or name in READS:
+        levels = []
+        if made or reads:
             self._at += 1
-            for i, tensor in enumerate(made):
-                dim = dims[i] if i < len(dims) else MIXED
-                level = self._result(name, args, kwargs, highest, dim)
-                if reaches:  # right by ``vmap``, which computes each record alone
-                    level = max(level, Level.MOVED)
-                self._put(tensor, level, dim)
-                if (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
-                    self._write(tensor, level)
-            self._note_counting(name, args, kwargs, made)
+            dims += (MIXED,) * (len(made) - len(dims))
+            levels = [self._result(name, args, kwargs, highest, dim) for dim in dims[: len(made)]]
+        self._reads.ignored = True  # the call is tried on numbers of no record
+        if made and highest == Level.ROWS and self._reaches_others(func, name, args, kwargs, dims):
+            # Right by ``vmap``, which computes each record alone.
+            levels = [max(level, Level.MOVED) for level in levels]
+        for tensor, level, dim in zip(made, levels, dims, strict=False):
+            self._put(tensor, level, dim)
+        self._note_counting(name, args, kwargs, made)
+        written = max(levels) if levels else max(highest, Level.MOVED) if highest else Level.PUBLIC
+        if name == "__setitem__":
+            written = self._level_of_setitem(args, highest)
+        for tensor, version in zip(given, versions, strict=True):
+            if tensor._version != version:  # in place, as out=, or by an operator that returns none
+                self._write(tensor, written)
+        self._reads.ignored = False
         return out
 
     def level(self, tensor: Tensor) -> Level:
@@ -208,40 +219,29 @@ class _Flow(TorchFunctionMode):
     def _reaches_others(
         self, func: Any, name: str, args: Any, kwargs: Any, dims: tuple[BatchDim | None, ...]
     ) -> bool:
-        """Whether a record's rows change the rows of others in the results of a call.
+        """Whether a record's rows may change the rows of others in the results of a call.
 
-        The call is tried on random numbers in place of the records' floating-point ones, then with
-        others for the second of three records. Not known, and False, where it raises on them, for
-        other kinds of numbers, and for results whose records have no one dimension: those are told
-        by name.
+        The call is tried on random numbers in place of all numbers, then with others for the second
+        of three records. The numbers of weights and of constants are replaced too, since training
+        may change them. False for results whose records have no one dimension: those are told by
+        name.
         """
         if name in _LAYOUT or not any(map(_has_rows, dims)):
             return False
-        generator = torch.Generator().manual_seed(0)
-        at = {
-            id(t): (t, dim)
-            for t in tensors_in(args, kwargs)
+        given = {id(t): t for t in tensors_in(args, kwargs)}
+        rows = {
+            key: dim
+            for key, t in given.items()
             for dim in (self._known(t)[1],)
-            if t.is_floating_point() and self.level(t) == Level.ROWS and _has_rows(dim)
+            if self.level(t) == Level.ROWS and _has_rows(dim)
         }
-        if not at or any(t.device.type == "meta" for t, _ in at.values()):
+        if not rows or any(t.device.type == "meta" for t in given.values()):
             return False
-        first = {key: torch.randn(t.shape, generator=generator).to(t) for key, (t, _) in at.items()}
-        second = {
-            key: _with_other_record(value, at[key][1], generator) for key, value in first.items()
-        }
-        try:
-            before, after = (
-                list(tensors_in((func(*_replaced(args, new), **_replaced(kwargs, new)),), {}))
-                for new in (first, second)
-            )
-        except Exception:
-            return False
-        return any(
-            _differs(_of_others(a, dim), _of_others(b, dim))
-            for a, b, dim in zip(before, after, dims, strict=False)
-            if _has_rows(dim)
-        )
+        own = func if name else object()
+        case = own, dims, _case((args, kwargs), {key: i for i, key in enumerate(given)}, rows)
+        if case not in self._tried:
+            self._tried[case] = _changes_others(func, args, kwargs, given, rows, dims)
+        return self._tried[case]
 
     def _moves(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether a call on rows may put them in another order."""
@@ -321,24 +321,116 @@ def _has_rows(dim: BatchDim | None) -> bool:
     return dim is not None and dim != MIXED
 
 
-def _with_other_record(value: Tensor, dim: Any, generator: torch.Generator) -> Tensor:
+def _name(func: Any) -> str:
+    """The name of a function of PyTorch; empty for others, whose names mean nothing."""
+    module = getattr(func, "__module__", None) or "torch"
+    if module.partition(".")[0] != "torch" or module.startswith("torch._ops."):
+        return func.__name__.partition(".")[0] if module == "torch._ops.aten" else ""
+    return getattr(func, "__name__", "")
+
+
+def _case(value: Any, places: dict[int, int], rows: dict[int, Any]) -> Any:
+    """What a trial of a call depends on: shapes, types and plain settings. What depends on more
+    equals nothing.
+    """
+    if isinstance(value, Tensor) and _is_drawn(value):
+        return places[id(value)], value.shape, value.dtype, value.device, rows.get(id(value))
+    if isinstance(value, dict):
+        return tuple((key, _case(item, places, rows)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return tuple(_case(item, places, rows) for item in value)
+    return (type(value), value) if type(value) in _PLAIN else object()
+
+
+def _changes_others(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    given: dict[int, Tensor],
+    rows: dict[int, Any],
+    dims: tuple[BatchDim | None, ...],
+) -> bool:
+    """Whether random numbers for the second record change a call's results for the others.
+
+    Args:
+        given: tensor arguments by id.
+        rows: batch dimensions of those that hold records.
+    """
+    # 1. Numbers that a function may refuse are followed by others: normal ones by those in [0, 1)
+    #    (a probability), these by positive definite matrices; integers of 0 and 1 by the call's own
+    #    (an index into one row). The CPU comes first, since a GPU may not recover from a refusal;
+    #    an operator may work on its own device only.
+    # 2. A call that refuses all of them may do anything to rows.
+    devices = dict.fromkeys((torch.device("cpu"), *(t.device for t in given.values())))
+    for device, draw, whole in itertools.product(devices, _DRAWS, (True, False)):
+        generator = torch.Generator().manual_seed(0)
+        first, second = {}, {}
+        try:
+            for key, t in given.items():
+                drawn = whole or _is_drawn(t)
+                value = _drawn(t, draw, generator) if drawn else t.to("cpu", copy=True)
+                first[key] = second[key] = value.to(device)
+                if drawn and key in rows:
+                    second[key] = _with_other_record(value, rows[key], draw, generator).to(device)
+            before, after = (
+                list(tensors_in((func(*_replaced(args, new), **_replaced(kwargs, new)),), {}))
+                for new in (first, second)
+            )
+            return any(
+                _differs(_of_others(a.cpu(), dim), _of_others(b.cpu(), dim))
+                for a, b, dim in zip(before, after, dims, strict=True)
+                if _has_rows(dim)
+            )
+        except Exception:
+            continue
+    return True
+
+
+def _is_drawn(value: Tensor) -> bool:
+    """Whether any random numbers will do: integers may be indices."""
+    return value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+
+
+def _drawn(value: Tensor, draw: Any, generator: torch.Generator) -> Tensor:
+    """Random numbers of a tensor's shape and type; 0 and 1 for integers and truth values."""
+    if value.is_complex():
+        parts = (draw(value.shape, generator=generator) for _ in range(2))
+        return torch.complex(*parts).to(value.dtype)
+    if value.is_floating_point():
+        return draw(value.shape, generator=generator).to(value.dtype)
+    return torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
+
+
+def _positive_definite(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Random positive definite matrices, where the last two dimensions are equal."""
+    value = torch.randn(shape, generator=generator)
+    square = len(shape) > 1 and shape[-1] == shape[-2]
+    return value @ value.mT + torch.eye(shape[-1]) if square else value.abs()
+
+
+_DRAWS: tuple[Callable[..., Tensor], ...] = (torch.randn, torch.rand, _positive_definite)
+
+
+def _with_other_record(value: Tensor, dim: Any, draw: Any, generator: torch.Generator) -> Tensor:
     """Copy a tensor with other random numbers in the rows of the second of three records."""
     changed = value.clone()
-    part = changed.narrow(dim.dim, dim.per_record, dim.per_record)
-    part.copy_(torch.randn(part.shape, generator=generator))
+    middle = slice(dim.per_record, 2 * dim.per_record)
+    changed.movedim(dim.dim, 0)[middle] = _drawn(value, draw, generator).movedim(dim.dim, 0)[middle]
     return changed
 
 
 def _of_others(value: Tensor, dim: Any) -> Tensor:
     """Rows of the first and the third record."""
     kept = [*range(dim.per_record), *range(2 * dim.per_record, 3 * dim.per_record)]
-    return value.index_select(dim.dim, torch.tensor(kept, device=value.device))
+    return value.index_select(dim.dim, torch.tensor(kept))
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:
-    """Whether numbers differ by more than rounding."""
+    """Whether shapes differ, or numbers by more than rounding."""
+    if a.shape != b.shape or torch.equal(a, b):
+        return a.shape != b.shape
     a, b = (value.to(torch.complex128).nan_to_num() for value in (a, b))
-    return bool((a - b).abs().max() > _ROUNDING * a.abs().max()) if a.numel() else False
+    return bool((a - b).abs().max() > _ROUNDING * a.abs().max())
 
 
 def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
