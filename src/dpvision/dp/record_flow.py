@@ -9,6 +9,7 @@ numbers (``_reaches_others``).
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -105,7 +106,7 @@ class _Flow(TorchFunctionMode):
         """Storage -> the highest level written into it."""
         self._counting: dict[int, Tensor] = {}
         """Tensors that hold 0, 1, 2, ... whatever the batch."""
-        self._tried: dict[Any, bool] = {}
+        self._tried: dict[Any, tuple[BatchDim | None, ...] | None] = {}
         """Call, as far as a trial depends on it -> whether it reaches other records."""
         self.lost = False
         """Whether tensors came by that cannot be followed, as inside ``torch.vmap``."""
@@ -137,9 +138,11 @@ class _Flow(TorchFunctionMode):
             dims += (MIXED,) * (len(made) - len(dims))
             levels = [self._result(name, args, kwargs, highest, dim) for dim in dims[: len(made)]]
         self._reads.ignored = True  # the call is tried on numbers of no record
-        if made and highest == Level.ROWS and self._reaches_others(func, name, args, kwargs, dims):
-            # Right by ``vmap``, which computes each record alone.
-            levels = [max(level, Level.MOVED) for level in levels]
+        if made and highest == Level.ROWS:
+            ordered = self._tried_dims(func, name, args, kwargs, made, dims)
+            if ordered is None:  # right by ``vmap``, which computes each record alone
+                levels = [max(level, Level.MOVED) for level in levels]
+            dims = ordered or dims
         for tensor, level, dim in zip(made, levels, dims, strict=False):
             self._put(tensor, level, dim)
         self._note_counting(name, args, kwargs, made)
@@ -216,18 +219,24 @@ class _Flow(TorchFunctionMode):
             return Level.MOVED if name in _LAYOUT else Level.JOINED
         return Level.ROWS
 
-    def _reaches_others(
-        self, func: Any, name: str, args: Any, kwargs: Any, dims: tuple[BatchDim | None, ...]
-    ) -> bool:
-        """Whether a record's rows may change the rows of others in the results of a call.
+    def _tried_dims(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        made: list[Tensor],
+        dims: tuple[BatchDim | None, ...],
+    ) -> tuple[BatchDim | None, ...] | None:
+        """The batch dimensions of a call's results, with the order of their rows; None if a
+        record's rows may change the rows of others.
 
         The call is tried on random numbers in place of all numbers, then with others for the second
         of three records. The numbers of weights and of constants are replaced too, since training
-        may change them. False for results whose records have no one dimension: those are told by
-        name.
+        may change them. Results whose records have no one dimension are told by name.
         """
-        if name in _LAYOUT or not any(map(_has_rows, dims)):
-            return False
+        if not any(map(_has_rows, dims)):
+            return dims
         given = {id(t): t for t in tensors_in(args, kwargs)}
         rows = {
             key: dim
@@ -236,11 +245,16 @@ class _Flow(TorchFunctionMode):
             if self.level(t) == Level.ROWS and _has_rows(dim)
         }
         if not rows or any(t.device.type == "meta" for t in given.values()):
-            return False
+            return dims
         own = func if name else object()
         case = own, dims, _case((args, kwargs), {key: i for i, key in enumerate(given)}, rows)
         if case not in self._tried:
-            self._tried[case] = _changes_others(func, args, kwargs, given, rows, dims)
+            moved = tensors_in(args[:1], {}) if name in _LAYOUT else ()
+            few = any(not given[key].is_floating_point() for key in rows) or any(
+                not t.is_floating_point() for t in made
+            )
+            call = _Trial(func, args, kwargs, given, rows, {id(t) for t in moved}, few)
+            self._tried[case] = call.dims(dims)
         return self._tried[case]
 
     def _moves(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -342,48 +356,104 @@ def _case(value: Any, places: dict[int, int], rows: dict[int, Any]) -> Any:
     return (type(value), value) if type(value) in _PLAIN else object()
 
 
-def _changes_others(
-    func: Any,
-    args: Any,
-    kwargs: Any,
-    given: dict[int, Tensor],
-    rows: dict[int, Any],
-    dims: tuple[BatchDim | None, ...],
-) -> bool:
-    """Whether random numbers for the second record change a call's results for the others.
+@dataclass(frozen=True)
+class _Trial:
+    """A call to be tried on random numbers."""
 
-    Args:
-        given: tensor arguments by id.
-        rows: batch dimensions of those that hold records.
-    """
-    # 1. Numbers that a function may refuse are followed by others: normal ones by those in [0, 1)
-    #    (a probability), these by positive definite matrices; integers of 0 and 1 by the call's own
-    #    (an index into one row). The CPU comes first, since a GPU may not recover from a refusal;
-    #    an operator may work on its own device only.
-    # 2. A call that refuses all of them may do anything to rows.
-    devices = dict.fromkeys((torch.device("cpu"), *(t.device for t in given.values())))
-    for device, draw, whole in itertools.product(devices, _DRAWS, (True, False)):
-        generator = torch.Generator().manual_seed(0)
+    func: Any
+    args: Any
+    kwargs: Any
+    given: dict[int, Tensor]
+    """Tensor arguments by id."""
+    rows: dict[int, BatchDim]
+    """Batch dimensions of those that hold records."""
+    moved: set[int]
+    """Those that are only moved, so that numbers of another type do as well."""
+    few: bool
+    """Whether to try numbers of few values too, which are often equal."""
+
+    def dims(self, dims: tuple[BatchDim | None, ...]) -> tuple[BatchDim | None, ...] | None:
+        """Return the batch dimensions of the results with an order of rows in which the second
+        record changes no row of others; None if there is none, or the call takes no numbers tried.
+        """
+        # 1. Numbers that a function may refuse are followed by others: normal ones by those in
+        #    [0, 1) (a probability), these by positive definite matrices; integers of 0 and 1 by the
+        #    call's own (an index into one row). The CPU comes first, since a GPU may not recover
+        #    from a refusal; an operator may work on its own device only.
+        # 2. A call that refuses all of them may do anything to rows.
+        # 3. A comparison of normal numbers says nothing of equal ones: few values are tried too.
+        left: list[list[BatchDim | None]] = [_orders(dim) for dim in dims]
+        devices = dict.fromkeys((torch.device("cpu"), *(t.device for t in self.given.values())))
+        tried = itertools.product(devices, _DRAWS, (True, False))
+        if not any(self._keep(left, *case) for case in tried):
+            return None
+        for seed in range(3 if self.few else 0):
+            self._keep(left, torch.device("cpu"), _coins, True, seed)
+        return tuple(found[0] for found in left) if all(left) else None
+
+    def _keep(
+        self,
+        left: list[list[BatchDim | None]],
+        device: torch.device,
+        draw: Any,
+        whole: bool,
+        seed: int = 0,
+    ) -> bool:
+        """Keep those of the orders in which no row of others changes; False if the call raises."""
+        generator = torch.Generator().manual_seed(seed)
         first, second = {}, {}
         try:
-            for key, t in given.items():
-                drawn = whole or _is_drawn(t)
-                value = _drawn(t, draw, generator) if drawn else t.to("cpu", copy=True)
+            for key, t in self.given.items():
+                like = torch.empty(t.shape) if key in self.moved else t
+                drawn = whole or _is_drawn(like)
+                value = _drawn(like, draw, generator) if drawn else t.to("cpu", copy=True)
                 first[key] = second[key] = value.to(device)
-                if drawn and key in rows:
-                    second[key] = _with_other_record(value, rows[key], draw, generator).to(device)
+                if drawn and key in self.rows:
+                    other = _with_other_record(value, self.rows[key], draw, generator)
+                    second[key] = other.to(device)
             before, after = (
-                list(tensors_in((func(*_replaced(args, new), **_replaced(kwargs, new)),), {}))
+                [
+                    t.cpu()
+                    for t in tensors_in(
+                        (self.func(*_replaced(self.args, new), **_replaced(self.kwargs, new)),), {}
+                    )
+                ]
                 for new in (first, second)
             )
-            return any(
-                _differs(_of_others(a.cpu(), dim), _of_others(b.cpu(), dim))
-                for a, b, dim in zip(before, after, dims, strict=True)
-                if _has_rows(dim)
-            )
+            if not len(before) == len(after) == len(left):
+                return False
+            kept = [
+                [
+                    dim
+                    for dim in found
+                    if dim is None
+                    or dim == MIXED
+                    or not _differs(_of_others(a, dim), _of_others(b, dim))
+                ]
+                for found, a, b in zip(left, before, after, strict=True)
+            ]
         except Exception:
-            continue
-    return True
+            return False
+        left[:] = kept
+        return True
+
+
+def _orders(dim: BatchDim | None) -> list[BatchDim | None]:
+    """A batch dimension with each order that its rows may have."""
+    if dim is None or dim == MIXED or dim.per_record == 1:
+        return [dim]
+    return [replace(dim, side_by_side=True), replace(dim, side_by_side=False)]
+
+
+def _rows_of_second(dim: BatchDim) -> Tensor:
+    """Whether each row is the second of three records', bool (3 * per_record,)."""
+    row = torch.arange(3 * dim.per_record)
+    return (row // dim.per_record if dim.side_by_side else row % 3) == 1
+
+
+def _coins(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Random numbers 0, 1 and 2."""
+    return torch.randint(0, 3, shape, generator=generator).float()
 
 
 def _is_drawn(value: Tensor) -> bool:
@@ -398,6 +468,8 @@ def _drawn(value: Tensor, draw: Any, generator: torch.Generator) -> Tensor:
         return torch.complex(*parts).to(value.dtype)
     if value.is_floating_point():
         return draw(value.shape, generator=generator).to(value.dtype)
+    if draw is _coins and value.dtype != torch.bool:
+        return draw(value.shape, generator=generator).to(value.dtype)
     return torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
 
 
@@ -411,18 +483,18 @@ def _positive_definite(shape: torch.Size, generator: torch.Generator) -> Tensor:
 _DRAWS: tuple[Callable[..., Tensor], ...] = (torch.randn, torch.rand, _positive_definite)
 
 
-def _with_other_record(value: Tensor, dim: Any, draw: Any, generator: torch.Generator) -> Tensor:
+def _with_other_record(
+    value: Tensor, dim: BatchDim, draw: Any, generator: torch.Generator
+) -> Tensor:
     """Copy a tensor with other random numbers in the rows of the second of three records."""
-    changed = value.clone()
-    middle = slice(dim.per_record, 2 * dim.per_record)
-    changed.movedim(dim.dim, 0)[middle] = _drawn(value, draw, generator).movedim(dim.dim, 0)[middle]
+    changed, own = value.clone(), _rows_of_second(dim)
+    changed.movedim(dim.dim, 0)[own] = _drawn(value, draw, generator).movedim(dim.dim, 0)[own]
     return changed
 
 
-def _of_others(value: Tensor, dim: Any) -> Tensor:
+def _of_others(value: Tensor, dim: BatchDim) -> Tensor:
     """Rows of the first and the third record."""
-    kept = [*range(dim.per_record), *range(2 * dim.per_record, 3 * dim.per_record)]
-    return value.index_select(dim.dim, torch.tensor(kept))
+    return value.index_select(dim.dim, (~_rows_of_second(dim)).nonzero()[:, 0])
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:
