@@ -139,7 +139,7 @@ def releases(num: int, device: str) -> dict[str, Callable[[], object]]:
     def release(threads: int) -> None:
         torch.set_num_threads(threads)
         kept["gradient"] = privatize(
-            total, plan, 0, new_key()
+            total, plan.another_run(), 0, new_key()
         )  # kept until the next one is there, as in the loop
 
     def as_before() -> None:
@@ -150,7 +150,7 @@ def releases(num: int, device: str) -> dict[str, Callable[[], object]]:
         moved = seal(replace(total, grads={name: value.cuda() for name, value in grads.items()}))
 
         def release_there() -> None:
-            kept["gradient"] = privatize(moved, plan, 0, new_key())
+            kept["gradient"] = privatize(moved, plan.another_run(), 0, new_key())
             torch.cuda.synchronize()
 
         return {"cuda": release_there}

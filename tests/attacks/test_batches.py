@@ -53,14 +53,17 @@ def test_the_first_records_in_place_of_those_drawn_are_released_once(batch: int)
     assert len(done) <= 3 and done[0] == 0
 
 
-def test_batches_of_an_epoch_in_turn_are_refused_from_the_second_epoch_on() -> None:
-    """Shuffled once and cut, as a plain DataLoader does: each record is in every tenth step."""
+def test_batches_of_an_epoch_in_turn_are_refused_in_the_first_epoch() -> None:
+    """Shuffled once and cut, as a plain DataLoader does: each record is in every tenth step. Two
+    batches share none, where two draws share about ten: epsilon 4.4 where 0.72 was printed.
+    """
     order = np.random.default_rng(0).permutation(NUM)
 
     def ids_of(step: int, drawn: np.ndarray) -> np.ndarray:
         return order[100 * (step % 10) :][: min(100, len(drawn))]
 
-    assert max(released(plan_of(100), ids_of)) < 10
+    done = released(plan_of(100), ids_of)
+    assert done[:10] != [*range(10)] and len(done) < 12
 
 
 @pytest.mark.parametrize("batch", [10, 100, 500, 1000])

@@ -355,38 +355,83 @@ def test_calls_that_only_a_pass_with_gradients_makes_are_refused() -> None:
         summed(Model(path), loss_fn, records())
 
 
-def one_attention(x: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+def one_attention(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=mask)[0]
 
 
-JOINING: dict[str, Callable[[Tensor], Tensor]] = {
-    "attention over records": one_attention,
-    "convolution along records": lambda x: (
+@torch.library.custom_op("attacks::view", mutates_args=())
+def _joined(x: Tensor) -> Tensor:
+    return x.sum(0, keepdim=True).expand_as(x).clone()
+
+
+@torch.library.custom_op("attacks::whole", mutates_args=())
+def _joined_if_whole(x: Tensor) -> Tensor:
+    assert torch.equal(x, x.round())
+    return x.sum(0, keepdim=True).expand_as(x).clone()
+
+
+@torch.library.custom_op("attacks::into", mutates_args=("out",))
+def _joined_into(x: Tensor, out: Tensor) -> None:
+    out.copy_(x.sum(0, keepdim=True))
+
+
+def one_hot(batch: Batch) -> Tensor:
+    assert batch.label_B is not None
+    return F.one_hot(batch.label_B, CLASSES).float()
+
+
+JOINING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "attention over records": lambda x, on: one_attention(x),
+    "convolution along records": lambda x, on: (
         F.conv1d(x.T[:, None], torch.ones(1, 1, 3, dtype=x.dtype), padding=1)[:, 0].T
     ),
-    "pooling along records": lambda x: F.avg_pool1d(x.T[None], 3, 1, 1)[0].T,
-    "product with a matrix of records": lambda x: torch.ones(len(x), len(x), dtype=x.dtype) @ x,
-    "normalised over records": lambda x: F.layer_norm(x, tuple(x.shape)),
-    "groups over records": lambda x: F.group_norm(x[None], 1)[0],
-    "Fourier transform of records": lambda x: torch.fft.fft(x, dim=0).real,
-    "orthogonal columns": lambda x: torch.linalg.qr(x[:, :1])[0],
-    "differences of records": lambda x: x.diff(dim=0, prepend=torch.zeros_like(x[:1])),
+    "pooling along records": lambda x, on: F.avg_pool1d(x.T[None], 3, 1, 1)[0].T,
+    "product with a matrix of records": lambda x, on: torch.ones(len(x), len(x), dtype=x.dtype) @ x,
+    "normalised over records": lambda x, on: F.layer_norm(x, tuple(x.shape)),
+    "groups over records": lambda x, on: F.group_norm(x[None], 1)[0],
+    "Fourier transform of records": lambda x, on: torch.fft.fft(x, dim=0).real,
+    "orthogonal columns": lambda x, on: torch.linalg.qr(x[:, :1])[0],
+    "differences of records": lambda x, on: x.diff(dim=0, prepend=torch.zeros_like(x[:1])),
+    "quantiles, refused beyond [0, 1]": lambda x, on: torch.quantile(
+        x.detach(), x[:, 0].sigmoid(), dim=0
+    ),
+    "operator that refuses fractions": lambda x, on: torch.ops.attacks.whole(x.round()),
+    "operator named view": lambda x, on: torch.ops.attacks.view(x),
+    "product of integers": lambda x, on: (
+        torch.ones(len(x), len(x), dtype=torch.long) @ (x > 1).long()
+    ).to(x.dtype),
+    "Fourier transform of complex numbers": lambda x, on: (
+        torch.fft.fft(torch.complex(x, x), dim=0).real
+    ),
+    "kernel": lambda x, on: (
+        F.conv1d(
+            x.T[:, None],
+            torch.where(on, torch.ones(3), torch.eye(3)[1]).to(x.dtype)[None, None],
+            padding=1,
+        )[:, 0].T
+    ),
+    "matrix": lambda x, on: torch.where(on, 1.0, torch.eye(len(x), dtype=x.dtype)) @ x,
+    "mask": lambda x, on: one_attention(x, on | torch.eye(len(x), dtype=torch.bool)),
 }
 
 
 @pytest.mark.parametrize("name", JOINING)
 def test_a_layer_over_records_that_a_weight_switches_on_reaches_no_other_record(name: str) -> None:
-    """No record that is tried at first shows it: up to 22.6 C, once a weight had passed 5."""
+    """No record that is tried at first shows it: up to 22.6 C, once a weight had passed 5. The
+    kernel, the matrix and the mask join nothing before.
+    """
 
     class Switched(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(WIDTH, 1)
 
+    path = JOINING[name]
+
     def losses(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
         x = batch.image_BVCHW[:, 0, 0, 0]
-        out_B, joined = model.layer(x)[:, 0], JOINING[name](x * 1.0)[:, 0].detach()
         on = model.layer.weight[0, 0].detach() > 5
+        out_B, joined = model.layer(x)[:, 0], path(x * 1.0, on)[:, 0].detach()
         return 1e3 * out_B * torch.where(on, joined, torch.ones_like(out_B))
 
     model = Switched()
@@ -396,6 +441,36 @@ def test_a_layer_over_records_that_a_weight_switches_on_reaches_no_other_record(
         assert off(*(summed(model, losses, records(num)) for num in (NUM, NUM - 1))) <= 1.0
     params = dict(model.named_parameters())
     assert route.route_of(losses, model, records(), KEY).slow.keys() == params.keys()
+
+
+def test_an_operator_that_writes_into_its_argument_is_followed() -> None:
+    """It returns no tensor, and what it had written counted as public."""
+
+    def path(model: Model, x: Tensor, key: Tensor) -> Tensor:
+        out = torch.zeros(x.shape, dtype=x.dtype)
+        torch.ops.attacks.into(x, out)
+        return model.layer(x) * out.detach()
+
+    with pytest.raises(PrivacyError, match="rows may have another order"):
+        summed(Model(path), loss_fn, records(), check_separability=False)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, batch: F.binary_cross_entropy(out.sigmoid(), one_hot(batch), reduction="none"),
+        lambda out, batch: torch.logdet(out[:, :, None] * out[:, None] + torch.eye(CLASSES)),
+        lambda out, batch: torch.linalg.cholesky(out[:, :, None] * out[:, None] + torch.eye(3)),
+        lambda out, batch: F.cross_entropy(out[:, :1], batch.label_B * 0, reduction="none"),
+    ],
+    ids=["probabilities", "determinant", "cholesky", "one class"],
+)
+def test_a_call_that_refuses_random_numbers_is_tried_on_its_own_kind(loss: Any) -> None:
+    def losses(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+        own = loss(model(batch.image_BVCHW[:, 0, 0], batch.label_B), batch)
+        return own.reshape(len(own), -1).sum(1)
+
+    assert not route.make_route(losses, Model(in_place), records(), KEY).slow
 
 
 def test_models_of_this_package_are_not_taken_for_such() -> None:

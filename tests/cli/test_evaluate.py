@@ -14,10 +14,10 @@ from dpvision.cli.evaluate import _told_apart
 from dpvision.config import MAEConfig, PrivacyConfig, RunConfig, ViTConfig, to_dict
 from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.eval.score import Score
 from dpvision.eval.probes.few_shot_probe import FewShotProbe
 from dpvision.eval.probes.settings import FewShotProbeSettings
 from dpvision.eval.probes.suite import evaluate
+from dpvision.eval.score import Score
 from dpvision.eval.score_file import read_scores
 from dpvision.files import write_json
 from dpvision.models import make_model

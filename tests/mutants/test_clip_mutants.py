@@ -591,6 +591,34 @@ def test_rows_told_by_name_alone() -> None:
         check()
 
 
+def test_refusal_taken_for_rows() -> None:
+    """Quantiles over records, at places that each record gives: the function refuses numbers beyond
+    [0, 1], so that normal ones do not try it.
+    """
+
+    def losses(model: nn.Module, batch: Any, key: StepKey) -> Tensor:
+        loss_B = class_losses(model, batch, key)
+        pixel_B = batch.image_BVCHW[:, 0, 0, 0, 0]
+        joined_B = 1e3 * (2 + torch.quantile(pixel_B, pixel_B.sigmoid()))
+        return torch.where(model[1].bias[0].detach() > 5, loss_B * joined_B, loss_B)
+
+    def check() -> None:
+        model = seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 5)))
+        step = partial(clipped_sum, losses, model, key=KEY, max_grad_norm=C)
+        batch = make_batch(4)
+        batch.image_BVCHW[:, 0, 0, 0, 0] = torch.tensor([-1.0, -1.0, -1.0, -1e3])
+        step(batch=batch)
+        model[1].bias.data[0] = 6.0
+        moved = flat(step(batch=batch).grads) - flat(step(batch=rows(batch, slice(0, 3))).grads)
+        assert moved.norm() <= C, MORE
+
+    check()
+    tried = record_flow._changes_others
+    by_name = lambda func, *rest: func is not torch.quantile and tried(func, *rest)  # noqa: E731
+    with planted(record_flow, "_changes_others", by_name, MORE):
+        check()
+
+
 def test_records_decide_the_flow() -> None:
     def guarded(model: nn.Module, batch: Any, key: StepKey) -> Tensor:
         loss_B = class_losses(model, batch, key)

@@ -21,6 +21,7 @@ from dpvision.errors import CheckpointError, PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.printed import up, up_delta
 from dpvision.report.page import make_report
 from dpvision.statement import history_phrases
 from dpvision.statement.schema import problems, statement_schema
@@ -221,6 +222,10 @@ def test_a_parent_on_the_same_store_is_added_and_one_on_another_is_not(
     )
     assert guarantee["delta"] == guarantee["this_run"]["delta"] == plan.delta
     assert [entry["store_id"] for entry in made["other_stores"]] == ["another"]
+    # An image in both stores is in the composition of both.
+    both = guarantee["epsilon"] + made["other_stores"][0]["epsilon"]
+    (said,) = (text for text in made["scope"]["not_covered"] if "private store another," in text)
+    assert f"the sum over the stores, {up(both, 2)} at delta {up_delta(2 * plan.delta)}." in said
     assert (
         problems(
             json.loads(json.dumps(made, allow_nan=False)),

@@ -30,7 +30,8 @@ def ledger(
     has the ledgers of all runs on it. A run counts with all its planned steps once the first is
     charged, because where it ends may follow its results. The total (PLD) holds if the settings of
     all runs were fixed beforehand. For runs chosen after seeing the results of others only a cap
-    set before the first run is a guarantee; the Renyi filter's total describes them.
+    set before the first run is a guarantee; the Renyi filter's total describes them. A second
+    import of the same images has separate ledgers: an image's total is the sum over its stores.
 
     Args:
         store: Folder made by `dpvision data import`.

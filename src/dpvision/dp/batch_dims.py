@@ -10,8 +10,9 @@ that it relies on against this list.
 
 import itertools
 import types
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,63 @@ MIXED = BatchDim(-1, 0)
 """The shape depends on the number of records in another way, or the rows have another order."""
 
 
+Source = tuple[int, int] | None
+"""(position of the call that made a tensor, number among its results), (-1, number of the field)
+for a tensor of the batch, None for all others.
+"""
+ANY: Source = (-2, 0)
+"""Made by a compiled block."""
+
+
+class Sources:
+    """Where each tensor of a pass comes from, while the pass runs."""
+
+    def __init__(self, batch: Any) -> None:
+        self._made: dict[int, tuple[weakref.ref[Tensor], Source]] = {}
+        for number, value in enumerate(batch):
+            if isinstance(value, Tensor):
+                self._made[id(value)] = weakref.ref(value), (-1, number)
+
+    def of(self, tensors: list[Tensor]) -> tuple[Source, ...]:
+        """Return the source of each tensor."""
+        found = []
+        for tensor in tensors:
+            made, source = self._made.get(id(tensor), (None, None))
+            found.append(source if made is not None and made() is tensor else None)
+        return tuple(found)
+
+    def note(self, function: Any, given: list[Tensor], made: list[Tensor], at: int) -> None:
+        """Remember the results of call number ``at``. What a function returns unchanged keeps its
+        source, and so does a copy by a function that returns some tensors unchanged.
+        """
+        known = {id(tensor) for tensor in given}
+        same = given and getattr(function, "__name__", "") in _UNCHANGED
+        for number, tensor in enumerate(made):
+            if id(tensor) not in known:
+                source = self.of(given[:1])[0] if same else (at, number)
+                self._made[id(tensor)] = weakref.ref(tensor), source
+
+    def note_any(self, made: Iterator[Tensor]) -> None:
+        """Remember the results of a compiled block."""
+        for tensor in made:
+            self._made[id(tensor)] = weakref.ref(tensor), ANY
+
+
+_UNCHANGED_NAMES = """contiguous to type type_as float double half bfloat16 cpu cuda flatten reshape
+    expand dropout"""
+_UNCHANGED = frozenset(_UNCHANGED_NAMES.split())
+"""Names of functions that return some tensors unchanged and copy or view others, depending on
+their type or layout.
+"""
+
+
+def same_sources(expected: tuple[Source, ...], found: tuple[Source, ...]) -> bool:
+    """Return whether tensors come from where they did when the calls were found."""
+    return len(expected) == len(found) and all(
+        a == b or b == ANY for a, b in zip(expected, found, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a torch function that returns tensors, with the batch dimensions of its tensor
@@ -54,10 +112,12 @@ class Call:
     """Non-tensor arguments that determine how rows are moved, with None for those that change with
     the batch; None if they do not matter.
     """
+    sources: tuple[Source, ...] = field(default=(), compare=False)
+    """Of the tensor arguments."""
 
-    def fits(self, function: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether a call has this function and moves rows the same way."""
-        if self.function != function:
+    def fits(self, function: Any, args: Any, kwargs: Any, sources: tuple[Source, ...]) -> bool:
+        """Return whether a call has this function and arguments, and moves rows the same way."""
+        if self.function != function or not same_sources(self.sources, sources):
             return False
         if self.settings is None:
             return True
@@ -153,7 +213,8 @@ _PICKING: set[Any] = {
 }
 """Functions whose result size depends on the data."""
 _READ_NAMES = """__bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ __dlpack__
-    item tolist numpy equal allclose is_nonzero storage untyped_storage data_ptr"""
+    __format__ __repr__ __str__ __reduce_ex__ __deepcopy__ item tolist numpy equal allclose
+    is_nonzero storage untyped_storage _typed_storage data_ptr _to_dlpack to_dlpack"""
 READS = frozenset(_READ_NAMES.split())
 """Names of functions that give Python a tensor's numbers: calls too, so that a pass may make only
 those that were seen.
@@ -170,25 +231,25 @@ class _Recorder(TorchFunctionMode):
     ``outputs`` of its results.
     """
 
-    def __init__(self, inputs: Note, outputs: Note) -> None:
+    def __init__(self, batch: Any, inputs: Note, outputs: Note) -> None:
         super().__init__()
-        self.calls: list[
-            tuple[Callable[..., Any], list[Any], list[Any], tuple[Any, ...] | None]
-        ] = []
-        self._inputs, self._outputs = inputs, outputs
+        self.calls: list[tuple[Any, ...]] = []
+        """(function, notes of the arguments, notes of the results, settings, sources)"""
+        self._inputs, self._outputs, self._sources = inputs, outputs, Sources(batch)
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        inputs = self._inputs(len(self.calls), list(tensors_in(args, kwargs)))
+        given, at = list(tensors_in(args, kwargs)), len(self.calls)
+        inputs, sources = self._inputs(at, given), self._sources.of(given)
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
         if made or getattr(func, "__name__", "") in READS:
-            self.calls.append(
-                (func, inputs, self._outputs(len(self.calls), made), _settings(func, args, kwargs))
-            )
+            self._sources.note(func, given, made, at)
+            outputs, settings = self._outputs(at, made), _settings(func, args, kwargs)
+            self.calls.append((func, inputs, outputs, settings, sources))
         return out
 
 
@@ -212,10 +273,10 @@ def find_batch_dims(run: Callable[[Any], object], few: Any, many: Any) -> list[C
         return [t.shape for t in tensors]
 
     first, second = (_record(run, batch, shapes, shapes) for batch in (few, many))
-    if [call[0] for call in first] != [call[0] for call in second]:
+    if [(call[0], call[4]) for call in first] != [(call[0], call[4]) for call in second]:
         return "its forward pass makes other calls for two records than for three"
     calls = [
-        Call(a[0], _batch_dims(a[1], b[1]), _batch_dims(a[2], b[2]), _fixed(a[3], b[3]))
+        Call(a[0], _batch_dims(a[1], b[1]), _batch_dims(a[2], b[2]), _fixed(a[3], b[3]), a[4])
         for a, b in zip(first, second, strict=True)
     ]
     for at, call in enumerate(calls):
@@ -343,7 +404,7 @@ def order_by_gradients(
         )
 
     for at in unknown:
-        _, own, out, _ = made[at] if made else (None, [], [], None)
+        own, out = made[at][1:3] if made else ([], [])
         calls[at] = replace(
             calls[at],
             inputs=corrected(calls[at].inputs, own),
@@ -380,8 +441,8 @@ def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _record(run: Callable[[Any], object], batch: Any, inputs: Note, outputs: Note) -> list[Any]:
-    """(function, notes of the arguments, notes of the results, settings) of every call."""
-    recorder = _Recorder(inputs, outputs)
+    """What ``_Recorder`` notes of every call."""
+    recorder = _Recorder(batch, inputs, outputs)
     with recorder:
         run(batch)
     return recorder.calls

@@ -12,9 +12,10 @@ Legend: B records (rows).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from dpvision.dp.buckets import hashes, passes
 from dpvision.dp.clipped import ClippedSum as ClippedSum
 from dpvision.dp.clipped import once, seal
 from dpvision.dp.compiled import CompiledBlocks
+from dpvision.dp.interception import RouteForgotten
 from dpvision.dp.one_pass import How, one_pass
 from dpvision.dp.per_record import LossFn as LossFn
 from dpvision.dp.per_record import LossModule, copied_buffers, prefixed
@@ -40,12 +42,13 @@ from dpvision.dp.reference_bits import (
 )
 from dpvision.dp.rounding import MOST_ROUNDED, UNIT, clip_factors, require_exact_products, reserve
 from dpvision.dp.route import trained
-from dpvision.dp.separable import check_module, require_separable
+from dpvision.dp.separable import check_module, forget_checks, require_separable
 from dpvision.dp.weight_grads import summed
 from dpvision.errors import ConfigError, PrivacyError
 
 RULES = ("hard", "automatic")
 METHODS = ("one_pass", "vmap")
+_T = TypeVar("_T")
 
 
 def clipped_sum(
@@ -126,13 +129,51 @@ def clipped_sum(
     for name, module in model.named_modules():  # at every pass, since modes may have changed
         check_module(name, module)
     once(host.record_id_B[valid].numpy())
-    if check_separability and require_separable(loss_fn, model, batch, key):
-        forget_admitted(model)
     how = _how(params, max_grad_norm, rule, loss_scale, chunk_size, blocks)
-    if rows is None:
-        return _sum_of_pass(
-            loss_fn, model, batch, key, method, how, host, valid, len(host.valid_B), None
-        )
+
+    def checked() -> ClippedSum:
+        if check_separability and require_separable(loss_fn, model, batch, key):
+            forget_admitted(model)
+        if rows is None:
+            return _sum_of_pass(
+                loss_fn, model, batch, key, method, how, host, valid, len(host.valid_B), None
+            )
+        return _sum_of_passes(loss_fn, model, batch, key, method, how, host, valid, rows)
+
+    return _again_if_forgotten(model, checked)
+
+
+def _again_if_forgotten(model: nn.Module, run: Callable[[], _T]) -> _T:
+    """Return ``run()``; where a pass does otherwise than its route, as another loss or setting
+    makes it do, all checks of the model are made again, once.
+    """
+    try:
+        return run()
+    except RouteForgotten:
+        forget_admitted(model)
+        forget_checks(model)
+    try:
+        return run()
+    except RouteForgotten as error:
+        raise PrivacyError(
+            f"clip: the forward pass came to {error}, where it did otherwise for two and "
+            "three records; expected the same calls for any records. Use method='vmap'."
+        ) from None
+
+
+def _sum_of_passes(
+    loss_fn: LossFn,
+    model: nn.Module,
+    batch: Batch,
+    key: StepKey,
+    method: str,
+    how: How,
+    host: HostRows,
+    valid: Tensor,
+    rows: int,
+) -> ClippedSum:
+    """The sum of the records at ``valid``, from passes of at most ``rows`` rows."""
+    device = batch.record_id_B.device
     with fixed_kernels():
         sizes = admitted(loss_fn, model, batch, key, rows, method, how)
         places = [
@@ -156,7 +197,7 @@ def clipped_sum(
         )
         if len(places) == 1:
             return next(sums)
-        total = ClippedSum.add_up(model, max_grad_norm, sums)
+        total = ClippedSum.add_up(model, how.max_grad_norm, sums)
         back_B = send(torch.cat(places).argsort(), device)
         return seal(replace(total, norms_B=total.norms_B[back_B], losses_B=total.losses_B[back_B]))
 
@@ -195,7 +236,9 @@ def check_bits(
     params = trained_parameters(model, max_grad_norm)
     how = _how(params, max_grad_norm, rule, loss_scale, chunk_size, blocks)
     with fixed_kernels():
-        return admit(loss_fn, model, public, key, sizes, method, how)
+        return _again_if_forgotten(
+            model, partial(admit, loss_fn, model, public, key, sizes, method, how)
+        )
 
 
 def _how(

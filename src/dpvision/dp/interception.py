@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dpvision.dp.batch_dims import MIXED, OPENED, READS, BatchDim, Call, block_call, tensors_in
+from dpvision.dp.batch_dims import (
+    MIXED,
+    OPENED,
+    READS,
+    BatchDim,
+    Call,
+    Sources,
+    block_call,
+    tensors_in,
+)
 from dpvision.dp.elementwise_rules import (
     attention,
     batch_norm,
@@ -141,6 +150,10 @@ class GraphChanged(Exception):
     """The pass made another call than when its batch dimensions were found."""
 
 
+class RouteForgotten(Exception):
+    """A pass did otherwise than its route: what was checked before is to be checked again."""
+
+
 class _Identity(torch.autograd.Function):
     """Returns the output unchanged, and passes its gradient to the sink during the backward
     pass.
@@ -181,9 +194,10 @@ class InterceptedPass(TorchFunctionMode):
         calls: tuple[Call, ...],
         num_records: int,
         slow: dict[str, str],
+        batch: Any = (),
     ) -> None:
         super().__init__()
-        self.num_records = num_records
+        self.num_records, self.sources = num_records, Sources(batch)
         device = next(iter(params.values())).device
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._calls, self._at = calls, 0
@@ -216,20 +230,24 @@ class InterceptedPass(TorchFunctionMode):
             done = self.run_block(self, *args, **kwargs)
             if done is not None:
                 self._at += done[0]
+                self.sources.note_any(tensors_in((done[1],), {}))
                 return done[1]
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        known = (
-            [t for t in tensors_in(args, kwargs) if id(t) in self._known]
-            if torch.is_grad_enabled()
-            else []
-        )
+        given = list(tensors_in(args, kwargs))
+        sources = self.sources.of(given)
+        known = [t for t in given if id(t) in self._known] if torch.is_grad_enabled() else []
         out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
         read = getattr(func, "__name__", "") in READS
-        if read or any(True for _ in tensors_in((out,), {})):
-            if self._at >= len(self._calls) or not self._calls[self._at].fits(func, args, kwargs):
+        made = list(tensors_in((out,), {}))
+        if read or made:
+            call = self._calls[self._at] if self._at < len(self._calls) else None
+            # The arguments of a traced block come from outside of the trace.
+            found = call.sources if call is not None and self.traced else sources
+            if call is None or not call.fits(func, args, kwargs, found):
                 raise GraphChanged(func.__name__)
+            self.sources.note(func, given, made, self._at)
             self._at += 1
         return out
 

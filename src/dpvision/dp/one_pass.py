@@ -24,10 +24,11 @@ from torch.func import functional_call
 from dpvision.data.batch import Batch, take
 from dpvision.data.keys import StepKey
 from dpvision.devices import send
+from dpvision.dp.batch_dims import same_sources
 from dpvision.dp.buckets import block_error, blocks
 from dpvision.dp.compiled import CompiledBlocks, Pending
 from dpvision.dp.gram import SquareNorms
-from dpvision.dp.interception import GraphChanged, InterceptedPass
+from dpvision.dp.interception import GraphChanged, InterceptedPass, RouteForgotten
 from dpvision.dp.outer_products import rounding
 from dpvision.dp.per_record import (
     LossModule,
@@ -51,7 +52,6 @@ from dpvision.dp.weight_grads import (
     total_square_norms,
     written_out,
 )
-from dpvision.errors import PrivacyError
 from dpvision.precision import autocast_dtype
 from dpvision.threads import map_pieces
 
@@ -140,10 +140,9 @@ def forward_backward(
     """Run the forward and the backward pass.
 
     Raises:
-        PrivacyError: the pass makes other calls than for two and three records.
+        RouteForgotten: the pass makes other calls than when its route was found.
     """
     params = trained(model)
-    fresh = False
     while True:
         route = route_of(loss_fn, model, batch, key)
         pending: list[Pending] = []  # compiled blocks that wait for their backward pass
@@ -152,14 +151,8 @@ def forward_backward(
                 loss_fn, model, params, route, batch, key, how.compiled, pending
             )
         except (GraphChanged, NoRule) as error:
-            if not fresh:  # another loss or setting than when the route was found
-                forget(loss_fn, model, batch)
-                fresh = True
-                continue
-            raise PrivacyError(
-                f"clip: the forward pass came to {error}, where it did otherwise for two and "
-                "three records; expected the same calls for any records. Use method='vmap'."
-            ) from None
+            forget(loss_fn, model, batch)
+            raise RouteForgotten(str(error)) from None
         leaked = backward(params, route.slow, run, pending, losses_B, how.loss_scale)
         if not leaked:
             break
@@ -199,11 +192,13 @@ def _forward(
     compiled: CompiledBlocks | None,
     pending: list[Pending],
 ) -> tuple[InterceptedPass, Tensor]:
-    run = InterceptedPass(params, route.calls, len(batch.record_id_B), route.slow)
+    run = InterceptedPass(params, route.calls, len(batch.record_id_B), route.slow, batch)
     buffers = prefixed(copied_buffers(model))
     blocks = contextlib.nullcontext() if compiled is None else compiled.intercepted(run, pending)
     with blocks, run, torch.enable_grad():
         losses_B = functional_call(LossModule(loss_fn, model), buffers, (batch, key))
+    if not same_sources(route.losses, run.sources.of([losses_B])):
+        raise GraphChanged("other losses")
     return run, losses_B
 
 

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call, grad_and_value, vmap
+from torch.overrides import TorchFunctionMode
 
 from dpvision.data.batch import Batch, mapped
 from dpvision.data.keys import StepKey
+from dpvision.dp.batch_dims import READS, tensors_in
 from dpvision.errors import PrivacyError
 
 LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
@@ -38,15 +41,39 @@ class LossModule(nn.Module):
         return checked_losses(self.loss_fn, self.model, batch, key)
 
 
+class _Raised(TorchFunctionMode):
+    """Remembers that a call raised, and lets none read numbers under ``vmap``."""
+
+    call: str | None = None
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "a call")
+        try:
+            if name in READS and any(map(is_functorch_wrapped_tensor, tensors_in(args, {}))):
+                raise RuntimeError("vmap: a call reads the records in Python")  # as of .item()
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.call = self.call or f"{name} raised {type(error).__name__}"
+            raise
+
+
 def checked_losses(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
     """Return the loss of every record, (B,).
 
     Raises:
-        PrivacyError: the losses have another shape, or the batch was changed: passes that read it
-            again would clip by the norms of other gradients than those that they add up.
+        PrivacyError: the losses have another shape; a call raised and the exception was caught; or
+            the batch was changed: passes that read it again would clip by the norms of other
+            gradients than those that they add up.
     """
-    before = versions(batch)
-    losses_B = loss_fn(model, batch, key)
+    before, raised = versions(batch), _Raised()
+    with raised:
+        losses_B = loss_fn(model, batch, key)
+    if raised.call is not None:
+        raise PrivacyError(
+            f"separability: {raised.call}, and the loss or the model caught the exception; "
+            "expected none to be caught, since one record's numbers may raise it and so decide "
+            "what others give. Let it pass, or test the shapes before the call."
+        )
     got, wanted = tuple(getattr(losses_B, "shape", ())), tuple(batch.record_id_B.shape)
     if got != wanted:
         raise PrivacyError(

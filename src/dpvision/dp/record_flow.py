@@ -7,7 +7,9 @@ by its name and dimensions, and, since no list of names is complete, by trying i
 numbers (``_reaches_others``).
 """
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dpvision.dp.batch_dims import MIXED, OPENED, READS, BatchDim, Call, tensors_in
+from dpvision.dp.record_reads import ReadsOfRecords, RecordsRead, reads_harmlessly
 
 
 class Level(IntEnum):
@@ -66,10 +69,9 @@ _ANYWHERE = _names("take put index index_put masked_scatter as_strided msort fli
 
 _ROUNDING = 1e-6
 """Relative change of a row below which it counts as rounding."""
-
-
-class RecordsRead(Exception):
-    """Python code reads numbers of records."""
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, type(...))
+_PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Types of the settings that a remembered trial may have."""
 
 
 def follow(run: Callable[[Any], Tensor], batch: Any, calls: list[Call]) -> Level:
@@ -82,24 +84,30 @@ def follow(run: Callable[[Any], Tensor], batch: Any, calls: list[Call]) -> Level
     Raises:
         RecordsRead: a number of the records becomes one of Python, which may decide anything.
     """
-    flow = _Flow(batch, calls)
-    with flow:
+    reads = ReadsOfRecords(batch)
+    flow = _Flow(batch, calls, reads)
+    with reads, flow:
         losses_B = run(batch)
+    if reads.read:  # the model caught the exception
+        raise RecordsRead(reads.read)
     level = flow.level(losses_B)
     return max(level, Level.MOVED) if flow.lost or not flow.knows(losses_B) else level
 
 
 class _Flow(TorchFunctionMode):
-    def __init__(self, batch: Any, calls: list[Call]) -> None:
+    def __init__(self, batch: Any, calls: list[Call], reads: ReadsOfRecords) -> None:
         super().__init__()
-        self._calls, self._at = calls, 0
-        self._tensors: dict[int, tuple[Tensor, Level, BatchDim | None]] = {}
+        self._calls, self._at, self._reads = calls, 0, reads
+        self._tensors: dict[int, tuple[Tensor, int, Level, BatchDim | None]] = {}
+        """Object -> itself and its storage, which another may replace (``x.data = y``)."""
         self._storages: dict[int, tuple[Level, BatchDim | None]] = {}
         """Of tensors that come back as other objects."""
         self._written: dict[int, Level] = {}
         """Storage -> the highest level written into it."""
         self._counting: dict[int, Tensor] = {}
         """Tensors that hold 0, 1, 2, ... whatever the batch."""
+        self._tried: dict[Any, tuple[BatchDim | None, ...] | None] = {}
+        """Call, as far as a trial depends on it -> whether it reaches other records."""
         self.lost = False
         """Whether tensors came by that cannot be followed, as inside ``torch.vmap``."""
         for value in batch:
@@ -111,30 +119,40 @@ class _Flow(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        name = getattr(func, "__name__", "").partition(".")[0]  # aten's have .overload
+        name, reads = _name(func), getattr(func, "__name__", "") in READS
         given = list(tensors_in(args, kwargs))
         highest = max(map(self.level, given), default=Level.PUBLIC)
-        if name in READS and highest:
-            raise RecordsRead(name)
+        if highest and (reads or (name == "tensor_split" and len(given) > 1)):
+            self._reads.read = func.__name__
+            raise RecordsRead(func.__name__)
         level_of_parts = [self._level_of_list(value) for value in args]
         highest = max([highest, *level_of_parts])
         dims = self._calls[self._at].outputs if self._at < len(self._calls) else ()
-        reaches = highest == Level.ROWS and self._reaches_others(func, name, args, kwargs, dims)
+        versions = [t._version for t in given]
+        self._reads.ignored = reads_harmlessly(func, args, kwargs)
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
-        if name == "__setitem__":
-            self._write(args[0], self._level_of_setitem(args, highest))
-        if made or name in READS:
+        levels = []
+        if made or reads:
             self._at += 1
-            for i, tensor in enumerate(made):
-                dim = dims[i] if i < len(dims) else MIXED
-                level = self._result(name, args, kwargs, highest, dim)
-                if reaches:  # right by ``vmap``, which computes each record alone
-                    level = max(level, Level.MOVED)
-                self._put(tensor, level, dim)
-                if (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
-                    self._write(tensor, level)
-            self._note_counting(name, args, kwargs, made)
+            dims += (MIXED,) * (len(made) - len(dims))
+            levels = [self._result(name, args, kwargs, highest, dim) for dim in dims[: len(made)]]
+        self._reads.ignored = True  # the call is tried on numbers of no record
+        if made and highest == Level.ROWS:
+            ordered = self._tried_dims(func, name, args, kwargs, made, dims)
+            if ordered is None:  # right by ``vmap``, which computes each record alone
+                levels = [max(level, Level.MOVED) for level in levels]
+            dims = ordered or dims
+        for tensor, level, dim in zip(made, levels, dims, strict=False):
+            self._put(tensor, level, dim)
+        self._note_counting(name, args, kwargs, made)
+        written = max(levels) if levels else max(highest, Level.MOVED) if highest else Level.PUBLIC
+        if name == "__setitem__":
+            written = self._level_of_setitem(args, highest)
+        for tensor, version in zip(given, versions, strict=True):
+            if tensor._version != version:  # in place, as out=, or by an operator that returns none
+                self._write(tensor, written)
+        self._reads.ignored = False
         return out
 
     def level(self, tensor: Tensor) -> Level:
@@ -143,6 +161,8 @@ class _Flow(TorchFunctionMode):
             self.lost = True
             return Level.MOVED
         level, dim = self._known(tensor)
+        if level == Level.PUBLIC and not self._is_put(tensor) and self._reads.holds(tensor):
+            self.lost, level = True, Level.MOVED  # made by code that this mode does not see
         written = self._written.get(_storage(tensor), Level.PUBLIC)
         if written == Level.ROWS and dim is None:
             written = Level.MOVED
@@ -150,15 +170,18 @@ class _Flow(TorchFunctionMode):
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a call or the batch made this tensor."""
-        return id(tensor) in self._tensors or _storage(tensor) in self._storages
+        return self._is_put(tensor) or _storage(tensor) in self._storages
+
+    def _is_put(self, tensor: Tensor) -> bool:
+        return self._tensors.get(id(tensor), (None, None))[1] == _storage(tensor)
 
     def _known(self, tensor: Tensor) -> tuple[Level, BatchDim | None]:
-        if id(tensor) in self._tensors:
-            return self._tensors[id(tensor)][1:]
+        if self._is_put(tensor):
+            return self._tensors[id(tensor)][2:]
         return self._storages.get(_storage(tensor), (Level.PUBLIC, None))
 
     def _put(self, tensor: Tensor, level: Level, dim: BatchDim | None) -> None:
-        self._tensors[id(tensor)] = tensor, level, dim
+        self._tensors[id(tensor)] = tensor, _storage(tensor), level, dim
         self._storages[_storage(tensor)] = level, dim
 
     def _write(self, tensor: Tensor, level: Level) -> None:
@@ -196,43 +219,43 @@ class _Flow(TorchFunctionMode):
             return Level.MOVED if name in _LAYOUT else Level.JOINED
         return Level.ROWS
 
-    def _reaches_others(
-        self, func: Any, name: str, args: Any, kwargs: Any, dims: tuple[BatchDim | None, ...]
-    ) -> bool:
-        """Whether a record's rows change the rows of others in the results of a call.
+    def _tried_dims(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        made: list[Tensor],
+        dims: tuple[BatchDim | None, ...],
+    ) -> tuple[BatchDim | None, ...] | None:
+        """The batch dimensions of a call's results, with the order of their rows; None if a
+        record's rows may change the rows of others.
 
-        The call is tried on random numbers in place of the records' floating-point ones, then with
-        others for the second of three records. Not known, and False, where it raises on them, for
-        other kinds of numbers, and for results whose records have no one dimension: those are told
-        by name.
+        The call is tried on random numbers in place of all numbers, then with others for the second
+        of three records. The numbers of weights and of constants are replaced too, since training
+        may change them. Results whose records have no one dimension are told by name.
         """
-        if name in _LAYOUT or not any(map(_has_rows, dims)):
-            return False
-        generator = torch.Generator().manual_seed(0)
-        at = {
-            id(t): (t, dim)
-            for t in tensors_in(args, kwargs)
+        if not any(map(_has_rows, dims)):
+            return dims
+        given = {id(t): t for t in tensors_in(args, kwargs)}
+        rows = {
+            key: dim
+            for key, t in given.items()
             for dim in (self._known(t)[1],)
-            if t.is_floating_point() and self.level(t) == Level.ROWS and _has_rows(dim)
+            if self.level(t) == Level.ROWS and _has_rows(dim)
         }
-        if not at or any(t.device.type == "meta" for t, _ in at.values()):
-            return False
-        first = {key: torch.randn(t.shape, generator=generator).to(t) for key, (t, _) in at.items()}
-        second = {
-            key: _with_other_record(value, at[key][1], generator) for key, value in first.items()
-        }
-        try:
-            before, after = (
-                list(tensors_in((func(*_replaced(args, new), **_replaced(kwargs, new)),), {}))
-                for new in (first, second)
+        if not rows or any(t.device.type == "meta" for t in given.values()):
+            return dims
+        own = func if name else object()
+        case = own, dims, _case((args, kwargs), {key: i for i, key in enumerate(given)}, rows)
+        if case not in self._tried:
+            moved = tensors_in(args[:1], {}) if name in _LAYOUT else ()
+            few = any(not given[key].is_floating_point() for key in rows) or any(
+                not t.is_floating_point() for t in made
             )
-        except Exception:
-            return False
-        return any(
-            _differs(_of_others(a, dim), _of_others(b, dim))
-            for a, b, dim in zip(before, after, dims, strict=False)
-            if _has_rows(dim)
-        )
+            call = _Trial(func, args, kwargs, given, rows, {id(t) for t in moved}, few)
+            self._tried[case] = call.dims(dims)
+        return self._tried[case]
 
     def _moves(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether a call on rows may put them in another order."""
@@ -312,24 +335,174 @@ def _has_rows(dim: BatchDim | None) -> bool:
     return dim is not None and dim != MIXED
 
 
-def _with_other_record(value: Tensor, dim: Any, generator: torch.Generator) -> Tensor:
+def _name(func: Any) -> str:
+    """The name of a function of PyTorch; empty for others, whose names mean nothing."""
+    module = getattr(func, "__module__", None) or "torch"
+    if module.partition(".")[0] != "torch" or module.startswith("torch._ops."):
+        return func.__name__.partition(".")[0] if module == "torch._ops.aten" else ""
+    return getattr(func, "__name__", "")
+
+
+def _case(value: Any, places: dict[int, int], rows: dict[int, Any]) -> Any:
+    """What a trial of a call depends on: shapes, types and plain settings. What depends on more
+    equals nothing.
+    """
+    if isinstance(value, Tensor) and _is_drawn(value):
+        return places[id(value)], value.shape, value.dtype, value.device, rows.get(id(value))
+    if isinstance(value, dict):
+        return tuple((key, _case(item, places, rows)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return tuple(_case(item, places, rows) for item in value)
+    return (type(value), value) if type(value) in _PLAIN else object()
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A call to be tried on random numbers."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    given: dict[int, Tensor]
+    """Tensor arguments by id."""
+    rows: dict[int, BatchDim]
+    """Batch dimensions of those that hold records."""
+    moved: set[int]
+    """Those that are only moved, so that numbers of another type do as well."""
+    few: bool
+    """Whether to try numbers of few values too, which are often equal."""
+
+    def dims(self, dims: tuple[BatchDim | None, ...]) -> tuple[BatchDim | None, ...] | None:
+        """Return the batch dimensions of the results with an order of rows in which the second
+        record changes no row of others; None if there is none, or the call takes no numbers tried.
+        """
+        # 1. Numbers that a function may refuse are followed by others: normal ones by those in
+        #    [0, 1) (a probability), these by positive definite matrices; integers of 0 and 1 by the
+        #    call's own (an index into one row). The CPU comes first, since a GPU may not recover
+        #    from a refusal; an operator may work on its own device only.
+        # 2. A call that refuses all of them may do anything to rows.
+        # 3. A comparison of normal numbers says nothing of equal ones: few values are tried too.
+        left: list[list[BatchDim | None]] = [_orders(dim) for dim in dims]
+        devices = dict.fromkeys((torch.device("cpu"), *(t.device for t in self.given.values())))
+        tried = itertools.product(devices, _DRAWS, (True, False))
+        if not any(self._keep(left, *case) for case in tried):
+            return None
+        for seed in range(3 if self.few else 0):
+            self._keep(left, torch.device("cpu"), _coins, True, seed)
+        return tuple(found[0] for found in left) if all(left) else None
+
+    def _keep(
+        self,
+        left: list[list[BatchDim | None]],
+        device: torch.device,
+        draw: Any,
+        whole: bool,
+        seed: int = 0,
+    ) -> bool:
+        """Keep those of the orders in which no row of others changes; False if the call raises."""
+        generator = torch.Generator().manual_seed(seed)
+        first, second = {}, {}
+        try:
+            for key, t in self.given.items():
+                like = torch.empty(t.shape) if key in self.moved else t
+                drawn = whole or _is_drawn(like)
+                value = _drawn(like, draw, generator) if drawn else t.to("cpu", copy=True)
+                first[key] = second[key] = value.to(device)
+                if drawn and key in self.rows:
+                    other = _with_other_record(value, self.rows[key], draw, generator)
+                    second[key] = other.to(device)
+            before, after = (
+                [
+                    t.cpu()
+                    for t in tensors_in(
+                        (self.func(*_replaced(self.args, new), **_replaced(self.kwargs, new)),), {}
+                    )
+                ]
+                for new in (first, second)
+            )
+            if not len(before) == len(after) == len(left):
+                return False
+            kept = [
+                [
+                    dim
+                    for dim in found
+                    if dim is None
+                    or dim == MIXED
+                    or not _differs(_of_others(a, dim), _of_others(b, dim))
+                ]
+                for found, a, b in zip(left, before, after, strict=True)
+            ]
+        except Exception:
+            return False
+        left[:] = kept
+        return True
+
+
+def _orders(dim: BatchDim | None) -> list[BatchDim | None]:
+    """A batch dimension with each order that its rows may have."""
+    if dim is None or dim == MIXED or dim.per_record == 1:
+        return [dim]
+    return [replace(dim, side_by_side=True), replace(dim, side_by_side=False)]
+
+
+def _rows_of_second(dim: BatchDim) -> Tensor:
+    """Whether each row is the second of three records', bool (3 * per_record,)."""
+    row = torch.arange(3 * dim.per_record)
+    return (row // dim.per_record if dim.side_by_side else row % 3) == 1
+
+
+def _coins(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Random numbers 0, 1 and 2."""
+    return torch.randint(0, 3, shape, generator=generator).float()
+
+
+def _is_drawn(value: Tensor) -> bool:
+    """Whether any random numbers will do: integers may be indices."""
+    return value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+
+
+def _drawn(value: Tensor, draw: Any, generator: torch.Generator) -> Tensor:
+    """Random numbers of a tensor's shape and type; 0 and 1 for integers and truth values."""
+    if value.is_complex():
+        parts = (draw(value.shape, generator=generator) for _ in range(2))
+        return torch.complex(*parts).to(value.dtype)
+    if value.is_floating_point():
+        return draw(value.shape, generator=generator).to(value.dtype)
+    if draw is _coins and value.dtype != torch.bool:
+        return draw(value.shape, generator=generator).to(value.dtype)
+    return torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
+
+
+def _positive_definite(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Random positive definite matrices, where the last two dimensions are equal."""
+    value = torch.randn(shape, generator=generator)
+    square = len(shape) > 1 and shape[-1] == shape[-2]
+    return value @ value.mT + torch.eye(shape[-1]) if square else value.abs()
+
+
+_DRAWS: tuple[Callable[..., Tensor], ...] = (torch.randn, torch.rand, _positive_definite)
+
+
+def _with_other_record(
+    value: Tensor, dim: BatchDim, draw: Any, generator: torch.Generator
+) -> Tensor:
     """Copy a tensor with other random numbers in the rows of the second of three records."""
-    changed = value.clone()
-    part = changed.narrow(dim.dim, dim.per_record, dim.per_record)
-    part.copy_(torch.randn(part.shape, generator=generator))
+    changed, own = value.clone(), _rows_of_second(dim)
+    changed.movedim(dim.dim, 0)[own] = _drawn(value, draw, generator).movedim(dim.dim, 0)[own]
     return changed
 
 
-def _of_others(value: Tensor, dim: Any) -> Tensor:
+def _of_others(value: Tensor, dim: BatchDim) -> Tensor:
     """Rows of the first and the third record."""
-    kept = [*range(dim.per_record), *range(2 * dim.per_record, 3 * dim.per_record)]
-    return value.index_select(dim.dim, torch.tensor(kept, device=value.device))
+    return value.index_select(dim.dim, (~_rows_of_second(dim)).nonzero()[:, 0])
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:
-    """Whether numbers differ by more than rounding."""
+    """Whether shapes differ, or numbers by more than rounding."""
+    if a.shape != b.shape or torch.equal(a, b):
+        return a.shape != b.shape
     a, b = (value.to(torch.complex128).nan_to_num() for value in (a, b))
-    return bool((a - b).abs().max() > _ROUNDING * a.abs().max()) if a.numel() else False
+    return bool((a - b).abs().max() > _ROUNDING * a.abs().max())
 
 
 def _replaced(value: Any, new: dict[int, Tensor]) -> Any:

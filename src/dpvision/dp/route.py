@@ -20,6 +20,7 @@ from dpvision.data.keys import StepKey
 from dpvision.dp.batch_dims import (
     NUM_RECORDS,
     Call,
+    Source,
     find_batch_dims,
     order_by_gradients,
     order_by_values,
@@ -33,7 +34,8 @@ from dpvision.dp.interception import (
     refuse_backward_hooks,
 )
 from dpvision.dp.per_record import LossModule, copied_buffers, per_record_gradients, prefixed
-from dpvision.dp.record_flow import Level, RecordsRead, follow
+from dpvision.dp.record_flow import Level, follow
+from dpvision.dp.record_reads import RecordsRead
 from dpvision.dp.rule import NoRule
 from dpvision.errors import PrivacyError
 from dpvision.precision import autocast_dtype
@@ -55,6 +57,8 @@ class Route:
     """Parameter without a rule -> why; its gradients are computed one record at a time, in
     chunks.
     """
+    losses: tuple[Source, ...] = ()
+    """Where the losses come from."""
 
 
 def _probes(batch: Batch) -> tuple[Batch, Batch, dict[int, Batch]]:
@@ -127,7 +131,7 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
             calls = order_by_gradients(make_losses, many, calls)
     slow = dict.fromkeys(params, _MOVED) if moved else {}
     while True:
-        record = InterceptedPass(params, tuple(calls), NUM_RECORDS[1], slow)
+        record = InterceptedPass(params, tuple(calls), NUM_RECORDS[1], slow, many)
         try:
             with record, torch.enable_grad():
                 losses_B = run(many)
@@ -151,7 +155,7 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
         for slot in record.slots:
             for name in sorted(slot.names):
                 uses[name] += slot.rules
-        return Route(tuple(calls), uses, slow)
+        return Route(tuple(calls), uses, slow, record.sources.of([losses_B]))
 
 
 def _moves_rows(run: Callable[[Any], Tensor], many: Batch, calls: list[Call]) -> bool:
@@ -167,6 +171,14 @@ def _moves_rows(run: Callable[[Any], Tensor], many: Batch, calls: list[Call]) ->
             f"separability: the loss or the model reads records in Python ({error}, as in `if`, "
             "`.item()` or `.tolist()`), so that one record may decide what others give; expected "
             "operations on tensors alone. Use torch.where on each record's own values."
+        ) from None
+    except PrivacyError:
+        raise
+    except Exception as error:  # of a call that ran before without being followed
+        raise PrivacyError(
+            "clip: the model cannot be followed: a call in it raises "
+            f"{type(error).__name__} ({(str(error).splitlines() or [''])[0]}); expected calls of "
+            "PyTorch on tensors, which can be seen. Use method='vmap'."
         ) from None
     if level == Level.JOINED:
         raise PrivacyError(

@@ -106,6 +106,11 @@ def require_separable(
     return len(passed) > 1
 
 
+def forget_checks(model: nn.Module) -> None:
+    """Forget what was checked, so that it is checked again."""
+    _CHECKED.pop(model, None)
+
+
 def _case(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Any:
     """What the check is remembered for: the loss, the layers and all that they hold, the shapes of
     records, which parameters are trained.

@@ -34,8 +34,9 @@ class _Batches:
 
     A plan draws positions and a sum has ids, and which id a position has is the data set's to know.
     But a record has one id: two batches share as many ids as their draws share positions, or fewer
-    where records could not be read or are those of another process. Sums of other records than
-    those drawn (the first ones, fixed batches in turn) share more. And the records of a batch were
+    where records could not be read or are those of another process, by at most as many as are
+    missing. Sums of other records than those drawn share more (the first ones, fixed batches in
+    turn) or fewer (one epoch in batches, each record once). And the records of a batch were
     in no more earlier batches than those of its draw, the most frequent compared with the most
     frequent: one record in every sum (alone, or in place of another) was in more.
     """
@@ -49,7 +50,10 @@ class _Batches:
         shared, seen = _in_earlier(released, self._released)
         shared_of_draw, seen_of_draw = _in_earlier(drawn, self._drawn)
         most_seen = seen_of_draw[len(drawn) - len(released) :]
-        if (shared > shared_of_draw).any() or (seen > most_seen).any():
+        earlier = zip(self._drawn, self._released, strict=True)
+        lacking = np.array([len(a) - len(b) for a, b in earlier], dtype=np.int64)
+        fewest = shared_of_draw - lacking - (len(drawn) - len(released))
+        if (shared > shared_of_draw).any() or (shared < fewest).any() or (seen > most_seen).any():
             return False
         self._drawn.append(drawn)
         self._released.append(released)

@@ -291,6 +291,7 @@ def not_covered_of(
     guarantee: dict[str, Any],
     ended_early: dict[str, Any] | None,
     other_runs: dict[str, Any],
+    others: "Others",
 ) -> list[str]:
     """Return what the guarantee does not cover because of a statement's lineage, and of how the run
     was chosen and ended.
@@ -311,8 +312,25 @@ def not_covered_of(
     adaptive = guarantee["composition"]["methods"]["epsilon"] in ("filter", "basic")
     return [
         *([STOP] if ended_early is not None and ended_early["declared"] != "independent" else []),
+        *in_several_stores(guarantee, others),
         *of_earlier_runs(lineage, adaptive=adaptive, capped=capped),
         *([CHOICE.format(capped)] if tuning == "charged" else []),
+    ]
+
+
+def in_several_stores(guarantee: dict[str, Any], others: "Others") -> list[str]:
+    """Return what the epsilon of one store does not cover if the weights come from several: basic
+    composition bounds it for who is in all of them.
+    """
+    if not others:
+        return []
+    said = [Stated.of("record", of["epsilon"], of["unit_epsilon"]) for of in (guarantee, *others)]
+    whom = "A person with images" if all(one.of_person for one in said) else "An image that is"
+    names = " and ".join(of["store_id"][:12] for of in others)
+    return [
+        f"{whom} in this store and in private store {names}, which the weights come from too: for "
+        f"these, epsilon is the sum over the stores, {up(sum(one.epsilon for one in said), 2)} at "
+        f"delta {up_delta(sum(of['delta'] for of in (guarantee, *others)))}."
     ]
 
 

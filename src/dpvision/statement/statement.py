@@ -192,7 +192,7 @@ def compose(facts: Facts) -> dict[str, Any]:
         released = phrases.released(plan, head=head)
     if guarantee is not None:
         not_covered += history_phrases.not_covered_of(
-            lineage, tuning, guarantee, ended_early, facts.other_runs
+            lineage, tuning, guarantee, ended_early, facts.other_runs, others
         )
     return {
         "format": FORMAT,

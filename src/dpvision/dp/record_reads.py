@@ -1,0 +1,93 @@
+"""Which operators give Python something that depends on the records: a number, or a size.
+
+Python may then do anything: take a branch, make a tensor of that size, write text. Names of
+functions (``batch_dims.READS``) tell some of them. This mode sees the operators below, whoever
+called them: ``torch.zeros(x.amax())``, the ``item`` inside ``F.one_hot``, a scripted function.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dpvision.models.head import linear_cross_entropy
+
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Of operators whose result is a number for Python, or has a size that depends on the numbers."""
+_UNTAGGED = {torch.ops.aten._pack_padded_sequence.default}
+_MASKABLE = {torch.ops.aten.index.Tensor}
+"""Has such a size for masks only: those are refused by name (``batch_dims``)."""
+
+
+class RecordsRead(Exception):
+    """Python code reads numbers of records."""
+
+
+class ReadsOfRecords(TorchDispatchMode):
+    """Follows what is computed from a batch, and raises ``RecordsRead`` where Python gets some.
+
+    ``read`` stays where the model catches the exception.
+    """
+
+    def __init__(self, batch: Iterable[Tensor | None]) -> None:
+        super().__init__()
+        self.read: str | None = None
+        """Name of the first operator that read."""
+        self.ignored = False
+        """Whether the calls to come are trials, or read harmlessly."""
+        self._held: dict[int, torch.UntypedStorage] = {}
+        self._hold(batch)
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(map(self.holds, tree_leaves((args, kwargs)))):
+            return func(*args, **kwargs)
+        sized = func in _UNTAGGED or (_TAGS & {*func.tags} and func not in _MASKABLE)
+        if sized and not self.ignored:
+            self._note(func)
+        out = func(*args, **kwargs)
+        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        if any(value.layout != torch.strided for value in made):
+            self._note(func)  # a sparse tensor's size depends on its numbers
+        self._hold([*made, *_written(func, args, kwargs)])
+        return out
+
+    def _note(self, func: Any) -> None:
+        self.read = self.read or func._schema.name.partition("::")[2]
+        raise RecordsRead(self.read)
+
+    def _hold(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and value.layout == torch.strided:
+                storage = value.untyped_storage()
+                self._held[storage._cdata] = storage  # kept, so that no other gets its address
+
+    def holds(self, value: Any) -> bool:
+        """Return whether a value is a tensor in memory that the records were written into."""
+        return (
+            isinstance(value, Tensor)
+            and value.layout == torch.strided
+            and value.untyped_storage()._cdata in self._held
+        )
+
+
+def reads_harmlessly(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether what a function reads decides no result: ``one_hot`` for a given number of
+    classes only raises by it, and our own head only saves time.
+    """
+    num_classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+    one_hot = func is F.one_hot and isinstance(num_classes, int) and num_classes >= 0
+    return one_hot or func is linear_cross_entropy
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes into."""
+    written: list[Any] = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += tree_leaves(args[at] if at < len(args) else kwargs.get(argument.name))
+    return written
