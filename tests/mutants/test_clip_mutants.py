@@ -587,7 +587,7 @@ def test_rows_told_by_name_alone() -> None:
         assert moved.norm() <= C, MORE
 
     check()
-    with planted(record_flow._Flow, "_reaches_others", lambda *args: False, MORE):
+    with planted(record_flow._Flow, "_tried_dims", lambda *args: args[-1], MORE):
         check()
 
 
@@ -613,9 +613,12 @@ def test_refusal_taken_for_rows() -> None:
         assert moved.norm() <= C, MORE
 
     check()
-    tried = record_flow._changes_others
-    by_name = lambda func, *rest: func is not torch.quantile and tried(func, *rest)  # noqa: E731
-    with planted(record_flow, "_changes_others", by_name, MORE):
+    tried = record_flow._Trial.dims
+
+    def by_name(call: Any, dims: Any) -> Any:
+        return dims if call.func is torch.quantile else tried(call, dims)
+
+    with planted(record_flow._Trial, "dims", by_name, MORE):
         check()
 
 

@@ -4,7 +4,7 @@
 show: rows sorted by a label that they share, or a branch taken for images above 20. This module
 follows every tensor that is computed from the records and asks only what each call may do to rows:
 by its name and dimensions, and, since no list of names is complete, by trying it alone on random
-numbers (``_reaches_others``).
+numbers (``_Trial``). What Python reads of the records is seen by ``record_reads``.
 """
 
 import itertools
@@ -242,7 +242,7 @@ class _Flow(TorchFunctionMode):
             key: dim
             for key, t in given.items()
             for dim in (self._known(t)[1],)
-            if self.level(t) == Level.ROWS and _has_rows(dim)
+            if dim is not None and dim != MIXED and self.level(t) == Level.ROWS
         }
         if not rows or any(t.device.type == "meta" for t in given.values()):
             return dims
