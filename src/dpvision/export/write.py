@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -20,7 +20,7 @@ from dpvision.files import disk_refusals, new_folder
 from dpvision.runs.folder import require_confidential
 
 Format = Literal["timm", "transformers", "onnx", "safetensors", "peft"]
-FORMATS: tuple[Format, ...] = ("timm", "transformers", "onnx", "safetensors", "peft")
+FORMATS: tuple[Format, ...] = get_args(Format)
 TOLERANCE = 1e-5
 """Largest difference from the run's own outputs, relative to the largest of them if above 1."""
 _ROWS = 3
