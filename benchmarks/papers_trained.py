@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from common import Work, row
 from PIL import Image
-from runs import trained
+from run_folders import trained
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig

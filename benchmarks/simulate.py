@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from common import row, write_result
-from runs import trained
+from run_folders import trained
 
 from dpvision.runs.folder import run_base
 

@@ -41,7 +41,7 @@ def test_a_hub_folder_opens_as_timm_opens_it(hub):
             token_BLD = theirs.forward_features(x_BCHW)
         assert torch.allclose(encoder(x_BCHW), token_BLD[:, 1:].mean(1), atol=1e-6)
         assert (encoder.mean, encoder.std, encoder.image_size) == (tuple(MEAN), tuple(STD), 64)
-        assert encoder.licence == "cc-by-nc-4.0" and encoder.lineage[0]["licence"] is None
+        assert encoder.licence == encoder.lineage[0]["licence"] == "cc-by-nc-4.0"
     parent = open_parent(f"timm:{VIT}@{hub}")
     config = parent.manifest["config"]
     assert config["data"] == {"mean": MEAN, "std": STD}

@@ -9,7 +9,7 @@ weights without a lineage:
     steps, plan, total}; the plan lets runs be composed, and total covers all
         runs up to this one on the same store,
     declared: for weights without a lineage, who declared them public, and their source.
-    exported: of weights without a lineage whose metadata says that dpvision exported them,
+    exported: of weights without a lineage which dpvision exported, as their metadata says,
     clock: of an entry without a guarantee that ``lineage_of_results`` adds, the checkpoint's name.
 
 Weights of runs without a guarantee are recognised also in files that another program saved without
@@ -267,7 +267,7 @@ def undeclared_weights(name: str, licence: str | None = None) -> dict[str, Any]:
 
 def without_lineage(entry: dict[str, Any], metadata: Any) -> dict[str, Any]:
     """Return the lineage entry of weights that carry none, marked if their metadata says that
-    dpvision exported them: their lineage was lost, and no declaration replaces it.
+    they were exported from here: their lineage was lost, and no declaration replaces it.
     """
     exported = isinstance(metadata, dict) and "dpvision.statement" in metadata
     return entry | {"exported": True} if exported else entry

@@ -19,7 +19,6 @@ from dpvision.data.declared import window_of
 from dpvision.data.rgb import Window
 from dpvision.data.store import Store
 from dpvision.data.tokenizer import CaptionTokenizer
-from dpvision.data.transform import in_use
 from dpvision.encoders.papers import paper_checkpoint
 from dpvision.encoders.trained import filled, load_model
 from dpvision.errors import CheckpointError, ConfigError
@@ -153,7 +152,7 @@ def open_captioner(
         name="captioner, averaged weights" if ema else "captioner",
         model=_frozen(model, device),
         tokenizer=tokenizer,
-        data=DataConfig(**in_use(config.data)),
+        data=config.data,  # with its store: test images must not be among those trained on
         confidential=shaped_in_confidence(
             lineage_of_results(checkpoint.manifest["lineage"], checkpoint.path)
         ),
