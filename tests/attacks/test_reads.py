@@ -69,6 +69,12 @@ def replaced(label_B: Tensor) -> Tensor:
     return value
 
 
+def _told(label_B: Tensor) -> list[int]:
+    found: list[int] = []
+    label_B.clone().apply_(lambda value: found.append(value) or value)
+    return [value for value in found if value == 9]
+
+
 READ: dict[str, Callable[[Tensor], Any]] = {
     "where": lambda label: len(torch.where(label == 9)[0]),
     "argwhere": lambda label: len(torch.argwhere(label == 9)),
@@ -84,6 +90,7 @@ READ: dict[str, Callable[[Tensor], Any]] = {
     "repr": lambda label: "9" in repr(label),
     "str": lambda label: "9" in str(label.amax()),
     "copy": lambda label: bool((copy.deepcopy(label) == 9).any()),
+    "apply": lambda label: bool(_told(label)),
     "script": scripted,
     "data": replaced,
 }
@@ -156,7 +163,26 @@ def reshaped(model: Any, batch: Records, key: StepKey) -> Tensor:
     return F.cross_entropy(model.head(h_BD), batch.label_B, reduction="none") * 3
 
 
-@pytest.mark.parametrize("loss", [centred, returned, shifted, reshaped])
+def written(model: Any, batch: Records, key: StepKey) -> Tensor:
+    """A call that returns none: it is one of those to repeat too."""
+    h_BD = model.layer(batch.x_BD)
+    shift_D = torch.zeros(WIDTH, dtype=h_BD.dtype)
+    mean_D = h_BD.detach().mean(0)
+    if float(model.gate) > 1:
+        shift_D[:] = mean_D
+    return F.cross_entropy(model.head(h_BD - shift_D), batch.label_B, reduction="none") * 3
+
+
+def by_columns(model: Any, batch: Records, key: StepKey) -> Tensor:
+    """Two shapes of one tensor, of which a weight takes one."""
+    h_BD = model.layer(batch.x_BD)
+    turned_DB = h_BD.reshape(WIDTH, -1)
+    used = turned_DB if float(model.gate) > 1 else h_BD
+    probability_BD = used.softmax(1).reshape(h_BD.shape)
+    return F.cross_entropy(model.head(probability_BD), batch.label_B, reduction="none") * 3
+
+
+@pytest.mark.parametrize("loss", [centred, returned, shifted, reshaped, written, by_columns])
 def test_a_weight_that_passes_one_chooses_no_tensor_unseen(loss: Any) -> None:
     model, batch = Model(), records(0)
     summed(loss, model, batch)

@@ -69,13 +69,14 @@ class Sources:
 
     def note(self, function: Any, given: list[Tensor], made: list[Tensor], at: int) -> None:
         """Remember the results of call number ``at``. What a function returns unchanged keeps its
-        source, and so does a copy by a function that returns some tensors unchanged.
+        source, and so does a copy of the same shape by a function that returns some unchanged.
         """
         known = {id(tensor) for tensor in given}
         same = given and getattr(function, "__name__", "") in _UNCHANGED
         for number, tensor in enumerate(made):
             if id(tensor) not in known:
-                source = self.of(given[:1])[0] if same else (at, number)
+                kept = same and tensor.shape == given[0].shape
+                source = self.of(given[:1])[0] if kept else (at, number)
                 self._made[id(tensor)] = weakref.ref(tensor), source
 
     def note_any(self, made: Iterator[Tensor]) -> None:
@@ -84,8 +85,7 @@ class Sources:
             self._made[id(tensor)] = weakref.ref(tensor), ANY
 
 
-_UNCHANGED_NAMES = """contiguous to type type_as float double half bfloat16 cpu cuda flatten reshape
-    expand dropout"""
+_UNCHANGED_NAMES = "contiguous to type type_as float double half bfloat16 cpu cuda flatten dropout"
 _UNCHANGED = frozenset(_UNCHANGED_NAMES.split())
 """Names of functions that return some tensors unchanged and copy or view others, depending on
 their type or layout.
@@ -214,11 +214,20 @@ _PICKING: set[Any] = {
 """Functions whose result size depends on the data."""
 _READ_NAMES = """__bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ __dlpack__
     __format__ __repr__ __str__ __reduce_ex__ __deepcopy__ item tolist numpy equal allclose
-    is_nonzero storage untyped_storage _typed_storage data_ptr _to_dlpack to_dlpack"""
+    is_nonzero storage untyped_storage _typed_storage data_ptr _to_dlpack to_dlpack apply_ map_
+    map2_"""
 READS = frozenset(_READ_NAMES.split())
-"""Names of functions that give Python a tensor's numbers: calls too, so that a pass may make only
-those that were seen.
-"""
+"""Names of functions that give Python a tensor's numbers."""
+_WRITES = frozenset(("__setitem__", "__set__", "__delitem__"))
+
+
+def counts(function: Any, made: list[Tensor]) -> bool:
+    """Return whether a call is one of those that a later pass must repeat: it makes tensors, gives
+    Python numbers, or writes into a tensor and returns none.
+    """
+    name = getattr(function, "__name__", "")
+    return bool(made) or name in READS or name in _WRITES or name.startswith("_foreach_")
+
 
 Losses = Callable[[Any], Tensor]
 """batch -> losses_B."""
@@ -246,7 +255,7 @@ class _Recorder(TorchFunctionMode):
         inputs, sources = self._inputs(at, given), self._sources.of(given)
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
-        if made or getattr(func, "__name__", "") in READS:
+        if counts(func, made):
             self._sources.note(func, given, made, at)
             outputs, settings = self._outputs(at, made), _settings(func, args, kwargs)
             self.calls.append((func, inputs, outputs, settings, sources))

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from dpvision.dp.batch_dims import (
     MIXED,
     OPENED,
-    READS,
     BatchDim,
     Call,
     Sources,
     block_call,
+    counts,
     tensors_in,
 )
 from dpvision.dp.elementwise_rules import (
@@ -239,9 +239,8 @@ class InterceptedPass(TorchFunctionMode):
         sources = self.sources.of(given)
         known = [t for t in given if id(t) in self._known] if torch.is_grad_enabled() else []
         out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
-        read = getattr(func, "__name__", "") in READS
         made = list(tensors_in((out,), {}))
-        if read or made:
+        if counts(func, made):
             call = self._calls[self._at] if self._at < len(self._calls) else None
             # The arguments of a traced block come from outside of the trace.
             found = call.sources if call is not None and self.traced else sources

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpvision.data.batch import Batch, mapped
 from dpvision.data.keys import StepKey
-from dpvision.dp.batch_dims import READS, tensors_in
+from dpvision.dp.batch_dims import tensors_in
 from dpvision.errors import PrivacyError
 
 LossFn = Callable[[nn.Module, Batch, StepKey], Tensor]
@@ -27,6 +27,8 @@ _CHUNK_BYTES = 256 * 2**20
 needs new pages.
 """
 _MAX_CHUNK = 256
+_TEXTS = frozenset(("__repr__", "__str__", "__format__"))
+"""Functions that ``vmap`` lets read numbers; it refuses others itself."""
 
 
 class LossModule(nn.Module):
@@ -49,8 +51,8 @@ class _Raised(TorchFunctionMode):
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "a call")
         try:
-            if name in READS and any(map(is_functorch_wrapped_tensor, tensors_in(args, {}))):
-                raise RuntimeError("vmap: a call reads the records in Python")  # as of .item()
+            if name in _TEXTS and any(map(is_functorch_wrapped_tensor, tensors_in(args, {}))):
+                raise RuntimeError("vmap: a call reads the records in Python")  # as .item()
             return func(*args, **(kwargs or {}))
         except Exception as error:
             self.call = self.call or f"{name} raised {type(error).__name__}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dpvision.dp.batch_dims import MIXED, OPENED, READS, BatchDim, Call, tensors_in
+from dpvision.dp.batch_dims import MIXED, OPENED, READS, BatchDim, Call, counts, tensors_in
 from dpvision.dp.record_reads import ReadsOfRecords, RecordsRead, reads_harmlessly
 
 
@@ -133,7 +133,7 @@ class _Flow(TorchFunctionMode):
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
         levels = []
-        if made or reads:
+        if counts(func, made):
             self._at += 1
             dims += (MIXED,) * (len(made) - len(dims))
             levels = [self._result(name, args, kwargs, highest, dim) for dim in dims[: len(made)]]

@@ -50,6 +50,8 @@ class ReadsOfRecords(TorchDispatchMode):
         if sized and not self.ignored:
             self._note(func)
         out = func(*args, **kwargs)
+        if _makes_new(func):
+            return out  # of the shape alone
         made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
         if any(value.layout != torch.strided for value in made):
             self._note(func)  # a sparse tensor's size depends on its numbers
@@ -75,13 +77,19 @@ class ReadsOfRecords(TorchDispatchMode):
         )
 
 
+def _makes_new(func: Any) -> bool:
+    name = func._schema.name.partition("::")[2]
+    return name.endswith("_like") or name.startswith("new_")
+
+
 def reads_harmlessly(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether what a function reads decides no result: ``one_hot`` for a given number of
-    classes only raises by it, and our own head only saves time.
+    """Return whether what a function reads decides no result for others: ``one_hot`` for a given
+    number of classes and ``gaussian_nll_loss`` only raise by it, ``ctc_loss`` keeps a size of its
+    own to itself, and our own head only saves time.
     """
     num_classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
     one_hot = func is F.one_hot and isinstance(num_classes, int) and num_classes >= 0
-    return one_hot or func is linear_cross_entropy
+    return one_hot or func in (F.gaussian_nll_loss, F.ctc_loss, linear_cross_entropy)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
