@@ -33,6 +33,11 @@ class ReadsOfRecords(TorchDispatchMode):
     ``read`` stays where the model catches the exception.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under this mode: PyTorch need not import its compiler (4 s)."""
+        return False
+
     def __init__(self, batch: Iterable[Tensor | None]) -> None:
         super().__init__()
         self.read: str | None = None
