@@ -27,8 +27,8 @@ from dpvision.weights import METADATA, recorded_lineage
 _MOST_BYTES = (2 << 30) - 1
 """Protobuf's limit for one model."""
 _MARGIN_BYTES = 4 << 30
-"""Memory of a trial besides that of the weights; a graph can ask for any, whatever its file's
-size.
+"""Memory that a trial may take on top of the weights: a graph can ask for any amount, however
+small its file.
 """
 _DEFAULT_SIZE = 224
 _REMEDY = "Copy it again, with the files of its weights in the same folder."
