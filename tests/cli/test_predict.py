@@ -1,4 +1,6 @@
-"""``dpvision predict`` and ``dpvision calibrate``: what they print, write and refuse."""
+"""``dpvision predict``, ``dpvision calibrate`` and ``dpvision evaluate --per-class``: what they
+print, write and refuse.
+"""
 
 import csv
 import json
@@ -8,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.metrics import roc_auc_score
 
 from dpvision.cli import main
 from dpvision.config import MAEConfig, ViTConfig
 from dpvision.data.store import Store
+from dpvision.encoders.predict import predict
+from dpvision.eval.probes.records import units
 
 from ..adapt.lineage_runs import untrained_run
 from ..adapt.runs_of_heads import head_config, run_head, write_digits
@@ -171,3 +176,84 @@ def test_figures_of_confidential_weights_are_not_printed_to_a_log(
     path = run / "confidential" / "calibration.json"
     assert out == f"calibration in {path}, whose figures are confidential\n" and path.exists()
     _refused(capsys, "predictions on private", "predict", run, public.path, "--csv", "out.csv")
+
+
+@pytest.fixture
+def table(public: Store, tmp_path: Path) -> Path:
+    file = tmp_path / "table.csv"
+    rows = [f"{public.key(i)},{'FM'[i % 2]},{i % 3 or ''}" for i in range(300)]
+    file.write_text("\n".join(["file_name,sex,site", *rows, "another.png,F,1"]) + "\n")
+    return file
+
+
+def test_figures_of_classes_are_those_of_predict_and_lie_beside_the_scores(
+    run: Path, public: Store, table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["evaluate", str(run), "--test", str(public.path), "--per-class"]
+    assert main([*line, "--by", "sex,site", "--groups", str(table)]) == 0
+    out = capsys.readouterr().out
+    assert "AUROC" in out and "sex=F" in out and "site=(none)" in out and "site=2" in out
+    found = json.loads((run / "class_scores.json").read_text())["public"]
+    assert (run / "class_scores.png").read_bytes().startswith(b"\x89PNG")
+    assert (found["images"], found["units"]) == (300, len(np.unique(units(public))))
+    made = predict(run, public.path)
+    probability = np.array([one.probabilities for one in made])
+    rows = {(row["name"], row["group"]): row for row in found["rows"]}
+    for k, name in enumerate(found["class_names"]):
+        for group, inside in (("all", np.ones(300, bool)), ("sex=M", np.arange(300) % 2 == 1)):
+            expected = roc_auc_score(public.labels[inside] == k, probability[inside, k])
+            got = rows[name, group]["figures"]["AUROC"]["value"]
+            assert got == pytest.approx(expected, abs=1e-4)  # float32, features in other passes
+
+
+def test_private_figures_of_classes_go_to_confidential_and_are_not_printed(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = write_digits(tmp_path / "held", 700, 800)
+    line = ["evaluate", str(run), "--test", str(private.path), "--per-class"]
+    assert main(line) == 0
+    out = capsys.readouterr().out
+    assert "AUROC" not in out and "confidential/class_scores.json" in out
+    assert "held" in json.loads((run / "confidential" / "class_scores.json").read_text())
+    assert not (run / "class_scores.json").exists() and not (run / "class_scores.png").exists()
+    assert main([*line, "--show-confidential"]) == 0
+    assert "AUROC" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--by", "sex"], "without --per-class"),
+        (["--per-class", "--by", "sex"], "one of --by and --groups"),
+        (["--per-class", "--groups", "TABLE"], "one of --by and --groups"),
+        (["--per-class", "--specificity", "1"], "specificity=1"),
+        (["--per-class", "--by", "age", "--groups", "TABLE"], "no age among the columns"),
+        (["--per-class", "--by", "sex", "--groups", "nowhere.csv"], "No such file"),
+        (["--per-class", "--by", "sex", "--groups", "SHORT"], "no row for 299 of 300 images"),
+        (["--per-class", "--by", "sex", "--groups", "TWICE"], "that differ"),
+        (["--per-class", "--by", "n", "--groups", "MANY"], "300 values; expected at most 50"),
+        (["--per-class", "--train", "STORE"], "expected the own heads"),
+    ],
+)
+def test_wrong_input_of_classes_gets_one_clear_error(
+    run: Path,
+    public: Store,
+    table: Path,
+    words: list[str],
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = public.key(0)
+    keys = [public.key(i) for i in range(300)]
+    for name, text in (
+        ("SHORT", f"key,sex\n{first},F\n"),
+        ("TWICE", f"key,sex\n{first},F\n{first},M\n"),
+        ("MANY", "key,n\n" + "".join(f"{key},{i}\n" for i, key in enumerate(keys))),
+    ):
+        (table.parent / name).write_text(text)
+    places = {"TABLE": str(table), "STORE": str(public.path)}
+    places |= {name: str(table.parent / name) for name in ("SHORT", "TWICE", "MANY")}
+    line = ["evaluate", str(run), "--test", str(public.path)]
+    assert main([*line, *(places.get(word, word) for word in words)]) == 2
+    err = capsys.readouterr().err
+    assert problem in err and "expected" in err and "Traceback" not in err, err

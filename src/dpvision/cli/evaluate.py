@@ -1,9 +1,10 @@
 """``dpvision evaluate``: score encoders and classifiers on labelled images."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 from dpvision.cli.output import FLAT, Reading, parse
@@ -12,18 +13,26 @@ from dpvision.cli.progress import ProgressLine
 from dpvision.cli.scores import (
     Encoders,
     Printing,
+    class_tables,
     emit_scores,
     names_of,
     scores_table,
 )
 from dpvision.errors import ConfigError
 from dpvision.eval.probes.settings import ProtocolSettings, checked_controls, checked_protocols
-from dpvision.eval.score import Score, check_seeds
-from dpvision.eval.score_file import NOTHING_FITTED, check_out, merge_entries, write_scores
+from dpvision.eval.score import Score, check_seeds, check_specificity
+from dpvision.eval.score_file import (
+    NOTHING_FITTED,
+    check_out,
+    merge_entries,
+    write_class_scores,
+    write_scores,
+)
 from dpvision.runs.folder import run_base
 
 if TYPE_CHECKING:
     from dpvision.eval.any_of_labels import AnyOfLabels
+    from dpvision.eval.class_scores import ClassScores
     from dpvision.eval.metric import Metric
 
 
@@ -38,6 +47,53 @@ class _Measure:
     real.json, a JSON object or a CSV (docs/evaluation.md). Images without a correct class do not
     count.
     """
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """Figures of each class; for runs' own heads."""
+
+    per_class: bool = False
+    """Print each class's AUROC, average precision, sensitivity, Brier score and calibration error,
+    with intervals over persons; write them, with a figure of AUROC, reliability and confusion
+    matrix, beside the scores.
+    """
+    by: str = ""
+    """With --groups: columns of the table, separated by commas, for whose values the figures are
+    given too, e.g. sex,site.
+    """
+    groups: Path | None = None
+    """CSV table of the test images: file_name, as in the folder that was imported, and the columns
+    of --by.
+    """
+    specificity: float = 0.9
+    """Share of the images of other classes that a class's threshold must leave out, for its
+    sensitivity.
+    """
+
+    @property
+    def attributes(self) -> list[str]:
+        return names_of(self.by)
+
+    def check(self, own_heads: bool) -> None:
+        """Raise ConfigError for options that have no effect together."""
+        given = replace(self, per_class=False) != _Classes()
+        if (self.per_class or given) and not own_heads:
+            raise ConfigError(
+                "evaluate: --per-class, --by, --groups or --specificity with --train; expected the "
+                "own heads of runs. Drop --train."
+            )
+        if given and not self.per_class:
+            raise ConfigError(
+                "evaluate: --by, --groups or --specificity without --per-class; expected it. Add "
+                "--per-class."
+            )
+        if bool(self.attributes) != (self.groups is not None):
+            raise ConfigError(
+                "evaluate: one of --by and --groups; expected both, columns and the table that has "
+                "them. Give the other."
+            )
+        check_specificity(self.specificity)
 
 
 _OWN = {
@@ -64,6 +120,7 @@ def evaluate(
     protocols: str = "knn,linear",
     against: str = "random,pixels",
     measure: Annotated[_Measure, FLAT] = _Measure(),
+    classes: Annotated[_Classes, FLAT] = _Classes(),
     seeds: int | None = None,
     out: Path | None = None,
     ema: bool = False,
@@ -83,6 +140,8 @@ def evaluate(
           --shots 5 10 --out scores.json
       dpvision evaluate runs/adapted --test stores/pets-test    predictions of a classifier or an
                                                                 adapted head
+      dpvision evaluate runs/adapted --test stores/scans-test --per-class --groups
+          scans/metadata.csv --by sex,site
       dpvision evaluate runs/first --train stores/pets --protocols linear_lars --lars.epochs 30
           --lars.warmup-epochs 3
 
@@ -117,6 +176,7 @@ def evaluate(
         against: Baselines: random (a run's architecture, untrained), pixels, both with a comma, or
             none.
         measure: How predictions are compared with labels.
+        classes: Figures of each class; for runs' own heads.
         seeds: Repeat the protocols with this many seeds of all that they draw, and print mean and
             standard deviation.
         out: Also write all scores here. Scores on private images need a folder named confidential
@@ -134,6 +194,7 @@ def evaluate(
         )
     reading.check("evaluate")
     check_seeds("evaluate", seeds)
+    classes.check(train is None)
     if train is None:
         check_store(test)
         if seeds is not None:
@@ -141,7 +202,7 @@ def evaluate(
                 f"evaluate: --seeds {seeds} without --train; expected --train STORE, since a "
                 "trained head has one score. Train it on several seeds: dpvision adapt --seeds."
             )
-        _own_heads(encoders, test, measure.labels, ema, out, reading, printing)
+        _own_heads(encoders, test, measure.labels, classes, ema, out, reading, printing)
         return
     controls = checked_controls([] if against.strip() == "none" else names_of(against))
     names = checked_protocols(names_of(protocols))
@@ -209,6 +270,7 @@ def _own_heads(
     specs: Sequence[str],
     test: Path | None,
     labels: Path | None,
+    classes: _Classes,
     ema: bool,
     out: Path | None,
     reading: Reading,
@@ -219,8 +281,14 @@ def _own_heads(
 
     from dpvision.checkpoint import load_checkpoint
     from dpvision.data.open import open_store
+    from dpvision.encoders.feature_file import Extraction
     from dpvision.eval.any_of_labels import load_any_of_labels
-    from dpvision.eval.probes.own_head import has_own_head, score_own_head
+    from dpvision.eval.probes.own_head import (
+        has_own_head,
+        head_scores,
+        own_scores,
+        scores_by_class,
+    )
     from dpvision.eval.scored_run import is_run
     from dpvision.runs.lineage import lineage_of_results, shaped_in_confidence
 
@@ -249,19 +317,28 @@ def _own_heads(
     stores = {"train_data": NOTHING_FITTED, "test_data": test.name}
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def score(spec: str, line: ProgressLine) -> list[Score]:
-        return score_own_head(
-            spec,
-            store,
-            any_of=any_of,
-            ema=ema,
-            batch_size=reading.batch_size,
-            workers=reading.workers,
-            device=device,
-            progress=lambda n: line.count(f"{spec}: test images", n, store.num_records),
-        )
+    of_classes: dict[str, ClassScores] = {}
 
-    _score_all(specs, score, stores, out, printing, private)
+    def score(spec: str, line: ProgressLine) -> list[Score]:
+        hardware = Extraction(
+            reading.batch_size,
+            reading.workers,
+            device,
+            lambda n: line.count(f"{spec}: test images", n, store.num_records),
+        )
+        found = own_scores(
+            load_checkpoint(spec), store, hardware, ema=ema, any_is_right=any_of is not None
+        )
+        if classes.per_class:
+            of_classes[spec] = scores_by_class(
+                found,
+                groups=classes.groups,
+                by=classes.attributes,
+                specificity=classes.specificity,
+            )
+        return head_scores(found, store, any_of)
+
+    _score_all(specs, score, stores, out, printing, private, of_classes)
 
 
 def _score_all(
@@ -271,11 +348,13 @@ def _score_all(
     out: Path | None,
     printing: Printing,
     private: bool,
+    of_classes: Mapping[str, "ClassScores"] = MappingProxyType({}),
 ) -> None:
     """Score the encoders in sequence, write the scores of runs and ``out``, and print all.
 
     Args:
         private: whether a store is private.
+        of_classes: figures per class, which ``score`` adds.
     """
     found: dict[str, list[Score]] = {}
     written: list[Path] = []
@@ -285,9 +364,17 @@ def _score_all(
             if run_base(Path(spec)) is not None:
                 written += write_scores(spec, found[spec], **stores)
     scores = _told_apart(found)
+    text = scores_table(scores)
+    for spec, one in of_classes.items():
+        from dpvision.report.class_figure import write_class_figure  # matplotlib takes time
+
+        path = write_class_scores(spec, one, stores["test_data"])
+        written += [path, write_class_figure(one, path)]
+        text += f"\n{spec}\n{class_tables(one, path)}"
     if out is not None:
         written.append(merge_entries(out, [one.to_dict() | stores for one in scores]))
-    emit_scores(scores, scores_table(scores), written, printing)
+    more = {"classes": {k: one.to_dict() for k, one in of_classes.items()}} if of_classes else {}
+    emit_scores(scores, text, written, printing, **more)
 
 
 def _told_apart(found: dict[str, list[Score]]) -> list[Score]:

@@ -3,12 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from dpvision.cli.output import emit, private_scores, table
 from dpvision.eval.score import Score, wilson_interval
+
+if TYPE_CHECKING:
+    from dpvision.eval.class_scores import ClassRow, ClassScores, Value
+
+_CLASSES = 20
+"""Most classes of a table."""
 
 Encoders = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER [ENCODER ...]")
@@ -78,6 +84,60 @@ def scores_table(scores: Sequence[Score]) -> str:
             f"records would be about +- {half}."
         )
     return text
+
+
+def class_tables(found: "ClassScores", file: Path) -> str:
+    """Format figures per class as a table, and those of groups over all classes as another.
+
+    Args:
+        file: where all of them are written.
+    """
+    from dpvision.eval.class_scores import ALL
+
+    wholes = [row for row in found.rows if row.name == ALL]
+    classes = [row for row in found.rows if row.name != ALL and row.group == ALL]
+    most = sorted(classes, key=_auroc)[:_CLASSES] if len(classes) > _CLASSES else classes
+    people = "" if found.units == found.images else f" of {found.units:,} persons"
+    title = f"{found.images:,} test records{people}, {found.visibility}; in percent"
+    names = tuple(wholes[0].figures)
+    rows = [_cells(row.name, row) for row in most] + [_cells("all classes", wholes[0])]
+    lines = [table(title, ("class", "images", *names), rows)]
+    if len(classes) > _CLASSES:
+        lines.append(
+            f"The {_CLASSES} classes of lowest AUROC; the other {len(classes) - _CLASSES} are in "
+            f"{file}."
+        )
+    if len(wholes) > 1:
+        lines.append(
+            table(
+                "all classes by group; in percent",
+                ("group", "images", *names),
+                [_cells(row.group, row) for row in wholes[1:]],
+            )
+        )
+        lines.append(f"Each class in each group: {file}.")
+    lines.append(
+        "Intervals: 95%, bootstrap over "
+        f"{'persons' if found.units < found.images else 'images'}; without an error they have no "
+        "width. -: no images of the class, or no others."
+    )
+    return "\n".join(lines)
+
+
+def _cells(name: str, row: "ClassRow") -> tuple[str | int, ...]:
+    return name, row.images, *map(_interval, row.figures.values())
+
+
+def _auroc(row: "ClassRow") -> float:
+    value = row.figures["AUROC"]
+    return 2.0 if value is None else value.value
+
+
+def _interval(value: "Value | None") -> str:
+    if value is None:
+        return "-"
+    shown = [f"{100 * share:.1f}".replace("100.0", "100") for share in value]
+    return "{} ({}-{})".format(*shown)
 
 
 def _shown(score: Score) -> str:

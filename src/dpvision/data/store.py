@@ -376,6 +376,10 @@ class Store:
             labels=tuple(self.classes(np.array([row]))[1].tolist()),
         )
 
+    def key(self, row: int) -> str:
+        """The name of one record's image in the source."""
+        return str(self._line(row)["key"])
+
     def _line(self, row: int) -> dict[str, Any]:
         entry, text = self.index[row], self._text()
         line = os.pread(text.fd, int(entry["caption_size"]), int(entry["caption_offset"]))

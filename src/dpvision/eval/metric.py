@@ -11,7 +11,7 @@ Legend: N test records, C or K classes, R draws of the bootstrap.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -154,9 +154,8 @@ def multi_label_scores(
     decisions among all N x K.
 
     Intervals are 95% bootstrap intervals over records, since decisions about one record are
-    correlated. Draws repeat records, which raises average precision, so their spread is centred on
-    the value of the original records. Chance is the share of positives in those classes (random
-    scores), and the accuracy of the best constant decision per class.
+    correlated. Chance is the share of positives in those classes (random scores), and the accuracy
+    of the best constant decision per class.
 
     Args:
         score_NK: finite; larger is more likely.
@@ -175,13 +174,7 @@ def multi_label_scores(
             f"evaluate: none of {num} records has any class; expected some to score on. Give a "
             "store with labels."
         )
-    rng = np.random.Generator(np.random.PCG64(0))
-    weight_RN = np.stack(
-        [
-            np.ones(num),
-            *(np.bincount(rng.integers(0, num, num), minlength=num) for _ in range(_DRAWS)),
-        ]
-    )
+    weight_RN = bootstrap_weights(np.arange(num))
     precision_KR = np.stack(
         [average_precision(score_NK[:, k], target_NK[:, k], weight_RN) for k in present]
     )
@@ -208,41 +201,86 @@ def multi_label_scores(
     return found
 
 
+def bootstrap_weights(unit_N: np.ndarray) -> np.ndarray:
+    """Return how often each record counts: float64 (R, N), once in the first row and as its unit is
+    drawn, with replacement, in each of the others.
+
+    Args:
+        unit_N: records of one unit (person) are drawn together.
+    """
+    _, at_N = np.unique(unit_N, return_inverse=True)
+    num = int(at_N.max()) + 1
+    rng = np.random.Generator(np.random.PCG64(0))
+    drawn_RU = [np.bincount(rng.integers(0, num, num), minlength=num) for _ in range(_DRAWS)]
+    return np.stack([np.ones(len(unit_N)), *(drawn_U[at_N] for drawn_U in drawn_RU)])
+
+
+def bootstrap_interval(value_R: np.ndarray) -> tuple[float, float, float]:
+    """Return the value of the original records (first) and its 95% interval in [0, 1] from those of
+    the draws (the rest), without NaN.
+
+    Draws repeat records, which raises average precision, so their spread is centred on the value of
+    the original records.
+    """
+    value, drawn = float(value_R[0]), value_R[1:]
+    low, high = (value + np.quantile(drawn, (0.025, 0.975)) - drawn.mean()).clip(0, 1).tolist()
+    return value, min(value, low), max(value, high)
+
+
 def average_precision(
     score_N: np.ndarray, truth_N: np.ndarray, weight_RN: np.ndarray
 ) -> np.ndarray:
     """Return the average precision of one class under each of R weightings, float64 (R,); NaN if no
     positive record has weight.
 
-    Equals scikit-learn's ``average_precision_score``, computed for all bootstrap draws (weights
-    that count each record) from one sort. Separate sorts would take hours for a thousand classes of
-    50,000 records.
+    Equals scikit-learn's ``average_precision_score``. Arguments as for ``ranked``.
+    """
+    return ranked((precision_of,), score_N, truth_N, weight_RN)[0]
+
+
+Counted = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""From ``hits_RM`` and ``taken_RM`` to a value for each weighting, float64 (R,): the weight of the
+positive records, and of all, whose score is at least the m-th largest of M distinct ones.
+"""
+
+
+def ranked(
+    measures: Sequence[Counted], score_N: np.ndarray, truth_N: np.ndarray, weight_RN: np.ndarray
+) -> list[np.ndarray]:
+    """Return measures of one class's order of records under each of R weightings.
+
+    All bootstrap draws (weights that count each record) share one sort. Separate sorts would take
+    hours for a thousand classes of 50,000 records.
 
     Args:
+        score_N: larger is more likely; equal scores are never told apart.
         truth_N: 0 or 1.
         weight_RN: at least 0.
     """
     order = np.argsort(-score_N, kind="stable")
     score_N, truth_N = score_N[order], truth_N[order].astype(np.float64)
     last_of_equal = np.flatnonzero(np.append(np.diff(score_N) != 0, True))
-    found = []
+    found: list[list[np.ndarray]] = [[] for _ in measures]
     step = max(1, _AT_ONCE // len(score_N))
     for start in range(0, len(weight_RN), step):
         part_RN = weight_RN[start : start + step, order]
-        hits_R = np.cumsum(part_RN * truth_N, axis=1)[:, last_of_equal]
-        taken_R = np.cumsum(part_RN, axis=1)[:, last_of_equal]
-        precision = np.divide(hits_R, taken_R, out=np.zeros_like(hits_R), where=taken_R > 0)
-        gained = np.diff(hits_R, axis=1, prepend=0.0)
-        total_R = hits_R[:, -1]
-        found.append(
-            np.divide(
-                (gained * precision).sum(axis=1),
-                total_R,
-                out=np.full_like(total_R, np.nan),
-                where=total_R > 0,
-            )
-        )
-    return np.concatenate(found)
+        hits_RM = np.cumsum(part_RN * truth_N, axis=1)[:, last_of_equal]
+        taken_RM = np.cumsum(part_RN, axis=1)[:, last_of_equal]
+        for measure, values in zip(measures, found, strict=True):
+            values.append(measure(hits_RM, taken_RM))
+    return [np.concatenate(values) for values in found]
+
+
+def precision_of(hits_RM: np.ndarray, taken_RM: np.ndarray) -> np.ndarray:
+    """Return the average precision; see ``average_precision``."""
+    precision = np.divide(hits_RM, taken_RM, out=np.zeros_like(hits_RM), where=taken_RM > 0)
+    gained = np.diff(hits_RM, axis=1, prepend=0.0)
+    return share_of((gained * precision).sum(axis=1), hits_RM[:, -1])
+
+
+def share_of(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Return ``part / whole``, NaN where ``whole`` is 0."""
+    return np.divide(part, whole, out=np.full_like(whole, np.nan), where=whole > 0)
 
 
 def _score(
@@ -251,6 +289,4 @@ def _score(
     """Make a score from the value of the original records (first) and of the bootstrap draws (the
     rest).
     """
-    value, drawn = float(value_R[0]), value_R[1:]
-    low, high = (value + np.quantile(drawn, (0.025, 0.975)) - drawn.mean()).clip(0, 1).tolist()
-    return Score(name, value, min(value, low), max(value, high), num, chance, protocol, visibility)
+    return Score(name, *bootstrap_interval(value_R), num, chance, protocol, visibility)

@@ -66,6 +66,14 @@ def check_seeds(where: str, seeds: int | None) -> None:
         raise ConfigError(f"{where}: --seeds {seeds}; expected 2 or more. Omit it to run one seed.")
 
 
+def check_specificity(specificity: float) -> None:
+    """Raise ConfigError unless ``specificity`` is above 0 and below 1."""
+    if not 0 < specificity < 1:
+        raise ConfigError(
+            f"evaluate: specificity={specificity}; expected above 0 and below 1. Use 0.9."
+        )
+
+
 def is_share(protocol: str) -> bool:
     """Return whether scores of a protocol are shares in [0, 1], which can be plotted on one
     axis.

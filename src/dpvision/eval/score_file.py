@@ -1,7 +1,7 @@
 """Files of scores: a run's scores.json, and confidential/scores.json for private ones."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpvision import files
 from dpvision.errors import CheckpointError, remedy_for
@@ -9,6 +9,11 @@ from dpvision.eval.score import Score
 from dpvision.runs.folder import require_confidential, run_base
 from dpvision.strict_json import parse_json
 
+if TYPE_CHECKING:
+    from dpvision.eval.class_scores import ClassScores
+
+CLASS_SCORES = "class_scores.json"
+"""File of figures per class in a run, by the name of the test store."""
 NOTHING_FITTED = "nothing"
 """``train_data`` of a score without a fitted probe: a run's own head, or a captioner."""
 
@@ -46,6 +51,29 @@ def write_scores(
         if new:
             written.append(merge_entries(folder / "scores.json", new))
     return written
+
+
+def write_class_scores(run_dir: str | Path, found: "ClassScores", test_data: str) -> Path:
+    """Write a classifier's figures per class into its run's class_scores.json, or if they are
+    private into confidential/class_scores.json, in place of those on a test store of that name.
+
+    Raises:
+        CheckpointError: ``run_dir`` is not a run, or the file there cannot be read or written.
+    """
+    base = run_base(Path(run_dir))
+    if base is None:
+        raise CheckpointError(
+            f"scores: {run_dir} is not a run; expected a run folder. Check the path."
+        )
+    folder = base if found.visibility == "public" else Path(run_dir) / "confidential"
+    path = folder / CLASS_SCORES
+    try:
+        known = parse_json(path.read_text()) if path.exists() else {}
+        files.write_json(path, known | {test_data: found.to_dict()})
+    except (OSError, ValueError, TypeError) as error:
+        remedy = remedy_for(error, "Move it away and evaluate again.")
+        raise CheckpointError(f"scores: {path} cannot be read ({error!r}). {remedy}") from None
+    return path
 
 
 def check_out(out: Path, private: bool) -> None:

@@ -20,15 +20,13 @@ import numpy as np
 import torch
 
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import ClassifierConfig, HeadConfig
 from dpvision.data.store import Store
 from dpvision.encoders.calibration import Calibration, save_calibration, weights_of
 from dpvision.encoders.classifier import Loss, loss_of, probability_of, threshold_of
 from dpvision.encoders.feature_file import Extraction, Progress
 from dpvision.errors import ConfigError, DataError, PrivacyError
-from dpvision.eval.probes.own_head import own_scores
+from dpvision.eval.probes.own_head import model_of, own_scores
 from dpvision.eval.score import Visibility
-from dpvision.runs.lineage import lineage_of_results, shaped_in_confidence
 
 _FLATTEST = 1e-5
 """Smallest slope of the logits that is tried, for scores of standard deviation 1."""
@@ -87,11 +85,9 @@ def calibrate(
         )
     checkpoint = load_checkpoint(run_or_checkpoint)
     hardware = Extraction(batch_size, workers, device, progress)
-    config, store, row_N, score_NK = own_scores(
-        checkpoint, store, hardware, encoder=encoder, ema=ema
-    )
-    model = config.model
-    assert isinstance(model, ClassifierConfig | HeadConfig) and model.num_classes is not None
+    found = own_scores(checkpoint, store, hardware, encoder=encoder, ema=ema)
+    model, store, row_N, score_NK = model_of(found.config), *found[1:4]
+    assert model.num_classes is not None
     if recall is not None and not model.multi_label:
         raise ConfigError(
             f"calibrate: recall={recall} with a run of one class per image; expected a "
@@ -120,10 +116,7 @@ def calibrate(
         loss_before=mean_loss(score_NK.numpy(), target_NK, loss),
         loss_after=mean_loss(score_NK.numpy(), target_NK, loss, scale),
     )
-    private = shaped_in_confidence(
-        lineage_of_results(checkpoint.manifest["lineage"], checkpoint.path)
-    )
-    return Calibrated(made, save_calibration(checkpoint, made), "private" if private else "public")
+    return Calibrated(made, save_calibration(checkpoint, made), found.visibility)
 
 
 class Scale(NamedTuple):

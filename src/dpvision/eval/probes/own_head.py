@@ -3,7 +3,7 @@
 Legend: B images of a batch, N images, K classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -14,17 +14,21 @@ from torch import Tensor
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
-from dpvision.data.class_names import numbered_as
+from dpvision.data.class_names import all_names, numbered_as
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
-from dpvision.encoders.classifier import OpenHead, is_head, open_head, threshold_of
+from dpvision.encoders.calibration import read_calibration
+from dpvision.encoders.classifier import OpenHead, is_head, loss_of, open_head, threshold_of
 from dpvision.encoders.feature_file import Extraction, Progress, feature_blocks
 from dpvision.encoders.trained import load_model
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels, same_numbers
+from dpvision.eval.class_scores import ClassScores, class_scores
+from dpvision.eval.groups import read_groups
 from dpvision.eval.metric import Metric, Scoring, multi_label_scores
 from dpvision.eval.probes.protocol import Protocol, Subject, Task
-from dpvision.eval.score import Score, Visibility
+from dpvision.eval.probes.records import units
+from dpvision.eval.score import Score, Visibility, check_specificity
 from dpvision.eval.scored_run import check_unseen, is_run, trained_classes
 from dpvision.runs.lineage import lineage_of_results, shaped_in_confidence
 
@@ -102,28 +106,27 @@ def score_own_head(
     """
     checkpoint = load_checkpoint(run_or_checkpoint)
     hardware = Extraction(batch_size, workers, device, progress)
-    config, numbered, row_N, score_NK = own_scores(
-        checkpoint, test_store, hardware, ema=ema, any_is_right=any_of is not None
-    )
-    test_store = same_numbers(numbered, test_store, any_of)
-    assert (
-        isinstance(config.model, ClassifierConfig | HeadConfig)
-        and config.model.num_classes is not None
-    )
-    private = test_store.results_visibility == "private" or shaped_in_confidence(
-        lineage_of_results(checkpoint.manifest["lineage"], checkpoint.path)
-    )
-    visibility: Visibility = "private" if private else "public"
-    name = "own head, averaged weights" if ema else "own head"
-    if config.model.multi_label:
-        target_NK = test_store.targets(row_N, config.model.num_classes)
+    found = own_scores(checkpoint, test_store, hardware, ema=ema, any_is_right=any_of is not None)
+    return head_scores(found, test_store, any_of)
+
+
+def head_scores(
+    found: "OwnScores", test_store: Store, any_of: AnyOfLabels | None = None
+) -> list[Score]:
+    """Return the scores of ``score_own_head``, from what ``own_scores`` found."""
+    model, row_N, score_NK = model_of(found.config), found.row_N, found.score_NK
+    test_store = same_numbers(found.store, test_store, any_of)
+    assert model.num_classes is not None
+    name = "own head, averaged weights" if found.ema else "own head"
+    if model.multi_label:
+        target_NK = test_store.targets(row_N, model.num_classes)
         return multi_label_scores(
             name,
             score_NK.numpy(),
             target_NK,
-            threshold_of(config.model),
+            threshold_of(model),
             "own head, centre crop",
-            visibility,
+            found.visibility,
         )
     predicted_N, truth_N = score_NK.argmax(1).numpy(), test_store.labels[row_N]
     sizes = np.bincount(truth_N)
@@ -131,11 +134,54 @@ def score_own_head(
     metrics: tuple[Metric, ...] = (
         ("accuracy", "mean_per_class") if uneven and any_of is None else ("accuracy",)
     )
-    how = f"{config.model.num_classes} classes, centre crop"
+    how = f"{model.num_classes} classes, centre crop"
     return [
-        Scoring(m, any_of, visibility).score(name, "own head", how, [predicted_N], truth_N, row_N)
+        Scoring(m, any_of, found.visibility).score(
+            name, "own head", how, [predicted_N], truth_N, row_N
+        )
         for m in metrics
     ]
+
+
+def scores_by_class(
+    found: "OwnScores", *, groups: Path | None = None, by: Sequence[str] = (), specificity: float
+) -> ClassScores:
+    """Return the figures of each class, of the calibrated probabilities, with intervals over
+    persons.
+
+    Args:
+        groups, by: a table and attributes in it, as for ``eval.groups.read_groups``.
+        specificity: as for ``eval.class_scores.class_scores``.
+
+    Raises:
+        ConfigError, DataError: as these two.
+    """
+    check_specificity(specificity)
+    model, checkpoint = model_of(found.config), found.checkpoint
+    assert model.num_classes is not None
+    given = read_groups(groups, by, found.store, found.row_N) if groups is not None else None
+    scale = read_calibration(checkpoint, found.ema, model.num_classes)
+    logit_NK = found.score_NK
+    if scale is not None:
+        logit_NK = (logit_NK - scale.offset) / scale.temperature
+    alone = loss_of(model) == "sigmoid"
+    probability_NK = logit_NK.sigmoid() if alone else logit_NK.softmax(dim=1)
+    return class_scores(
+        probability_NK.numpy(),
+        found.store.targets(found.row_N, model.num_classes),
+        all_names(checkpoint.manifest.get("class_names"), model.num_classes),
+        units(found.store)[found.row_N],
+        groups=given,
+        specificity=specificity,
+        multi_label=model.multi_label,
+        visibility=found.visibility,
+    )
+
+
+def model_of(config: RunConfig) -> ClassifierConfig | HeadConfig:
+    """Return the settings of a run's classifier or head."""
+    assert isinstance(config.model, ClassifierConfig | HeadConfig)
+    return config.model
 
 
 class OwnScores(NamedTuple):
@@ -147,6 +193,9 @@ class OwnScores(NamedTuple):
     row_N: np.ndarray
     score_NK: Tensor
     """float32, on the CPU."""
+    checkpoint: Checkpoint
+    ema: bool
+    visibility: Visibility
 
 
 @torch.inference_mode()
@@ -169,8 +218,9 @@ def own_scores(
         found = _scores_of_head(opened, checkpoint, store, any_is_right, hardware)
     else:
         found = _scores_of_network(checkpoint, store, any_is_right, ema, hardware)
-    readable_N = ~torch.isnan(found.score_NK).all(dim=1)
-    score_NK, row_N = found.score_NK[readable_N], found.row_N[readable_N.numpy()]
+    config, numbered, row_N, score_NK = found
+    readable_N = ~torch.isnan(score_NK).all(dim=1)
+    score_NK, row_N = score_NK[readable_N], row_N[readable_N.numpy()]
     if len(row_N) == 0:
         raise DataError(
             f"own_head: {store.path} has no readable image with a label; expected one or "
@@ -181,7 +231,11 @@ def own_scores(
             "own_head: logits are not finite; expected finite ones. The run diverged: lower "
             "--optim.learning-rate."
         )
-    return found._replace(row_N=row_N, score_NK=score_NK)
+    private = store.results_visibility == "private" or shaped_in_confidence(
+        lineage_of_results(checkpoint.manifest["lineage"], checkpoint.path)
+    )
+    visibility: Visibility = "private" if private else "public"
+    return OwnScores(config, numbered, row_N, score_NK, checkpoint, ema, visibility)
 
 
 def scorable(
@@ -223,7 +277,7 @@ def _scores_of_head(
     store: Store,
     any_is_right: bool,
     hardware: Extraction,
-) -> OwnScores:
+) -> tuple[RunConfig, Store, np.ndarray, Tensor]:
     """Return scores of all labelled images, from cached features: NaN if unreadable."""
     assert isinstance(headed.config.model, HeadConfig)
     store, rows = scorable(headed.config, store, checkpoint.manifest, any_is_right=any_is_right)
@@ -242,12 +296,12 @@ def _scores_of_head(
         for block_BD in blocks
     ]
     score_NK = torch.cat([torch.empty(0, headed.config.model.num_classes or 0), *scored])
-    return OwnScores(headed.config, store, rows, score_NK)
+    return headed.config, store, rows, score_NK
 
 
 def _scores_of_network(
     checkpoint: Checkpoint, store: Store, any_is_right: bool, ema: bool, hardware: Extraction
-) -> OwnScores:
+) -> tuple[RunConfig, Store, np.ndarray, Tensor]:
     """Return scores like ``_scores_of_head``, for a classifier trained as a network."""
     model, config = load_model(checkpoint, ema=ema)
     if not isinstance(config.model, ClassifierConfig):
@@ -270,7 +324,7 @@ def _scores_of_network(
         done += len(row_B)
         if hardware.progress is not None:
             hardware.progress(done)
-    return OwnScores(config, store, rows, score_NK)
+    return config, store, rows, score_NK
 
 
 def has_own_head(run_or_checkpoint: str | Path) -> bool:
