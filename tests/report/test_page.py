@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from dpvision.config import PrivacyConfig
 from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import CheckpointError, PrivacyError
+from dpvision.eval.class_scores import class_scores
+from dpvision.eval.score import Visibility
 from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.printed import up
@@ -42,6 +45,21 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def classes_of(visibility: Visibility, name: str) -> dict[str, Any]:
+    """Figures per class of 40 images in two groups."""
+    rng = np.random.default_rng(0)
+    on_N = np.arange(40) % 2
+    score_N = np.clip(0.3 * on_N + 0.7 * rng.random(40), 0, 1)
+    return class_scores(
+        np.stack([1 - score_N, score_N], axis=1),
+        np.stack([1 - on_N, on_N], axis=1),
+        ("cat", name),
+        np.arange(40),
+        groups={"site": np.where(np.arange(40) < 20, "north", "south")},
+        visibility=visibility,
+    ).to_dict()
+
+
 @pytest.fixture(scope="module")
 def pages(
     finished_run: Path, scenes: Path, tmp_path_factory: pytest.TempPathFactory
@@ -51,6 +69,10 @@ def pages(
     run = folder / "copy" / "run"
     private = [score_entry(SENTINEL, 0.4, "linear probe, mean", "private", "ward-b")]
     write_json(run / "confidential" / "scores.json", private)
+    write_json(run / "class_scores.json", {"pets": classes_of("public", "<dog>")})
+    write_json(
+        run / "confidential" / "class_scores.json", {"ward-b": classes_of("private", SENTINEL)}
+    )
     lines = (run / "confidential" / "metrics.jsonl").read_text().splitlines()
     lines[-1] = json.dumps({**json.loads(lines[-1]), "loss": float(SENTINEL)})
     (run / "confidential" / "metrics.jsonl").write_text(
@@ -121,6 +143,23 @@ def test_nothing_confidential_reaches_the_report(pages: dict[str, str]) -> None:
         and "ward-b" in pages["operator"]
         and "Confidential: do not release" in pages["operator"]
     )
+
+
+def test_each_pages_classes_are_those_that_it_may_show(
+    pages: dict[str, str], copy_of: Callable[[], Path]
+) -> None:
+    whole = classes_of("public", "<dog>")["rows"][1]["figures"]["AUROC"]
+    figure = "{:.1f}% ({:.1f} to {:.1f})".format(*(100 * share for share in whole.values()))
+    report, operator = pages["report"], pages["operator"]
+    assert "&lt;dog&gt;" in report and figure in report and "site=north" in report
+    assert "Tested on ward-b" in operator and SENTINEL in operator and figure in operator
+    run = copy_of()
+    write_json(run / "class_scores.json", {"ward-b": classes_of("private", "dog")})
+    with pytest.raises(PrivacyError, match=r"class_scores.json has private figures; expected"):
+        make_report(run)
+    (run / "class_scores.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"class_scores.json cannot be read"):
+        make_report(run)
 
 
 def test_the_guarantee_comes_in_words_before_figures_and_settings(pages: dict[str, str]) -> None:

@@ -67,13 +67,27 @@ def write_class_scores(run_dir: str | Path, found: "ClassScores", test_data: str
         )
     folder = base if found.visibility == "public" else Path(run_dir) / "confidential"
     path = folder / CLASS_SCORES
+    files.write_json(path, read_class_scores(folder) | {test_data: found.to_dict()})
+    return path
+
+
+def read_class_scores(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read the figures per class in a folder by the name of the test store; {} if there are none.
+
+    Raises:
+        CheckpointError: the file was not written by ``write_class_scores``.
+    """
+    path = folder / CLASS_SCORES
+    if not path.exists():
+        return {}
     try:
-        known = parse_json(path.read_text()) if path.exists() else {}
-        files.write_json(path, known | {test_data: found.to_dict()})
-    except (OSError, ValueError, TypeError) as error:
+        found = parse_json(path.read_text())
+        for one in found.values():
+            assert {"rows", "images", "units", "class_names", "visibility"} <= one.keys()
+        return found
+    except (OSError, ValueError, AttributeError, AssertionError) as error:
         remedy = remedy_for(error, "Move it away and evaluate again.")
         raise CheckpointError(f"scores: {path} cannot be read ({error!r}). {remedy}") from None
-    return path
 
 
 def check_out(out: Path, private: bool) -> None:

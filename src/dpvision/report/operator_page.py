@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from dpvision.data.open import open_store
 from dpvision.errors import CheckpointError
-from dpvision.eval.score_file import read_scores
+from dpvision.eval.score_file import read_class_scores, read_scores
 from dpvision.privacy.plan import DPPlan
 from dpvision.report.figures import series_figure
 from dpvision.report.gallery import Gallery
@@ -59,6 +59,7 @@ def make_operator_page(
         *read_scores(root / "confidential" / "scores.json"),
         *([] if base != root else read_scores(base / "scores.json")),
     ]
+    classes = read_class_scores(base) | read_class_scores(root / "confidential")
     html = render(
         "operator_page.html",
         recipe=config.recipe,
@@ -67,6 +68,7 @@ def make_operator_page(
         summary=_summary(metrics, plan),
         figures=_figures(metrics, plan),
         scores=scores,
+        classes=classes,
         learned=learned_of(scores),
         predictions=predictions,
         images=images,

@@ -10,7 +10,7 @@ from dpvision.config.unit import Stated
 from dpvision.data.open import open_store
 from dpvision.errors import PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share
-from dpvision.eval.score_file import NOTHING_FITTED
+from dpvision.eval.score_file import CLASS_SCORES, NOTHING_FITTED, read_class_scores
 from dpvision.files import write_json
 from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.plan import DPPlan
@@ -93,6 +93,7 @@ def make_report(
             evidence, statement, tuning, _asked(evidence.manifest["config"]["privacy"], said)
         ),
         learned=learned_of(statement["scores"]),
+        classes=_public_class_scores(root),
         predictions=predictions,
         images=images,
         alike=alike,
@@ -102,6 +103,16 @@ def make_report(
         settings=setting_rows(statement["settings"]),
     )
     return write_page(root / "report.html", html)
+
+
+def _public_class_scores(root: Path) -> dict[str, dict[str, Any]]:
+    found = read_class_scores(root)
+    if any(one["visibility"] != "public" for one in found.values()):
+        raise PrivacyError(
+            f"report: {root / CLASS_SCORES} has private figures; expected public ones. Move it to "
+            f"confidential/{CLASS_SCORES}."
+        )
+    return found
 
 
 def recompute_code(plan: DPPlan, statement: dict[str, Any]) -> str | None:
