@@ -1,4 +1,6 @@
-"""``dpvision export``: write a trained model in another program's format."""
+"""``dpvision export``: write a trained model in another program's format, or what it states in a
+form that others read.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -8,15 +10,17 @@ import tyro
 
 from dpvision.cli.output import RunPath, emit, pairs, parse
 from dpvision.cli.paths import check_run
+from dpvision.errors import ConfigError
 from dpvision.privacy.printed import size
 
 
 def export(
     run: RunPath,
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
-    to: Literal["timm", "transformers", "onnx", "safetensors", "peft"],
+    to: Literal["timm", "transformers", "onnx", "safetensors", "peft", "opendp", "cyclonedx"],
     ema: bool = False,
     encoder: str | None = None,
+    declared: Path | None = None,
     json: bool = False,
 ) -> None:
     """Write a run's model in another program's format, with a model card and the statement.
@@ -28,18 +32,31 @@ def export(
       dpvision export runs/first exported --to onnx
       dpvision export runs/first exported-timm --to timm --ema
       dpvision export runs/head exported-head --to safetensors --encoder timm:NAME@moved/FILE
+      dpvision export runs/first entry --to opendp --declared declared.json
 
     Args:
         run: Run folder.
         out: New folder to write. For weights trained on private images without a guarantee its path
             needs a folder named confidential.
         to: timm (timm.create_model("local-dir:DIR")), transformers (save_pretrained), onnx,
-            safetensors (with one file of plain PyTorch), peft (LoRA alone, on timm's model).
+            safetensors (with one file of plain PyTorch), peft (LoRA alone, on timm's model). What
+            is stated, without the model: opendp (an entry of the OpenDP deployments registry),
+            cyclonedx (a bill of materials, CycloneDX 1.7).
         ema: Export the averaged weights.
         encoder: A head's encoder, if it has moved since the run: as for dpvision adapt --encoder.
+        declared: For opendp and cyclonedx: JSON file with name, curators, intended_use, region,
+            publication_date, sector and justification.
         json: Print JSON.
     """
     check_run(run)
+    if to == "opendp" or to == "cyclonedx":
+        _form(run, out, to, declared, json)
+        return
+    if declared is not None:
+        raise ConfigError(
+            f"export: --declared with --to {to}; expected it with opendp or cyclonedx alone. Drop "
+            "it."
+        )
     from dpvision.export.write import export as write
 
     made = write(run, to, out, ema=ema, encoder=encoder)
@@ -63,6 +80,26 @@ def export(
         },
         json,
         text,
+    )
+
+
+def _form(
+    run: Path, out: Path, to: Literal["opendp", "cyclonedx"], declared: Path | None, json: bool
+) -> None:
+    from dpvision.export.forms import read_declared, write_form
+
+    if declared is None:
+        raise ConfigError(
+            f"export: --to {to} without --declared; expected a JSON file of what only you know: "
+            "name, curators, intended_use, region, publication_date, sector, justification. "
+            "docs/export.md has one to copy."
+        )
+    file = write_form(run, to, out, read_declared(declared))
+    emit(
+        {"out": str(file), "to": to},
+        json,
+        f"{file}, made of the statement beside it. Figures and sentences on privacy are the "
+        "statement's; read the rest before you publish it.",
     )
 
 

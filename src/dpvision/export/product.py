@@ -162,7 +162,7 @@ def open_product(run: Path, *, ema: bool = False, encoder: str | None = None) ->
         "recipe": config.recipe,
         "run_id": about["run_id"],
         "lineage": lineage,
-        "statement": None if shaped_in_confidence(lineage) else _statement(run),
+        "statement": None if shaped_in_confidence(lineage) else stated(run),
     }
     if config.model.kind in ("head", "classifier"):
         return _of_classifier(checkpoint, ema, encoder, shared)
@@ -257,7 +257,7 @@ def _tokenizer(checkpoint: Checkpoint) -> bytes:
     return checkpoint.files[TOKENIZER_FILE]
 
 
-def _statement(run: Path) -> dict[str, Any]:
+def stated(run: Path) -> dict[str, Any]:
     """Return the run's statement with the declarations of RUN/statement.json, if there is one."""
     file = run / "statement.json"
     if not file.exists():
