@@ -222,6 +222,27 @@ def test_attack_bound_holds_for_the_likelihood_ratio_test_of_sampled_steps() -> 
     )  # the test is the best one, so that the bound is also reached
 
 
+@pytest.mark.parametrize("noise", [0.2, 0.5, 1.0, 3.0, 30.0])
+def test_the_area_under_the_roc_curve_is_that_of_the_gaussian_and_never_below(noise: float) -> None:
+    exact = float(stats.norm.cdf(1 / noise / math.sqrt(2)))  # shift 1 / noise; Dong et al., eq. 6
+    found = accountant.auc_of_profile(*accountant.attack_profile(Gaussian(noise)))
+    assert exact <= found <= exact + 1e-3
+
+
+def test_the_area_of_one_pair_is_that_of_its_two_lines() -> None:
+    epsilon, delta = 1.0, 0.01
+    corner = (1 - delta) / (1 + math.exp(epsilon))  # false positives there; misses are as many
+
+    def tpr(fpr: float) -> float:
+        grown = math.exp(epsilon)
+        return min(1.0, delta + grown * fpr, 1 - (1 - delta - fpr) / grown)
+
+    upper = corner * (delta + tpr(corner)) / 2
+    lower = (1 - delta - corner) * (tpr(corner) + 1) / 2 + delta
+    assert upper + lower <= accountant.auc_of(tpr) <= upper + lower + 1e-4
+    assert accountant.auc_of(lambda fpr: fpr) == pytest.approx(0.5, abs=1e-12)
+
+
 def test_profile_starts_at_total_variation_and_falls() -> None:
     profile = accountant.privacy_profile(Gaussian(1.0))
     assert profile[0][0] == 0.0

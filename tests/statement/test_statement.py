@@ -101,6 +101,8 @@ def test_the_bound_on_attacks_is_the_gaussian_curve_for_full_batches(
         exact = stats.norm.cdf(stats.norm.ppf(fpr) + shift)
         assert exact <= attack[f"tpr_at_fpr_{fpr:g}"] <= exact + 1e-3
     assert attack["coin_accuracy"] == pytest.approx(stats.norm.cdf(shift / 2), abs=1e-6)
+    area = stats.norm.cdf(shift / 2**0.5)
+    assert area <= attack["auc"] <= area + 1e-3
 
 
 def test_nothing_confidential_and_no_path_reaches_the_statement(

@@ -9,7 +9,9 @@ did.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -185,6 +187,23 @@ def deltas_rdp(order_A: np.ndarray, divergence_A: np.ndarray, epsilon_E: np.ndar
 
 
 def attack_tpr(event: Event, fpr: float, interval: float | None = None) -> float:
+    """Return ``tpr_of_profile`` of a private event; ``interval`` as for ``deltas``."""
+    return tpr_of_profile(*attack_profile(event, interval), fpr)
+
+
+def attack_profile(event: Event, interval: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return valid pairs (epsilon, delta) for ``tpr_of_profile`` and ``auc_of_profile``, as two
+    arrays.
+
+    Args:
+        event: a private event.
+        interval: as for ``deltas``.
+    """
+    epsilons = np.linspace(0.0, min(_largest_epsilon(event, 1e-12), 700.0), 4001)
+    return epsilons, deltas(event, epsilons, interval)
+
+
+def tpr_of_profile(epsilons: np.ndarray, delta: np.ndarray, fpr: float) -> float:
     """Best true-positive rate of any membership attack with false-positive rate at most ``fpr``.
 
     Each (epsilon, delta) of the profile bounds the miss rate from below, f(a) = max(0, 1 - delta -
@@ -192,22 +211,34 @@ def attack_tpr(event: Event, fpr: float, interval: float | None = None) -> float
     minus their maximum.
 
     Args:
-        event: a private event.
+        epsilons, delta: valid pairs, two arrays of one shape.
         fpr: in [0, 1].
-        interval: as for ``deltas``.
 
     Returns:
         In [fpr, 1].
     """
-    epsilons = np.linspace(0.0, min(_largest_epsilon(event, 1e-12), 700.0), 4001)
-    return tpr_of_profile(epsilons, deltas(event, epsilons, interval), fpr)
-
-
-def tpr_of_profile(epsilons: np.ndarray, delta: np.ndarray, fpr: float) -> float:
-    """``attack_tpr`` from valid pairs (epsilon, delta), two arrays of one shape."""
     hit_1 = delta + np.exp(epsilons) * fpr
     hit_2 = 1.0 - np.exp(-epsilons) * (1.0 - delta - fpr)
     return float(min(1.0, hit_1.min(), hit_2.min()))
+
+
+def auc_of(tpr: Callable[[float], float]) -> float:
+    """Return an upper bound of the area under a concave ROC curve ``tpr``, by the midpoint rule,
+    which never gives less for such a curve.
+    """
+    edges = np.linspace(0.0, 1.0, 501) ** 2  # finer where the curve is steep
+    middle, width = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+    return min(1.0, math.fsum(w * tpr(fpr) for fpr, w in zip(middle, width, strict=True)))
+
+
+def auc_of_profile(epsilons: np.ndarray, delta: np.ndarray) -> float:
+    """Largest area under the ROC curve of any membership attack, from valid pairs (epsilon, delta),
+    two arrays of one shape.
+
+    Between false-positive rates an attack can be drawn at random, so that the best rates of
+    ``tpr_of_profile``, the smallest of straight lines, are a concave curve above every attack's.
+    """
+    return auc_of(partial(tpr_of_profile, epsilons, delta))
 
 
 def discretization_interval(event: Event, delta: float = 1e-5) -> float:

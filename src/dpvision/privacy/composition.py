@@ -75,6 +75,8 @@ class Curve:
     tpr_at_fpr: dict[float, float]
     """Best true-positive rate of a membership attack at a false-positive rate."""
     coin_accuracy: float
+    auc: float
+    """Largest area under the ROC curve of a membership attack."""
 
 
 def parts_of(runs: Iterable[tuple[DPPlan, int]]) -> tuple[Part, ...]:
@@ -211,10 +213,10 @@ def curve(
     event = _all(parts, view)
     interval = accountant.unit_interval(of_unit) if of_unit is not None and view == "unit" else None
     coin = (1 + float(accountant.deltas(event, np.zeros(1), interval)[0])) / 2
-    tpr = {fpr: accountant.attack_tpr(event, fpr, interval) for fpr in fprs}
-    return Curve(
-        None if of_unit is not None else accountant.privacy_profile(event, num_points), tpr, coin
-    )
+    pairs = accountant.attack_profile(event, interval)
+    tpr = {fpr: accountant.tpr_of_profile(*pairs, fpr) for fpr in fprs}
+    profile = None if of_unit is not None else accountant.privacy_profile(event, num_points)
+    return Curve(profile, tpr, coin, accountant.auc_of_profile(*pairs))
 
 
 def _composed(
@@ -272,9 +274,11 @@ def _curve_of_renyi(
 
     profile_E = np.linspace(0.0, largest(1e-10), num_points)
     attack_E = np.linspace(0.0, min(largest(1e-12), 700.0), 4001)
-    tpr = {fpr: accountant.tpr_of_profile(attack_E, deltas(attack_E), fpr) for fpr in fprs}
+    attack = attack_E, deltas(attack_E)
+    tpr = {fpr: accountant.tpr_of_profile(*attack, fpr) for fpr in fprs}
     pairs = [(float(e), float(d)) for e, d in zip(profile_E, deltas(profile_E), strict=True)]
-    return Curve(pairs, tpr, (1 + float(deltas(np.zeros(1))[0])) / 2)
+    coin = (1 + float(deltas(np.zeros(1))[0])) / 2
+    return Curve(pairs, tpr, coin, accountant.auc_of_profile(*attack))
 
 
 def _curve_of_pair(epsilon: float, delta: float, fprs: tuple[float, ...]) -> Curve:
@@ -285,4 +289,5 @@ def _curve_of_pair(epsilon: float, delta: float, fprs: tuple[float, ...]) -> Cur
         return min(1.0, delta + grown * fpr, 1 - math.exp(-epsilon) * (1 - delta - fpr))
 
     # At the crossing of the two lines of the trade-off curve.
-    return Curve(None, {fpr: tpr(fpr) for fpr in fprs}, 1 - (1 - delta) / (1 + grown))
+    coin = 1 - (1 - delta) / (1 + grown)
+    return Curve(None, {fpr: tpr(fpr) for fpr in fprs}, coin, accountant.auc_of(tpr))

@@ -45,6 +45,7 @@ _NAME = re.compile(
 """Texts that are figures or names; all others are sentences."""
 _NEWER = re.compile(
     r"phrases|history\.stop\b.*|guarantee\.this_run\.executed\b.*|scope\.unit\.sampling_unit"
+    r"|.*attack\.auc"
 )
 """Leaves that statements of older versions lack."""
 _PLANNED = "epsilon_of_all_planned_steps"

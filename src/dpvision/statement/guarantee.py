@@ -49,7 +49,8 @@ def figures_of(parts: tuple[Part, ...], *, fixed: bool) -> dict[str, Any]:
 
 def _attack(of: Curve) -> dict[str, float]:
     return {f"tpr_at_fpr_{fpr:g}": tpr for fpr, tpr in of.tpr_at_fpr.items()} | {
-        "coin_accuracy": of.coin_accuracy
+        "coin_accuracy": of.coin_accuracy,
+        "auc": of.auc,
     }
 
 
