@@ -50,6 +50,20 @@ class _Measure:
 
 
 @dataclass(frozen=True)
+class _Probes:
+    """What is fitted to --train."""
+
+    protocols: str = "knn,linear"
+    """Names from the list above, separated by commas."""
+    against: str = "random,pixels"
+    """Baselines: random (a run's architecture, untrained), pixels, both with a comma, or none."""
+    seeds: int | None = None
+    """Repeat the protocols with this many seeds of all that they draw, and print mean and standard
+    deviation.
+    """
+
+
+@dataclass(frozen=True)
 class _Classes:
     """Figures of each class; for runs' own heads."""
 
@@ -117,11 +131,9 @@ def evaluate(
     encoders: Encoders,
     train: Path | None = None,
     test: Path | None = None,
-    protocols: str = "knn,linear",
-    against: str = "random,pixels",
+    probes: Annotated[_Probes, FLAT] = _Probes(),
     measure: Annotated[_Measure, FLAT] = _Measure(),
     classes: Annotated[_Classes, FLAT] = _Classes(),
-    seeds: int | None = None,
     out: Path | None = None,
     ema: bool = False,
     no_cache: bool = False,
@@ -172,13 +184,9 @@ def evaluate(
         train: Labelled store to train the classifiers on; not needed if only runs' own heads are
             scored.
         test: Labelled store to score on; if omitted, a fifth of --train's people is held out.
-        protocols: Names from the list above, separated by commas.
-        against: Baselines: random (a run's architecture, untrained), pixels, both with a comma, or
-            none.
+        probes: What is fitted to --train.
         measure: How predictions are compared with labels.
         classes: Figures of each class; for runs' own heads.
-        seeds: Repeat the protocols with this many seeds of all that they draw, and print mean and
-            standard deviation.
         out: Also write all scores here. Scores on private images need a folder named confidential
             in the path.
         ema: Use the averaged weights of runs.
@@ -193,6 +201,7 @@ def evaluate(
             "runs/first --train STORE."
         )
     reading.check("evaluate")
+    seeds = probes.seeds
     check_seeds("evaluate", seeds)
     classes.check(train is None)
     if train is None:
@@ -204,8 +213,10 @@ def evaluate(
             )
         _own_heads(encoders, test, measure.labels, classes, ema, out, reading, printing)
         return
-    controls = checked_controls([] if against.strip() == "none" else names_of(against))
-    names = checked_protocols(names_of(protocols))
+    controls = checked_controls(
+        [] if probes.against.strip() == "none" else names_of(probes.against)
+    )
+    names = checked_protocols(names_of(probes.protocols))
     check_store(train, test)
     import torch
 
