@@ -75,7 +75,7 @@ def third_party_encoder(
     if image_size is not None and not _SIZES_PX[0] <= image_size <= _SIZES_PX[1]:
         raise ConfigError(
             f"encoder: {kind}:{name}: image_size={image_size}; expected {_SIZES_PX[0]} to "
-            f"{_SIZES_PX[1]} pixels. Use 96 to 224, or leave it out for the size of the weights."
+            f"{_SIZES_PX[1]} pixels. Leave it out for the size of the weights."
         )
     cached, stated = file is None and kind == "timm", None
     if kind == "timm" and file is not None:
