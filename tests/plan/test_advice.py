@@ -186,6 +186,31 @@ def test_the_evidence_is_what_the_files_say() -> None:
         )
 
 
+def test_the_tables_of_the_real_encoder_are_what_the_files_say() -> None:
+    """docs/heads.md, every cell."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for path in RESULTS.glob("*-head_regret-lite0-*.json"):
+        for r in rows(path.stem):
+            case = re.search(r", mean, (\d+) px: (\w+), (\d+) records, epsilon (\d+)$", r["case"])
+            if case and r["metric"] == "accuracy_percent":
+                found.setdefault(case.groups(), {})[r["variant"]] = r["value"]
+    names = {"eurosat": "EuroSAT", "mednist": "MedNIST", "cifar10": "CIFAR-10"}
+    page, seen = (RESULTS.parents[1] / "docs" / "heads.md").read_text(), 0
+    for (size, data, records, _), values in found.items():
+        if len(values) < 3:
+            continue  # a run of many_steps alone
+        cells = []
+        for epsilon in ("1", "3", "8"):
+            at = found[size, data, records, epsilon]
+            other = max(at["one_step"], at["prototypes"])
+            cells.append(f"{at['many_steps']:.1f} ({other:.1f})")
+        name = names.get(data, "pets")
+        line = f"| {name}, {int(records):,} | {size} px | {' | '.join(cells)} |"
+        assert line in page, line
+        seen += 1
+    assert seen >= 21
+
+
 def test_the_evidence_is_the_newest_file_of_a_setting() -> None:
     """A newer run by the defaults replaces an older one; docs/features_free.md has the same
     figures.
