@@ -10,12 +10,11 @@ epsilon.
 
 Features are computed once by ``--encoder`` (what ``open_encoder`` takes), with its default pooling
 and the set's side in pixels unless ``--pooling`` and ``--image-size`` say otherwise, and kept under
-``--work``:
-SET_train.npy (float16, N x D) with SET_train_y.npy, SET_test.npy with SET_test_y.npy; files that
-are there are used. At most ``MOST_TRAINED`` and ``MOST_TESTED`` random images of the splits take
-part. The records of a cell are a random part of the training split, the same for all heads; rows
-are treated as by ``dpvision adapt``; delta is 1 / (2 N). Accuracy in percent, the mean over seeds
-of the noise. ``auto`` is ``recommend_head``, which sees public numbers only.
+``--work``: SET_train.npy (float16, N x D) with SET_train_y.npy, SET_test.npy with SET_test_y.npy;
+files that are there are used. At most ``--most`` random images of the splits take part. The records
+of a cell are a random part of the training split, the same for all heads; rows are treated as by
+``dpvision adapt``; delta is 1 / (2 N). Accuracy in percent, the mean over seeds of the noise.
+``auto`` is ``recommend_head``, which sees public numbers only.
 
 --over computes nothing anew: from results of this script and of small_data.py it takes what the
 default encoder with auto loses against the best of all heads and encoders that they have, on the
@@ -61,6 +60,7 @@ from dpvision.adapt.heads.one_step import one_step
 from dpvision.adapt.heads.prototypes import prototypes
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.config.heads import HEADS
+from dpvision.devices import keep_freed_memory
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_file import texture_centre
 from dpvision.encoders.open import open_encoder
@@ -72,7 +72,9 @@ DEFAULT = "patches+scattering"
 """The encoder of ``dpvision adapt`` where none is named."""
 EPSILONS = (0.1, 0.5, 1.0, 3.0, 8.0)
 SIZES = (300, 1500, 10_000)
-MOST_TRAINED, MOST_TESTED = 12_500, 2000
+MOST = 12_500, 2000
+ROWS = 64
+"""Images of a forward pass."""
 RAREST = 0.1
 ATTRIBUTES = {
     "animal": (2, 3, 4, 5, 6, 7), "vehicle": (0, 1, 8, 9), "flies": (0, 2), "swims": (6, 8),
@@ -128,6 +130,8 @@ class Seen:
     encoder: str
     pooling: str | None
     image_size: int | None
+    most: tuple[int, int]
+    """Images of the training and of the test split."""
 
 
 @functools.cache
@@ -167,16 +171,21 @@ def plain_features(work: Path, data: Path, seen: Seen, name: str, part: str) -> 
     if not all(path.exists() for path in paths):
         opened, _ = encoder_of(seen, name)
         table = pq.read_table(data / name / f"{part}.parquet")
-        most = MOST_TRAINED if part == "train" else MOST_TESTED
+        most = seen.most[part == "test"]
         table = table.take(np.sort(np.random.default_rng(7).permutation(len(table))[:most]))
-        found = []
-        for start in range(0, len(table), 256):
+        keep_freed_memory()
+        found, before = [], time.process_time()
+        for start in range(0, len(table), ROWS):
             images = [
                 Image.open(io.BytesIO(image["bytes"]))
-                for image in table["image"][start : start + 256].to_pylist()
+                for image in table["image"][start : start + ROWS].to_pylist()
             ]
             x_BCHW = torch.from_numpy(np.stack([opened.preprocess(image) for image in images]))
             found.append(opened(x_BCHW, seen.pooling).numpy().astype(np.float16))
+        spent = time.process_time() - before
+        print(
+            f"{name} {part}: {len(table)} images, {len(table) / spent:.0f} a CPU second", flush=True
+        )
         work.mkdir(parents=True, exist_ok=True)
         np.save(paths[0], np.concatenate(found))
         np.save(paths[1], np.array(table["label"].to_pylist(), dtype=np.int64))
@@ -269,10 +278,10 @@ def of_set(name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], l
     )
     if args.holdout:
         cut = round(HELD_OUT * len(order))
-        test, order = whole.taken(np.sort(order[:cut][:MOST_TESTED])), order[cut:]
+        test, order = whole.taken(np.sort(order[:cut][: args.most[1]])), order[cut:]
     else:
         other = features(args.work, args.data, args.seen, name, "test")
-        test = other.taken(np.sort(rng.permutation(len(other.label_N))[:MOST_TESTED]))
+        test = other.taken(np.sort(rng.permutation(len(other.label_N))[: args.most[1]]))
     rows, losses = [], []
     for count in sorted({min(size, len(order)) for size in args.sizes}):
         train, start = whole.taken(np.sort(order[:count])), time.monotonic()
@@ -371,6 +380,14 @@ def main() -> None:
     parser.add_argument("--encoder", default=DEFAULT)
     parser.add_argument("--pooling")
     parser.add_argument("--image-size", type=int)
+    parser.add_argument(
+        "--most",
+        type=int,
+        nargs=2,
+        default=MOST,
+        metavar=("TRAIN", "TEST"),
+        help="images of the splits that take part, at most",
+    )
     parser.add_argument("--heads", default=",".join(FITS), help="heads that take part")
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
@@ -404,7 +421,7 @@ def main() -> None:
         | {
             "sizes": [int(s) for s in args.sizes.split(",")],
             "epsilons": [float(e) for e in args.epsilons.split(",")],
-            "seen": Seen(args.encoder, args.pooling, args.image_size),
+            "seen": Seen(args.encoder, args.pooling, args.image_size, tuple(args.most)),
         }
     )
     rows, losses = [], []

@@ -17,6 +17,8 @@ from dpvision.encoders.feature_file import (
     collect_features,
     feature_array,
     feature_blocks,
+    kept_centre,
+    texture_centre,
 )
 from dpvision.errors import DataError
 
@@ -93,6 +95,28 @@ def test_the_second_time_no_image_is_read_and_another_encoder_is_never_served(
     assert np.array_equal(feature_array(encoder, "mean", 32, store, rows, workers=1), first), (
         "damage costs time only"
     )
+
+
+def test_the_centre_is_computed_once_for_each_encoder_and_pooling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature_file, "NUM_TEXTURES", 32)
+    store, encoder = write_digits(tmp_path / "s", 0, 5), vit_encoder()
+    two = replace(encoder, poolings=lambda x: (f := encoder.poolings(x)) | {"twice": 2 * f["mean"]})
+    centre_D = texture_centre(encoder, "mean")
+    others = {
+        "weights": vit_encoder(seed=1),
+        "normalisation": replace(encoder, mean=(0.4, 0.5, 0.5)),
+    }
+    assert torch.equal(kept_centre(encoder, "mean", store, keep=False), centre_D)
+    assert not FeatureCache(store.path).folder.exists(), "confidential weights leave no trace"
+    assert torch.equal(kept_centre(encoder, "mean", store), centre_D)
+    for what, other in others.items():
+        assert torch.equal(kept_centre(other, "mean", store), texture_centre(other, "mean")), what
+    for pooling, factor in (("mean", 1), ("twice", 2)):
+        assert torch.equal(kept_centre(two, pooling, store), factor * centre_D)
+    monkeypatch.setattr(feature_file, "texture_centre", None)
+    assert torch.equal(kept_centre(encoder, "mean", store), centre_D)
 
 
 def test_large_features_are_kept_in_half_precision_and_what_does_not_fit_drops_out(

@@ -11,6 +11,7 @@ from dpvision.encoders.open import open_encoder
 from dpvision.encoders.third_party import encoder_from, third_party_encoder
 from dpvision.encoders.weights_file import WeightsFile
 from dpvision.errors import CheckpointError, ConfigError
+from dpvision.synthetic.textures import textures
 
 VIT = "vit_tiny_patch16_224"
 
@@ -219,6 +220,19 @@ def test_preprocessing_is_the_librarys_own():
     assert vit.mean == timm.models.get_pretrained_cfg(VIT).mean
     assert (swin.mean, swin.family) == ((0.485, 0.456, 0.406), "transformer")
     assert third_party_encoder("timm", f"{VIT}.augreg_in21k").mean == (0.5, 0.5, 0.5)
+
+
+@mark.parametrize("spec", ["timm:test_resnet", "torchvision:resnet18", "torchvision:vit_b_16"])
+@mark.parametrize("size_px", [-5, 7, 4000])
+def test_a_size_that_no_texture_has_is_refused_before_the_network_is_made(spec, size_px):
+    """A head takes its centre from textures: without this check the refusal came after all features
+    were computed.
+    """
+    rule = f"image_size={size_px}; expected 8 to 1024 pixels. Leave it out"
+    with raises(ConfigError, match=rule):
+        open_encoder(spec, image_size=size_px)
+    with raises(ConfigError, match="textures"):
+        textures(torch.arange(1), size_px)
 
 
 @mark.slow

@@ -33,7 +33,7 @@ from dpvision.adapt.select import choose_head
 from dpvision.checkpoint import Checkpoint
 from dpvision.config import RunConfig
 from dpvision.devices import loader_threads
-from dpvision.encoders.feature_file import feature_array, rows_of_pass, texture_centre
+from dpvision.encoders.feature_file import feature_array, kept_centre, rows_of_pass
 from dpvision.encoders.identity import check_same, describe
 from dpvision.errors import DataError, PrivacyError
 from dpvision.files import write_json
@@ -244,13 +244,15 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
         device=made.device,
         progress=progress,
     )
-    textures, order_D = features.centre == "textures", encoder.order_D
+    centre_D, order_D = None, encoder.order_D
+    if features.centre == "textures":
+        centre_D = kept_centre(encoder, pooling, made.store, keep=keep, device=made.device)
     decay = features.frequency_decay or 1.0
     return FeatureStream(
         feature_ND if made.people is None else PersonFeatures(feature_ND, made.people),
         made.label,
         cfg.num_classes,
-        centre_D=texture_centre(encoder, pooling, made.device) if textures else None,
+        centre_D=centre_D,
         unit=features.unit,
         scale_D=None if order_D is None else frequency_scale(order_D, decay),
     )

@@ -446,18 +446,18 @@ def _check_test(args: AdaptArgs, config: RunConfig) -> None:
     if args.test is None:
         return
     from dpvision.data.open import open_store
-    from dpvision.eval.probes.own_head import scorable  # with scipy.stats
+    from dpvision.eval.probes.own_head import scorable
 
     scorable(config, open_store(args.test))
 
 
 def _score(args: AdaptArgs, root: Path) -> "list[Score]":
+    if args.test is None:
+        return []
     from dpvision.data.open import open_store
     from dpvision.eval.probes.own_head import score_own_head
     from dpvision.eval.score_file import NOTHING_FITTED, write_scores
 
-    if args.test is None:
-        return []
     store = open_store(args.test)
     private = store.results_visibility == "private"
     with ProgressLine(

@@ -109,7 +109,7 @@ def _learned(tensors: Mapping[str, Tensor]) -> bool:
 def _model(name: str, tensors: Mapping[str, Tensor]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         model = timm.create_model(name, num_classes=0).eval()
-    model.load_state_dict({n: t for n, t in tensors.items() if n in model.state_dict()})
+    model.load_state_dict(dict(tensors), strict=False)  # without the classifier
     return model
 
 

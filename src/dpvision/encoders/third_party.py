@@ -37,6 +37,7 @@ Rename = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
 """From the model and a file's tensors to the same tensors under the model's names."""
 
 _SEED = 0  # for weights that are not loaded from a file
+_SIZES_PX = (8, 1024)  # those of the textures that heads take their centre from
 _REMEDY = "Give the name of the file's model."
 
 
@@ -62,7 +63,7 @@ def third_party_encoder(
             determines the preprocessing.
         file: weights: safetensors, or a pickle (opened as ``unpickle`` describes), or a folder in
             timm's layout. Its classifier may have any number of classes.
-        image_size: side of the images in pixels, for models that accept any.
+        image_size: side of the images in pixels, 8 to 1024, for models that accept any.
 
     Raises:
         ConfigError: no such model, or it gives neither tokens nor a map, or does not accept this
@@ -71,6 +72,11 @@ def third_party_encoder(
             normalisation, as ``check_statistics``.
     """
     check_name(kind, name)
+    if image_size is not None and not _SIZES_PX[0] <= image_size <= _SIZES_PX[1]:
+        raise ConfigError(
+            f"encoder: {kind}:{name}: image_size={image_size}; expected {_SIZES_PX[0]} to "
+            f"{_SIZES_PX[1]} pixels. Leave it out for the size of the weights."
+        )
     cached, stated = file is None and kind == "timm", None
     if kind == "timm" and file is not None:
         stated = timm_file(name, file)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from scipy.stats import t as student
+from scipy import special
 
 from dpvision.errors import ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels
@@ -82,7 +82,7 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
     to [0, 1].
     """
     x = np.asarray(values, dtype=np.float64)
-    half = float(student.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
+    half = float(special.stdtrit(len(x) - 1, 0.975) * x.std(ddof=1) / math.sqrt(len(x)))
     return max(0.0, float(x.mean()) - half), min(1.0, float(x.mean()) + half)
 
 

@@ -193,12 +193,10 @@ def advise_head(q: Question, at_hand: EncoderAtHand | None) -> Advice:
 
 
 def _at_size(size: int | None) -> list[EncoderResult]:
-    """Return the results of the largest measured size up to ``size`` for each set, whose figures
-    are then a lower bound; none without a size.
+    """Return the results at sizes up to ``size``, whose figures are then a lower bound; none
+    without a size.
     """
-    rows = [row for row in ENCODER_HEADS if size is not None and row.image_size <= size]
-    largest = {row.data: max(r.image_size for r in rows if r.data == row.data) for row in rows}
-    return [row for row in rows if row.image_size == largest[row.data]]
+    return [row for row in ENCODER_HEADS if size is not None and row.image_size <= size]
 
 
 def _with_encoder(
@@ -214,9 +212,18 @@ def _with_encoder(
     rows, classes = _at_size(size), q.labels or 10
     if not rows:
         return None, f"not measured for this encoder; baseline features would give {baseline}"
-    low, high = sorted(
-        expected_accuracy(data, strength, classes, rows=rows) for data in ("cifar10", "eurosat")
-    )
+
+    def expected(data: str) -> float:
+        # The better of the sizes, since fewer records were measured at the larger ones.
+        sizes = {row.image_size for row in rows if row.data == data}
+        return max(
+            expected_accuracy(
+                data, strength, classes, rows=[row for row in rows if row.image_size == size]
+            )
+            for size in sizes
+        )
+
+    low, high = sorted((expected("cifar10"), expected("eurosat")))
     told = f"{low:.0f}% (images as hard as CIFAR-10) to {high:.0f}% (as easy as EuroSAT)"
     ours = at_hand is not None and "efficientnet_lite0" in at_hand.name
     whose = "" if ours else f"not measured for this encoder; with {MEASURED_ENCODER} "
