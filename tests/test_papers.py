@@ -149,13 +149,14 @@ def test_the_exact_miniatures_give_their_results_again() -> None:
     assert again == json.loads(file.read_text())["rows"]
 
 
-@pytest.mark.parametrize("key", ["vip_masking", "vip_batches", "lab_mae"])
+@pytest.mark.parametrize("key", ["vip_masking", "vip_batches", "lab_mae", "cap_sweep"])
 def test_the_runs_of_a_miniature_are_valid_and_of_equal_sample_gradients(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their command lines are taken by `dpvision train`, and private arms that are compared with
     one another take as many sample-gradients.
     """
+    import papers_captions
     import papers_trained
 
     from dpvision.cli.train import TrainArgs
@@ -172,15 +173,18 @@ def test_the_runs_of_a_miniature_are_valid_and_of_equal_sample_gradients(
         return root
 
     store = type("Store", (), {"num_records": 200_000})
-    monkeypatch.setattr(papers_trained, "trained", parsed)
-    monkeypatch.setattr(papers_trained, "dpvision", lambda *words: None)
-    monkeypatch.setattr(papers_trained, "open_store", lambda path: store)
-    arms, work = papers_trained.MINIATURES[key].keywords["arms"], papers.Work(tmp_path, tmp_path)
-    for arm in arms:
-        if key == "lab_mae":
-            papers_trained.captioner_run(arm, work, {})
-        else:
-            papers_trained.vip_run(work, arms[arm], True)
+    for module in (papers_trained, papers_captions):
+        monkeypatch.setattr(module, "trained", parsed)
+        monkeypatch.setattr(module, "dpvision", lambda *words: None)
+        monkeypatch.setattr(module, "open_store", lambda path: store)
+    module = import_module(FACTS["results"][key]["module"])
+    arms, work = module.MINIATURES[key].keywords["arms"], papers.Work(tmp_path, tmp_path)
+    for arm in arms.values():
+        if arm.warm or arm.train != "none":
+            if module is papers_trained:
+                papers_trained.vip_run(work, arm)
+            else:
+                papers_captions.captioner_run(arm, work)
     private = [c for c in configs.values() if c.privacy.guarantee == "dp"]
     gradients = {c.privacy.expected_batch_size * c.privacy.steps for c in private}
     assert len(gradients) == 1 and len(configs) > len(private) > 0, gradients
