@@ -2,7 +2,7 @@
 masked autoencoders, warm starts and runs without privacy, tested as in ``papers_trained``.
 
 Arms of the recipe's length take its own steps on a million scenes; the others, which are compared
-with one another, 40,000 sample-gradients on 100,000 scenes. Captioners also have the loss of the
+with one another, 40,000 sample-gradients on 50,000 scenes. Captioners also have the loss of the
 test scenes' captions, zero-shot classification of single objects by colour and shape, the true
 sentence against one with a swap (chance 50), CIDEr-D of greedy captions, and how many of the named
 objects are there.
@@ -68,7 +68,7 @@ from dpvision.synthetic.scenes import ATTRIBUTES
 
 COLOURS, SHAPES = ATTRIBUTES["colour"], ATTRIBUTES["shape"]
 SHORT: Settings = (*budget(40_000, 200).items(), ("privacy.dataset_size", RECORDS))
-TUNED, FIRST_PUBLIC = 20_000, 50_000_000
+TUNED, FIRST_PUBLIC = 15_000, 50_000_000
 """Sample-gradients of fine-tuning a decoder, and the first of as many public scenes for it."""
 
 
@@ -93,16 +93,19 @@ class Arm:
 
 FULL = Arm(own=())
 MAE = replace(FULL, captions=False)
-SWEEP = {
+STARTS = {
     "random weights": Arm(warm=False, train="none"),
     "warm start": Arm(train="none"),
-    **{f"width {width}": Arm(width=width) for width in (32, 64, 128)},
-    "random start": Arm(warm=False),
-    "without privacy": Arm(train="plain"),
+    "captioner": Arm(),
+    "captioner, random start": Arm(warm=False),
+    "captioner, without privacy": Arm(train="plain"),
     "masked autoencoder": Arm(captions=False),
     "masked autoencoder, without privacy": Arm(captions=False, train="plain"),
-    "decoder tuned": Arm(tuned=True),
-    "without privacy, decoder tuned": Arm(train="plain", tuned=True),
+}
+WIDTHS = {f"width {width}": Arm(width=width) for width in (32, 64, 128)}
+TUNED_DECODERS = {
+    f"{case}, decoder tuned": replace(STARTS[case], tuned=True)
+    for case in ("captioner", "captioner, without privacy")
 }
 
 
@@ -288,6 +291,8 @@ MINIATURES: dict[str, Callable[[Work], Rows]] = {
             "vip_non_private": replace(MAE, train="plain"),
         },
     ),
-    "cap_sweep": partial(captioners, arms=SWEEP),
+    "cap_starts": partial(captioners, arms=STARTS),
+    "cap_widths": partial(captioners, arms=WIDTHS),
+    "cap_decoders": partial(captioners, arms=TUNED_DECODERS),
     "batch_sizes": batch_sizes,
 }

@@ -23,14 +23,14 @@ from dpvision.synthetic.scenes import ATTRIBUTES, Scene, coverage, make_scene
 
 COLOURS = ATTRIBUTES["colour"]
 FIRST = {"train": 30_000_000, "test": 40_000_000}
-NUM, SIZE_PX, EPOCHS = {"train": 600, "test": 300}, 32, {"detection": 10, "segmentation": 15}
+NUM, SIZE_PX, EPOCHS = {"train": 600, "test": 200}, 32, {"detection": 5, "segmentation": 6}
 MEASURES = {"detection": ("AP box", "AP mask"), "segmentation": ("mIoU",)}
 SMALL = {
-    "detection": "--detection.batch-size 16 --detection.learning-rate 1e-3 --detection.window 0 "
+    "detection": "--detection.batch-size 8 --detection.learning-rate 1e-3 --detection.window 0 "
     "--detection.warmup-steps 30 --detection.channels 32 --detection.hidden 64 "
     "--detection.anchors 64 --detection.proposals 50 --detection.regions 32 "
     "--detection.jitter 0.8 1.25 --detection.resamples 0 --detection.image-size 32",
-    "segmentation": "--segmentation.batch-size 16 --segmentation.learning-rate 1e-3 "
+    "segmentation": "--segmentation.batch-size 8 --segmentation.learning-rate 1e-3 "
     "--segmentation.warmup-steps 30 --segmentation.channels 32 --segmentation.scale 0.8 1.25 "
     "--segmentation.no-photometric --segmentation.max-class-share 1 --segmentation.crop-size 32",
 }
@@ -110,7 +110,7 @@ def scores(task: str, spec: str, root: Path) -> dict[str, float]:
     if task == "segmentation":
         given["classes"] = root / "classes.json"
     given |= {f"{task}.epochs": EPOCHS[task], "hardware.workers": 1}
-    given["hardware.physical-batch-size"] = 16
+    given["hardware.physical-batch-size"] = 8
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     found = {
         score["protocol"]: 100 * score["value"]

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import papers_captions
 from common import Work, row
-from papers_captions import SWEEP, captioner_run
 from papers_trained import (
     CONTROLS,
     HARDWARE,
@@ -39,13 +39,8 @@ STARTS = {
     "without privacy": Arm(records=0, train="plain"),
 }
 """ViP's encoders; random weights are those of the network of the others."""
-CAPTIONERS = {
-    "warm start": "warm start",
-    "masked autoencoder": "masked autoencoder",
-    "captioner": "width 64",
-    "captioner, without privacy": "without privacy",
-}
-"""Arms of the sweep by what the probes call them."""
+CAPTIONERS = ("warm start", "masked autoencoder", "captioner", "captioner, without privacy")
+"""Encoders of ``papers_captions`` that are probed."""
 FIT, TEST, NUM = 60_000_000, 70_000_000, 2_000
 PROBES = {
     "probe": "--protocols linear_lars,few_shot_dpcap --shots 1 2 5 10 --lars.no-augment",
@@ -93,7 +88,10 @@ def _spec(work: Work, name: str) -> str:
 def captions(work: Work) -> Rows:
     """DP-Cap's Tables 2, 5 and 10: a captioner's encoder beside a masked autoencoder's."""
     parts = [public_scenes(work, first, NUM) for first in (FIT, TEST)]
-    runs = {name: captioner_run(SWEEP[arm], work) for name, arm in CAPTIONERS.items()}
+    runs = {
+        name: papers_captions.captioner_run(papers_captions.STARTS[name], work)
+        for name in CAPTIONERS
+    }
     specs = {"random weights": f"random:{runs['captioner']}"} | {n: str(r) for n, r in runs.items()}
     return [r for name, spec in specs.items() for r in probed(work, name, spec, *parts)]
 

@@ -3,7 +3,7 @@ beside random weights, the warm start and a run without privacy, tested on publi
 numbers.
 
 Runs are those of `dpvision train`, kept in the work folder and resumed: 30,000 sample-gradients at
-epsilon 8 from a warm start of 30,000 on 10,000 textures. Scores: the masked loss, and ridge probes
+epsilon 8 from a warm start of 30,000 on 5,000 textures. Scores: the masked loss, and ridge probes
 of six attributes on the frozen encoder, 4,000 scenes to fit and 2,000 to test, in percent.
 """
 
@@ -35,7 +35,7 @@ from dpvision.synthetic.scenes import ATTRIBUTES, Scene, make_scene
 
 SIZE_PX, NUM_FIT, NUM_TEST = 32, 4_000, 2_000
 FIRST_FIT, FIRST_TEST = 10_000_000, 20_000_000
-GRADIENTS, STEPS, WARM_GRADIENTS, WARM_BATCH, RECORDS = 30_000, 100, 30_000, 64, 100_000
+GRADIENTS, STEPS, WARM_GRADIENTS, WARM_BATCH, RECORDS = 30_000, 100, 30_000, 64, 50_000
 Rows = list[dict[str, Any]]
 
 
@@ -92,7 +92,7 @@ def budget(gradients: int, steps: int) -> dict[str, Any]:
     }
 
 
-TEXTURES = 10_000
+TEXTURES = 5_000
 WARM = budget(WARM_GRADIENTS, WARM_GRADIENTS // WARM_BATCH) | {"privacy.dataset_size": TEXTURES}
 """Settings of the warm starts."""
 HARDWARE = {"hardware.workers": 1, "hardware.precision": "bfloat16"}
@@ -189,20 +189,16 @@ CONTROLS = {
     "warm start": Arm(train="none"),
     "without privacy": Arm(train="plain"),
 }
-VIP_RECORDS = CONTROLS | {f"{num} records": Arm(records=num) for num in (1_000, 10_000, RECORDS)}
+VIP_RECORDS = CONTROLS | {f"{num} records": Arm(records=num) for num in (500, 5_000, RECORDS)}
 VIP_BATCHES = CONTROLS | {
     f"batch {batch}": Arm(own=tuple(budget(GRADIENTS, GRADIENTS // batch).items()))
     for batch in (75, 300, 1_200)
 }
-VIP_MASKING = CONTROLS | {
-    "default": Arm(),
-    **{
-        f"mask {ratio}": Arm((*SIZES["2x64"], ("model.mask_ratio", ratio))) for ratio in (0.25, 0.5)
-    },
-    **{
-        f"decoder {depth}": Arm((*SIZES["2x64"], ("model.decoder_depth", depth)))
-        for depth in (2, 4)
-    },
+MASKING = {
+    f"mask {ratio}": Arm((*SIZES["2x64"], ("model.mask_ratio", ratio))) for ratio in (0.25, 0.5)
+}
+DECODERS = {
+    f"decoder {depth}": Arm((*SIZES["2x64"], ("model.decoder_depth", depth))) for depth in (2, 4)
 }
 
 
@@ -284,5 +280,6 @@ MINIATURES: dict[str, Callable[[Work], Rows]] = {
     "vip_sizes": partial(autoencoders, arms=VIP_SIZES),
     "vip_records": partial(autoencoders, arms=VIP_RECORDS),
     "vip_batches": partial(autoencoders, arms=VIP_BATCHES),
-    "vip_masking": partial(autoencoders, arms=VIP_MASKING),
+    "vip_masking": partial(autoencoders, arms={"default": Arm(), **MASKING}),
+    "vip_decoders": partial(autoencoders, arms={"default": Arm(), **DECODERS}),
 }
