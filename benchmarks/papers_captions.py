@@ -47,7 +47,7 @@ from run_folders import trained
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config.resolve import resolve
 from dpvision.data.importer import import_samples
-from dpvision.data.open import open_store
+from dpvision.data.open import is_store, open_store
 from dpvision.data.sources import Sample, Source
 from dpvision.data.store import Store
 from dpvision.encoders.pooled import pooled_network
@@ -132,11 +132,9 @@ def captioner_run(arm: Arm, work: Work) -> Path:
     asked: dict[str, Any] = HARDWARE | dict.fromkeys(widths, arm.width)
     place = work.folder / place_of(arm)
     if arm.train == "none":
-        data = []
-        if arm.own:
-            data = ["--data", str(textures(work, TEXTURES))]
-            asked |= WARM
-        return trained(place, ["synthetic.dpcap_micro", *data, *options(asked)])
+        given = ["--data", str(textures(work, TEXTURES))] if arm.own else []
+        asked |= WARM if arm.own else {}
+        return trained(place, ["synthetic.dpcap_micro", *given, *options(asked)])
     recipe = "dpcap.micro" if arm.captions else "dpcap.micro_vip"
     if arm.captions:
         asked["data.tokenizer"] = tokenizer(work)
@@ -155,8 +153,7 @@ def captioner_run(arm: Arm, work: Work) -> Path:
     if arm.train == "private":
         asked["privacy.target_epsilon"] = arm.epsilon
     elif arm.train == "plain":
-        gradients = privacy.steps * int(privacy.expected_batch_size)
-        asked |= without_privacy("dpcap", gradients)
+        asked |= without_privacy("dpcap", int(privacy.steps * (privacy.expected_batch_size or 0)))
     start = replace(arm, train="none", captions=True, textures=False)
     asked["init_from"] = captioner_run(start, work) if arm.warm else None
     return trained(place, [recipe, "--data", str(data), *options(asked)])
@@ -213,7 +210,7 @@ def _caption_loss(ready: OpenCaptioner) -> float:
 def _single_objects(work: Work) -> Store:
     """Return the public store of scenes of one object, labelled with colour and shape."""
     folder = work.folder / f"single-{NUM_TEST}"
-    if folder.exists():
+    if is_store(folder):
         return open_store(folder)
     pairs = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     single = (s for s in scenes(FIRST_TEST, 8 * NUM_TEST) if len(s.objects) == 1)

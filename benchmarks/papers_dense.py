@@ -38,9 +38,9 @@ SMALL = {
 default.
 """
 ENCODERS = {
-    "random": None,
-    "warm": CONTROLS["warm start"],
-    "private_eps8": Arm(),
+    "random weights": None,
+    "warm start": CONTROLS["warm start"],
+    "private": Arm(),
     "without privacy": CONTROLS["without privacy"],
 }
 
@@ -62,7 +62,8 @@ def write_part(root: Path, part: str) -> None:
         return
     for folder in ("pictures", "masks"):
         (root / part / folder).mkdir(parents=True, exist_ok=True)
-    images, annotations = [], []
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for n in range(NUM[part]):
         scene = make_scene(FIRST[part] + n, SIZE_PX)
         name, semantic_HW = f"{n:06}.png", np.full((SIZE_PX, SIZE_PX), len(COLOURS), np.uint8)
@@ -122,18 +123,17 @@ def scores(task: str, spec: str, root: Path) -> dict[str, float]:
     }
 
 
-def dense(work: Work) -> list[dict[str, Any]]:
-    """Average precision and mIoU by encoder."""
+def dense(work: Work, task: str) -> list[dict[str, Any]]:
+    """Average precision or mIoU by encoder."""
     root = work.folder / f"scenes-{SIZE_PX}px"
     for part in NUM:
         write_part(root, part)
     rows = []
-    for task, measures in MEASURES.items():
-        for name, arm in ENCODERS.items():
-            spec = f"random:{vip_run(work, Arm())}" if arm is None else str(vip_run(work, arm))
-            found = work.kept(f"dense/{task}-{name}", partial(scores, task, spec, root))
-            rows += [row(name, task, measure, [found[measure]]) for measure in measures]
+    for name, arm in ENCODERS.items():
+        spec = f"random:{vip_run(work, Arm())}" if arm is None else str(vip_run(work, arm))
+        found = work.kept(f"dense/{task}-{name}", partial(scores, task, spec, root))
+        rows += [row(name, task, measure, [found[measure]]) for measure in MEASURES[task]]
     return rows
 
 
-MINIATURES = {"dense": dense}
+MINIATURES = {task: partial(dense, task=task) for task in MEASURES}

@@ -7,6 +7,7 @@ epsilon 8 from a warm start of 30,000 on 5,000 textures. Scores: the masked loss
 of six attributes on the frozen encoder, 4,000 scenes to fit and 2,000 to test, in percent.
 """
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from run_folders import trained
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig
 from dpvision.config.resolve import resolve
-from dpvision.data.open import open_store
+from dpvision.data.open import is_store, open_store
 from dpvision.data.transform import normalise
 from dpvision.encoders.pooled import PooledNetwork, pooled_network
 from dpvision.encoders.trained import load_model
@@ -46,29 +47,40 @@ def dpvision(*words: str) -> None:
     )
 
 
+def store(work: Work, name: str, *line: str) -> Path:
+    """Return a store that a command of the product makes, unless it is there; "STORE" in the line
+    stands for its folder. An unfinished one is made again.
+    """
+    folder = work.folder / name
+    if not is_store(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        dpvision(*(str(folder) if word == "STORE" else word for word in line))
+    return folder
+
+
 def scenes_store(work: Work, num: int) -> Path:
-    """Return the private store of the first scenes, made unless it is there."""
-    store = work.folder / f"scenes-{num}"
-    if not store.exists():
-        dpvision("data", "scenes", str(store), "--num", str(num), "--size-px", str(SIZE_PX))
-    return store
+    """Return the private store of the first scenes."""
+    line = ("data", "scenes", "STORE", "--num", str(num), "--size-px", str(SIZE_PX))
+    return store(work, f"scenes-{num}", *line)
 
 
 def public_scenes(work: Work, first: int, num: int) -> Path:
-    """Return a public store of scenes labelled by colour, made unless it is there."""
-    store = work.folder / f"public-{first}-{num}"
-    if not store.exists():
-        words = ["--first", str(first), "--num", str(num), "--size-px", str(SIZE_PX), "--public"]
-        dpvision("data", "scenes", str(store), *words, "--label", "colour")
-    return store
+    """Return a public store of scenes labelled by colour."""
+    line = ("data", "scenes", "STORE", "--num", str(num), "--size-px", str(SIZE_PX), "--public")
+    more = ("--first", str(first), "--label", "colour")
+    return store(work, f"public-{first}-{num}", *line, *more)
 
 
 def textures(work: Work, num: int) -> Path:
-    """Return the store of the first textures, made unless it is there."""
-    store = work.folder / f"textures-{num}"
-    if not store.exists():
-        dpvision("synth", str(store), "--num", str(num), "--size-px", "40", "--files")
-    return store
+    """Return the store of the first textures."""
+    line = ("synth", "STORE", "--num", str(num), "--size-px", "40", "--files")
+    return store(work, f"textures-{num}", *line)
+
+
+def image_store(work: Work, name: str, part: str = "train") -> Path:
+    """Return the public store of a part of an image set."""
+    file = work.data / name / f"{part}.parquet"
+    return store(work, f"{name}-{part}", "data", "import", str(file), "STORE", "--public")
 
 
 def options(values: dict[str, Any]) -> list[str]:
@@ -179,10 +191,10 @@ class Arm:
 
 LONG = tuple(budget(200_000, 200).items())
 VIP_SIZES = {
-    f"{size}, {start}{after}": Arm(network, LONG, warm=start == "warm", train=train)
+    f"{size}, {start}{after}": replace(arm, network=network, warm=start == "warm")
     for size, network in SIZES.items()
     for start in ("random", "warm")
-    for after, train in ((", no training", "none"), ("", "private"))
+    for after, arm in ((", no training", Arm(train="none")), ("", Arm(own=LONG)))
 }
 CONTROLS = {
     "random weights": Arm(warm=False, train="none"),
@@ -249,16 +261,6 @@ def vip_run(work: Work, arm: Arm) -> Path:
         asked["privacy.dataset_size"] = open_store(data).num_records
         asked |= dict(arm.own) if arm.train == "private" else without_privacy("vip", GRADIENTS)
     return trained(place, [*line, *options(asked)])
-
-
-def image_store(work: Work, name: str, part: str = "train") -> Path:
-    """Return the public store of a part of an image set, imported unless it is there."""
-    store = work.folder / f"{name}-{part}"
-    if not store.exists():
-        dpvision(
-            "data", "import", str(work.data / name / f"{part}.parquet"), str(store), "--public"
-        )
-    return store
 
 
 def without_privacy(recipe: str, gradients: int) -> dict[str, Any]:
