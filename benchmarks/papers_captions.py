@@ -67,7 +67,14 @@ from dpvision.runs.folder import run_base
 from dpvision.synthetic.scenes import ATTRIBUTES
 
 COLOURS, SHAPES = ATTRIBUTES["colour"], ATTRIBUTES["shape"]
-SHORT: Settings = (*budget(40_000, 200).items(), ("privacy.dataset_size", RECORDS))
+
+
+def short(batch: int, records: int) -> Settings:
+    """Return the settings of 200 steps."""
+    return (*budget(200 * batch, 200).items(), ("privacy.dataset_size", records))
+
+
+SHORT = short(200, RECORDS)
 TUNED, FIRST_PUBLIC = 15_000, 50_000_000
 """Sample-gradients of fine-tuning a decoder, and the first of as many public scenes for it."""
 
@@ -103,7 +110,12 @@ STARTS = {
     "masked autoencoder, without privacy": Arm(captions=False, train="plain"),
 }
 WIDTHS = {f"width {width}": Arm(width=width) for width in (32, 64, 128)}
-TUNED_DECODERS = {
+BATCHES = {f"batch {batch}": Arm(own=short(batch, RECORDS)) for batch in (50, 100, 200)}
+SHARES = {
+    f"{num} records": Arm(own=short(200 * num // RECORDS, num)) for num in (500, 5_000, RECORDS)
+}
+"""A part of the records with the same part of the batch, as in the paper."""
+DECODERS = {
     f"{case}, decoder tuned": replace(STARTS[case], tuned=True)
     for case in ("captioner", "captioner, without privacy")
 }
@@ -242,7 +254,7 @@ def _said(ready: OpenCaptioner) -> dict[str, float]:
     }
 
 
-BATCHES = (250, 500, 1_000)
+SIMULATED = (250, 500, 1_000)
 NOISE_OF_BATCH, BATCH_STEPS = 1.34e-4, 60
 """Noise multiplier over batch of the simulated runs: that of 4,000 of 300,000 at epsilon 8."""
 
@@ -252,7 +264,7 @@ def batch_sizes(work: Work) -> Rows:
     tenth of the steps; "apart" is the largest distance from the largest batch's after that.
     """
     curves, skipped = {}, BATCH_STEPS // 10
-    for batch in BATCHES:
+    for batch in SIMULATED:
         asked = budget(batch * BATCH_STEPS, BATCH_STEPS) | {
             "privacy.guarantee": "simulated",
             "privacy.target_epsilon": None,
@@ -263,7 +275,7 @@ def batch_sizes(work: Work) -> Rows:
         lines = next(base.rglob("metrics.jsonl")).read_text().splitlines()
         loss = np.array([json.loads(line)["loss"] for line in lines])
         curves[batch] = np.convolve(loss, np.ones(skipped) / skipped, mode="valid")
-    largest = curves[BATCHES[-1]]
+    largest = curves[SIMULATED[-1]]
     return [
         row(f"batch {batch}", "dpcap.micro", name, [value])
         for batch, curve in curves.items()
@@ -290,6 +302,8 @@ MINIATURES: dict[str, Callable[[Work], Rows]] = {
     ),
     "cap_starts": partial(captioners, arms=STARTS),
     "cap_widths": partial(captioners, arms=WIDTHS),
-    "cap_decoders": partial(captioners, arms=TUNED_DECODERS),
+    "cap_batches": partial(captioners, arms=BATCHES),
+    "cap_records": partial(captioners, arms=SHARES),
+    "cap_decoders": partial(captioners, arms=DECODERS),
     "batch_sizes": batch_sizes,
 }
