@@ -111,8 +111,10 @@ def here(row: dict[str, Any]) -> str:
     parts = []
     for key, same in groupby(figures(row), key=lambda figure: figure.result):
         parts.append("; ".join(figure.text() for figure in same) + f" [{key}](#{key})")
-    if not parts:
-        parts = [FACTS["reasons"][row.get("why", "pending")]]
+    if not parts and "why" in row:
+        parts = [FACTS["reasons"][row["why"]]]
+    elif not parts:
+        parts = [f"not run yet: `python benchmarks/papers.py --rows {row['row']}`"]
     elif "chance" in row:
         parts.append(f"{'**at chance**' if state(row) == 'chance' else 'chance'}, {row['chance']}")
     return "; ".join([*parts, *([row["note"]] if "note" in row else [])])

@@ -1,61 +1,42 @@
-"""The rows of ViP and DP-Cap on procedural scenes of 32 px: private runs of the micro recipes
-beside their controls, tested on public scenes of other numbers.
+"""The rows of ViP on procedural scenes of 32 px: private masked autoencoders of the micro recipe
+beside random weights, the warm start and a run without privacy, tested on public scenes of other
+numbers.
 
-Runs are those of `dpvision train`, kept in the work folder and resumed. ViP's (``autoencoders``)
-take 200,000 sample-gradients at epsilon 8 from a warm start of 100,000 on textures; DP-Cap's
-(``captioners``) take their recipes' own steps. Scores: ridge probes of six attributes on the frozen
-encoder, 4,000 scenes to fit and 2,000 to test, in percent. ViP's networks also have the masked
-loss. Captioners also have zero-shot classification of single objects by colour and shape, the true
-sentence against one with a swap (chance 50), CIDEr-D of greedy captions, and how many of the named
-objects are there.
+Runs are those of `dpvision train`, kept in the work folder and resumed: 30,000 sample-gradients at
+epsilon 8 from a warm start of 30,000 on 5,000 textures. Scores: the masked loss, and ridge probes
+of six attributes on the frozen encoder, 4,000 scenes to fit and 2,000 to test, in percent.
 """
 
-import io
-import json
-import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from common import Work, row
-from PIL import Image
 from run_folders import trained
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig
 from dpvision.config.resolve import resolve
-from dpvision.data.importer import import_samples
-from dpvision.data.open import open_store
-from dpvision.data.sources import Sample, Source
-from dpvision.data.store import Store
+from dpvision.data.open import is_store, open_store
 from dpvision.data.transform import normalise
 from dpvision.encoders.pooled import PooledNetwork, pooled_network
 from dpvision.encoders.trained import load_model
-from dpvision.eval.captions.choice import answer_choices, choice_scores
-from dpvision.eval.captions.cider import cider_d
-from dpvision.eval.captions.label_sets import load_label_set
-from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
-from dpvision.eval.captions.scene_choices import scene_compositional
-from dpvision.eval.captions.settings import Asking
-from dpvision.eval.captions.zero_shot import ZeroShotSettings, zero_shot_scores
 from dpvision.eval.probes.ridge import fit_ridge
 from dpvision.models import make_model
-from dpvision.models.generate import GenerateSettings, generate
 from dpvision.models.mae import MAE, losses
 from dpvision.recipes import RECIPES
-from dpvision.runs.folder import run_base
 from dpvision.synthetic.scenes import ATTRIBUTES, Scene, make_scene
 
 SIZE_PX, NUM_FIT, NUM_TEST = 32, 4_000, 2_000
 FIRST_FIT, FIRST_TEST = 10_000_000, 20_000_000
-GRADIENTS, STEPS, WARM_GRADIENTS, WARM_BATCH = 200_000, 200, 100_000, 64
-COLOURS, SHAPES = ATTRIBUTES["colour"], ATTRIBUTES["shape"]
+GRADIENTS, STEPS, WARM_GRADIENTS, WARM_BATCH, RECORDS = 30_000, 100, 30_000, 64, 50_000
 Rows = list[dict[str, Any]]
 
 
@@ -66,21 +47,52 @@ def dpvision(*words: str) -> None:
     )
 
 
+def store(work: Work, name: str, *line: str) -> Path:
+    """Return a store that a command of the product makes, unless it is there; "STORE" in the line
+    stands for its folder. An unfinished one is made again.
+    """
+    folder = work.folder / name
+    if not is_store(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        dpvision(*(str(folder) if word == "STORE" else word for word in line))
+    return folder
+
+
 def scenes_store(work: Work, num: int) -> Path:
-    """Return the private store of the first scenes, made unless it is there."""
-    store = work.folder / f"scenes-{num}"
-    if not store.exists():
-        dpvision("data", "scenes", str(store), "--num", str(num), "--size-px", str(SIZE_PX))
-    return store
+    """Return the private store of the first scenes."""
+    line = ("data", "scenes", "STORE", "--num", str(num), "--size-px", str(SIZE_PX))
+    return store(work, f"scenes-{num}", *line)
+
+
+def public_scenes(work: Work, first: int, num: int) -> Path:
+    """Return a public store of scenes labelled by colour."""
+    line = ("data", "scenes", "STORE", "--num", str(num), "--size-px", str(SIZE_PX), "--public")
+    more = ("--first", str(first), "--label", "colour")
+    return store(work, f"public-{first}-{num}", *line, *more)
+
+
+def textures(work: Work, num: int) -> Path:
+    """Return the store of the first textures."""
+    line = ("synth", "STORE", "--num", str(num), "--size-px", "40", "--files")
+    return store(work, f"textures-{num}", *line)
+
+
+def image_store(work: Work, name: str, part: str = "train") -> Path:
+    """Return the public store of a part of an image set."""
+    file = work.data / name / f"{part}.parquet"
+    return store(work, f"{name}-{part}", "data", "import", str(file), "STORE", "--public")
 
 
 def options(values: dict[str, Any]) -> list[str]:
     """Return settings by dotted name as words of a command line."""
-    return [
-        word
-        for name, value in values.items()
-        for word in (f"--{name.replace('_', '-')}", *map(str, np.atleast_1d(value)))
-    ]
+    words = []
+    for name, value in values.items():
+        group, _, setting = name.replace("_", "-").rpartition(".")
+        if value is False:
+            words.append(f"--{group}.no-{setting}")
+        else:
+            words += [f"--{name.replace('_', '-')}", *map(str, np.atleast_1d(value))]
+    return words
 
 
 def budget(gradients: int, steps: int) -> dict[str, Any]:
@@ -90,6 +102,12 @@ def budget(gradients: int, steps: int) -> dict[str, Any]:
         "privacy.steps": steps,
         "optim.warmup_steps": max(1, steps // 10),
     }
+
+
+TEXTURES = 5_000
+WARM = budget(WARM_GRADIENTS, WARM_GRADIENTS // WARM_BATCH) | {"privacy.dataset_size": TEXTURES}
+"""Settings of the warm starts."""
+HARDWARE = {"hardware.workers": 1, "hardware.precision": "bfloat16"}
 
 
 # What is measured
@@ -143,20 +161,10 @@ def masked_loss(model: MAE) -> float:
 
 # ViP
 
-
-@dataclass(frozen=True)
-class Arm:
-    """A private run of vip.micro."""
-
-    network: tuple[tuple[str, Any], ...] = ()
-    """Settings of the run and of its warm start."""
-    own: tuple[tuple[str, Any], ...] = ()
-    """Settings of the run alone."""
-    records: int = 200_000
-    warm: bool = True
+Settings = tuple[tuple[str, Any], ...]
 
 
-def _encoder(depth: int, width: int, heads: int) -> tuple[tuple[str, Any], ...]:
+def _encoder(depth: int, width: int, heads: int) -> Settings:
     names = ("depth", "width", "num_heads")
     return tuple(
         (f"model.encoder.{n}", v) for n, v in zip(names, (depth, width, heads), strict=True)
@@ -164,39 +172,63 @@ def _encoder(depth: int, width: int, heads: int) -> tuple[tuple[str, Any], ...]:
 
 
 SIZES = {"2x64": _encoder(2, 64, 2), "4x128": _encoder(4, 128, 4)}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A masked autoencoder: a private run of vip.micro, or a control."""
+
+    network: Settings = SIZES["2x64"]
+    """Settings of the run and of its warm start."""
+    own: Settings = tuple(budget(GRADIENTS, STEPS).items())
+    """Settings of the private run alone."""
+    records: int = RECORDS
+    """Number of private scenes; 0 for the photographs of CIFAR-10."""
+    warm: bool = True
+    train: Literal["private", "plain", "none"] = "private"
+    """"none": what the private run starts from."""
+
+
+LONG = tuple(budget(200_000, 200).items())
 VIP_SIZES = {
-    f"{size}, {start}": Arm(network, warm=start == "warm")
+    f"{size}, {start}{after}": replace(arm, network=network, warm=start == "warm")
     for size, network in SIZES.items()
     for start in ("random", "warm")
+    for after, arm in ((", no training", Arm(train="none")), ("", Arm(own=LONG)))
 }
-VIP_RECORDS = {f"{num} records": Arm(records=num) for num in (10_000, 100_000, 1_000_000)}
-VIP_BATCHES = {
+CONTROLS = {
+    "random weights": Arm(warm=False, train="none"),
+    "warm start": Arm(train="none"),
+    "without privacy": Arm(train="plain"),
+}
+VIP_RECORDS = CONTROLS | {f"{num} records": Arm(records=num) for num in (500, 5_000, RECORDS)}
+VIP_BATCHES = CONTROLS | {
     f"batch {batch}": Arm(own=tuple(budget(GRADIENTS, GRADIENTS // batch).items()))
-    for batch in (125, 500, 2_000)
+    for batch in (75, 300, 1_200)
 }
-VIP_MASKING = {
-    "default": Arm(),
-    **{f"mask {ratio}": Arm((("model.mask_ratio", ratio),)) for ratio in (0.25, 0.5)},
-    **{f"decoder {depth}": Arm((("model.decoder_depth", depth),)) for depth in (2, 4)},
+MASKING = {
+    f"mask {ratio}": Arm((*SIZES["2x64"], ("model.mask_ratio", ratio))) for ratio in (0.25, 0.5)
+}
+DECODERS = {
+    f"decoder {depth}": Arm((*SIZES["2x64"], ("model.decoder_depth", depth))) for depth in (2, 4)
 }
 
 
 def autoencoders(work: Work, arms: dict[str, Arm]) -> Rows:
-    """Masked loss, probes and parameters of private runs, and of what they start from."""
+    """Masked loss, probes and parameters of autoencoders."""
     units = {"masked loss": "mean_square", "parameters": "count"}
     rows = []
-    for name, arm in arms.items():
-        for case, is_run in ((f"{name}, no training", False), (name, True)):
-            found = work.kept(f"vip/{case}", partial(_autoencoder, work, arm, is_run))
-            rows += [row(case, what, units.get(what, "percent"), [v]) for what, v in found.items()]
+    for case, arm in arms.items():
+        found = work.kept(f"vip/{place_of(arm)}", partial(_autoencoder, work, arm))
+        rows += [row(case, what, units.get(what, "percent"), [v]) for what, v in found.items()]
     return rows
 
 
-def _autoencoder(work: Work, arm: Arm, is_run: bool) -> dict[str, float]:
-    config = RECIPES["vip.micro"]()
-    if is_run or arm.warm:
-        model, _ = load_model(load_checkpoint(vip_run(work, arm, is_run)))
+def _autoencoder(work: Work, arm: Arm) -> dict[str, float]:
+    if arm.warm or arm.train != "none":
+        model, _ = load_model(load_checkpoint(vip_run(work, arm)))
     else:
+        config = RECIPES["vip.micro"]()
         model = make_model(resolve(config, dict(arm.network)).model, config.seed)
     assert isinstance(model, MAE)
     return {
@@ -206,205 +238,50 @@ def _autoencoder(work: Work, arm: Arm, is_run: bool) -> dict[str, float]:
     }
 
 
-def vip_run(work: Work, arm: Arm, is_run: bool) -> Path:
-    """Return the run, or with ``is_run`` false its warm start; trained unless complete."""
-    common = {"hardware.workers": 1, "hardware.physical_batch_size": 125, **dict(arm.network)}
-    place = "-".join(str(value) for _, value in arm.network) or "micro"
-    start = "None"
-    if arm.warm:
-        warm = options(common | budget(WARM_GRADIENTS, WARM_GRADIENTS // WARM_BATCH))
-        start = str(trained(work.folder / f"vip-warm-{place}", ["synthetic.vip_micro", *warm]))
-        if not is_run:
-            return Path(start)
-    asked = common | budget(GRADIENTS, STEPS) | dict(arm.own)
-    asked |= {"privacy.dataset_size": arm.records}
-    place = "-".join(str(value) for value in (*dict(arm.own).values(), arm.records, place))
-    recipe = "vip.micro" if arm.warm else "vip.micro_random_start"
-    line = [recipe, "--data", str(scenes_store(work, arm.records)), "--init-from", start]
-    return trained(work.folder / f"{recipe}-{place}", [*line, *options(asked)])
+def place_of(arm: Arm) -> str:
+    """Return the name of an arm's files in the work folder."""
+    used = {"none": (), "plain": (arm.records,)}.get(
+        arm.train, (arm.records, *dict(arm.own).values())
+    )
+    start = "warm" if arm.warm else "random"
+    return "-".join(map(str, ("vip", start, arm.train, *used, *dict(arm.network).values())))
 
 
-# DP-Cap
-
-RECORDS = 1_000_000
-
-
-def tokenizer(work: Work) -> Path:
-    """Return the tokenizer of the scenes' sentences, made unless it is there."""
-    words = work.folder / "words.json"
-    if not words.exists():
-        dpvision("data", "tokenizer", str(words), "--scenes", "20000", "--vocab-size", "440")
-    return words
-
-
-def captioner_line(arm: str, work: Work, changed: dict[str, Any]) -> list[str]:
-    """Return the words of `dpvision train` for an arm."""
-    if arm == "warm":
-        return ["synthetic.dpcap_micro", "--hardware.workers", "1"]
-    kind, _, epsilon = arm.partition("_eps")
-    recipes = {
-        "private": "dpcap.micro",
-        "random_start": "dpcap.micro_random_start",
-        "vip": "dpcap.micro_vip",
-    }
-    recipe = recipes.get(kind, "dpcap.micro_vip")
-    asked: dict[str, Any] = {"hardware.workers": 1, "privacy.dataset_size": RECORDS, **changed}
-    data = scenes_store(work, RECORDS)
-    if epsilon:
-        asked["privacy.target_epsilon"] = epsilon
-    elif kind == "non_private":
-        recipe = "dpcap.micro_non_private"
+def vip_run(work: Work, arm: Arm) -> Path:
+    """Return the run of an arm that has one, trained unless complete."""
+    line, place = [f"vip.micro{'' if arm.warm else '_random_start'}"], work.folder / place_of(arm)
+    asked = {**HARDWARE, "hardware.physical_batch_size": 125, **dict(arm.network)}
+    if arm.train == "none":
+        line = ["synthetic.vip_micro", "--data", str(textures(work, TEXTURES))]
+        asked |= WARM
     else:
-        asked |= without_privacy()
-    if kind == "vip_textures":
-        data = work.folder / "textures"
-        if not data.exists():
-            dpvision("synth", str(data), "--num", "200000", "--size-px", "40", "--files")
+        start = vip_run(work, replace(arm, train="none")) if arm.warm else None
+        data = scenes_store(work, arm.records) if arm.records else image_store(work, "cifar10")
+        line += ["--data", str(data), "--init-from", str(start)]
         asked["privacy.dataset_size"] = open_store(data).num_records
-    if kind != "random_start":
-        asked["init_from"] = captioner_run("warm", work, {})
-    if "vip" not in recipe:
-        asked["data.tokenizer"] = tokenizer(work)
-    return [recipe, "--data", str(data), *options(asked)]
+        asked |= dict(arm.own) if arm.train == "private" else without_privacy("vip", GRADIENTS)
+    return trained(place, [*line, *options(asked)])
 
 
-def without_privacy() -> dict[str, Any]:
-    """Return settings of dpcap.micro_vip: dpcap.micro_non_private's optimizer, for as many
-    sample-gradients as the private arm takes.
+def without_privacy(recipe: str, gradients: int) -> dict[str, Any]:
+    """Return settings of RECIPE.micro without privacy: the optimizer of its micro_non_private, in
+    so many sample-gradients of batches of 250.
     """
-    private, plain = RECIPES["dpcap.micro_vip"]().privacy, RECIPES["dpcap.micro_non_private"]()
-    batch = int(plain.privacy.expected_batch_size)
-    steps = private.steps * int(private.expected_batch_size) // batch
+    plain = RECIPES[f"{recipe}.micro_non_private"]()
     return {
         "privacy.guarantee": "none",
         "privacy.target_epsilon": None,
         "privacy.max_grad_norm": None,
-        **budget(batch * steps, steps),
+        **budget(gradients, gradients // 250),
         "optim.learning_rate": plain.optim.learning_rate,
         "optim.weight_decay": plain.optim.weight_decay,
     }
-
-
-def captioner_run(arm: str, work: Work, changed: dict[str, Any]) -> Path:
-    """Return the run of an arm, trained unless complete."""
-    name = "-".join(["cap", arm, *map(str, changed.values())])
-    return trained(work.folder / name, captioner_line(arm, work, changed))
-
-
-def captioners(work: Work, arms: Iterable[str], **changed: Any) -> Rows:
-    """Every score of the arms."""
-    rows = []
-    for arm in arms:
-        name = "-".join([arm, *map(str, changed.values())])
-        found = work.kept(f"cap/{name}", partial(_captioner, work, arm, changed))
-        rows += [row(arm, what, "percent", [value]) for what, value in found.items()]
-    return rows
-
-
-def _captioner(work: Work, arm: str, changed: dict[str, Any]) -> dict[str, float]:
-    if arm == "random":
-        config = RECIPES["dpcap.micro"]()
-        return attribute_probes(
-            pooled_network(make_model(config.model, config.seed).encoder).eval()
-        )
-    run = captioner_run(arm, work, changed)
-    model, config = load_model(load_checkpoint(run))
-    found = attribute_probes(pooled_network(model.encoder).eval())
-    if config.model.kind == "captioner":
-        found |= _words(open_captioner(run), work)
-    return found
-
-
-def _words(ready: OpenCaptioner, work: Work) -> dict[str, float]:
-    """Everything that needs words, in percent."""
-    found = {}
-    how, store = Asking(workers=1), _single_objects(work)
-    labels = load_label_set("store", store)
-    for score in zero_shot_scores([ready], store, labels, ZeroShotSettings(prompt="a"), how):
-        found[f"{score.protocol} (chance {100 * score.chance:.1f})"] = 100 * score.value
-    test = scene_compositional(range(FIRST_TEST, FIRST_TEST + NUM_TEST), SIZE_PX)
-    for score in choice_scores(test, answer_choices(ready, test, how), ready.name, "public"):
-        found[score.protocol] = 100 * score.value
-    return found | _said(ready)
-
-
-def _single_objects(work: Work) -> Store:
-    """Return the public store of scenes of one object, labelled with colour and shape."""
-    folder = work.folder / f"single-{NUM_TEST}"
-    if folder.exists():
-        return open_store(folder)
-    pairs = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    single = (s for s in scenes(FIRST_TEST, 8 * NUM_TEST) if len(s.objects) == 1)
-    samples = []
-    for scene, n in zip(single, range(NUM_TEST), strict=False):
-        file = io.BytesIO()
-        Image.fromarray(scene.image).save(file, "PNG")
-        label = pairs.index((scene.main.colour, scene.main.shape))
-        samples.append(Sample(f"single-{n}", file.getvalue(), {"label": label}))
-    names = [f"{colour} {shape}" for colour, shape in pairs]
-    return import_samples(Source(iter(samples), names), folder, public=True)
-
-
-def _said(ready: OpenCaptioner) -> dict[str, float]:
-    """Greedy captions of scenes against their own, and against what is in the image."""
-    test, captions = scenes(FIRST_TEST, NUM_TEST), []
-    with torch.inference_mode():
-        for part in pixels(test).split(250):
-            made = generate(ready.model, ready.model.encode(part), GenerateSettings())
-            captions += [ready.tokenizer.decode(one[0].ids) for one in made]
-    named = re.compile(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})")
-    told = [set(named.findall(caption)) for caption in captions]
-    there = [{(thing.colour, thing.shape) for thing in scene.objects} for scene in test]
-    right = sum(len(one & other) for one, other in zip(told, there, strict=True))
-    return {
-        "CIDEr-D, greedy": float(100 * cider_d(captions, [[s.caption] for s in test]).mean()),
-        "named coloured shapes that are there": 100 * right / max(1, sum(map(len, told))),
-        "coloured shapes there that are named": 100 * right / sum(map(len, there)),
-    }
-
-
-BATCHES = (250, 500, 1_000)
-NOISE_OF_BATCH, BATCH_STEPS = 1.34e-4, 60
-"""Noise multiplier over batch of the simulated runs: that of 4,000 of 300,000 at epsilon 8."""
-
-
-def batch_sizes(work: Work) -> Rows:
-    """DP-Cap's Figure 3a: loss curves of simulated runs at one noise over batch, smoothed over a
-    tenth of the steps; "apart" is the largest distance from the largest batch's after that.
-    """
-    curves, skipped = {}, BATCH_STEPS // 10
-    for batch in BATCHES:
-        asked = budget(batch * BATCH_STEPS, BATCH_STEPS) | {
-            "privacy.guarantee": "simulated",
-            "privacy.target_epsilon": None,
-            "privacy.noise_multiplier": NOISE_OF_BATCH * batch,
-        }
-        base = run_base(captioner_run("private", work, asked))
-        assert base is not None
-        lines = next(base.rglob("metrics.jsonl")).read_text().splitlines()
-        loss = np.array([json.loads(line)["loss"] for line in lines])
-        curves[batch] = np.convolve(loss, np.ones(skipped) / skipped, mode="valid")
-    largest = curves[BATCHES[-1]]
-    return [
-        row(f"batch {batch}", "dpcap.micro", name, [value])
-        for batch, curve in curves.items()
-        for name, value in (
-            ("last_loss", float(curve[-1])),
-            ("fallen", float(curve[0] - curve[-1])),
-            ("apart", float(np.abs(curve - largest)[skipped:].max())),
-        )
-    ]
 
 
 MINIATURES: dict[str, Callable[[Work], Rows]] = {
     "vip_sizes": partial(autoencoders, arms=VIP_SIZES),
     "vip_records": partial(autoencoders, arms=VIP_RECORDS),
     "vip_batches": partial(autoencoders, arms=VIP_BATCHES),
-    "vip_masking": partial(autoencoders, arms=VIP_MASKING),
-    "lab_long": partial(captioners, arms=("private_eps8",)),
-    "lab_eps1": partial(captioners, arms=("private_eps1",)),
-    "lab_eps2": partial(captioners, arms=("private_eps2",)),
-    "lab_mae": partial(captioners, arms=("warm", "vip_textures", "vip_eps8", "vip_non_private")),
-    "lab_random": partial(captioners, arms=("random_start_eps8",)),
-    "batch_sizes": batch_sizes,
+    "vip_masking": partial(autoencoders, arms={"default": Arm(), **MASKING}),
+    "vip_decoders": partial(autoencoders, arms={"default": Arm(), **DECODERS}),
 }

@@ -149,13 +149,16 @@ def test_the_exact_miniatures_give_their_results_again() -> None:
     assert again == json.loads(file.read_text())["rows"]
 
 
-@pytest.mark.parametrize("key", ["vip_masking", "vip_batches", "lab_mae"])
+@pytest.mark.parametrize(
+    "key", ["vip_masking", "vip_batches", "lab_mae", "cap_starts", "cap_decoders"]
+)
 def test_the_runs_of_a_miniature_are_valid_and_of_equal_sample_gradients(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their command lines are taken by `dpvision train`, and private arms that are compared with
     one another take as many sample-gradients.
     """
+    import papers_captions
     import papers_trained
 
     from dpvision.cli.train import TrainArgs
@@ -172,15 +175,87 @@ def test_the_runs_of_a_miniature_are_valid_and_of_equal_sample_gradients(
         return root
 
     store = type("Store", (), {"num_records": 200_000})
-    monkeypatch.setattr(papers_trained, "trained", parsed)
-    monkeypatch.setattr(papers_trained, "dpvision", lambda *words: None)
-    monkeypatch.setattr(papers_trained, "open_store", lambda path: store)
-    arms, work = papers_trained.MINIATURES[key].keywords["arms"], papers.Work(tmp_path, tmp_path)
-    for arm in arms:
-        if key == "lab_mae":
-            papers_trained.captioner_run(arm, work, {})
-        else:
-            papers_trained.vip_run(work, arms[arm], True)
+    for module in (papers_trained, papers_captions):
+        monkeypatch.setattr(module, "trained", parsed)
+        monkeypatch.setattr(module, "dpvision", lambda *words: None)
+        monkeypatch.setattr(module, "open_store", lambda path: store)
+    module = import_module(FACTS["results"][key]["module"])
+    arms, work = module.MINIATURES[key].keywords["arms"], papers.Work(tmp_path, tmp_path)
+    for arm in arms.values():
+        if arm.warm or arm.train != "none":
+            if module is papers_trained:
+                papers_trained.vip_run(work, arm)
+            else:
+                papers_captions.captioner_run(arm, work)
     private = [c for c in configs.values() if c.privacy.guarantee == "dp"]
     gradients = {c.privacy.expected_batch_size * c.privacy.steps for c in private}
     assert len(gradients) == 1 and len(configs) > len(private) > 0, gradients
+
+
+@pytest.mark.parametrize(
+    ("module", "key", "case"),
+    [
+        ("papers_trained", "vip_records", "random weights"),
+        ("papers_captions", "cap_starts", "random weights"),
+    ],
+)
+def test_random_weights_get_the_scores_of_the_miniatures_and_are_kept(
+    module: str, key: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe is above the chance of six attributes only where the encoder tells scenes apart."""
+    import papers_trained
+
+    for name, num in (("NUM_FIT", 400), ("NUM_TEST", 200)):
+        monkeypatch.setattr(papers_trained, name, num)
+    keywords = import_module(module).MINIATURES[key].keywords
+    work = papers.Work(tmp_path, tmp_path)
+    arms = {case: keywords["arms"][case]}
+    made = import_module(module).MINIATURES[key](work, arms=arms)
+    probe = {r["variant"]: r["value"] for r in made}["mean of attributes, 2x2"]
+    chance = 100 * sum(1 / len(v) for v in papers_trained.ATTRIBUTES.values()) / 6
+    assert probe > chance + 5
+    assert import_module(module).MINIATURES[key](work, arms=arms) == made
+
+
+@pytest.mark.slow
+def test_the_smallest_runs_end_in_the_figures_that_the_rows_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm start, a private run and a run without privacy, all of the product, and their
+    probes.
+    """
+    import papers_encoders
+    import papers_trained as vip
+
+    for name, value in (
+        ("NUM_FIT", 100),
+        ("NUM_TEST", 50),
+        ("TEXTURES", 20),
+        ("WARM", vip.budget(32, 2) | {"privacy.dataset_size": 20}),
+    ):
+        monkeypatch.setattr(vip, name, value)
+    monkeypatch.setattr(vip, "GRADIENTS", 500)
+    own, work = tuple(vip.budget(20, 2).items()), papers.Work(tmp_path, tmp_path)
+    arms = {
+        "private": vip.Arm(own=own, records=300),
+        "without privacy": vip.Arm(records=300, train="plain"),
+    }
+    made = vip.autoencoders(work, arms)
+    named = {
+        tuple(figure[3:])
+        for row in ROWS
+        for figure in row.get("ours", [])
+        if figure[1] in ("vip_records", "vip_batches", "vip_masking")
+    }
+    for case in arms:
+        assert named <= {(r["variant"], r["metric"]) for r in made if r["case"] == case}
+    losses = {r["value"] for r in made if r["variant"] == "masked loss"}
+    assert len(losses) == len(arms), "both trained"
+    probes = {"probe": "--protocols linear_lars,few_shot_dpcap --shots 1 --lars.epochs 2"}
+    probes["probe"] += " --lars.warmup-epochs 1 --lars.no-augment"
+    monkeypatch.setattr(papers_encoders, "PROBES", probes)
+    store = vip.public_scenes(work, 0, 200)
+    spec = str(vip.vip_run(work, arms["private"]))
+    found = papers_encoders.probed(work, "private", spec, store, vip.public_scenes(work, 900, 100))
+    assert [r["variant"] for r in found] == ["LARS probe", "1-shot DP-Cap probe"]
+    assert all(r["low"] <= r["value"] <= r["high"] for r in found)
