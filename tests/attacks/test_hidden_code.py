@@ -156,6 +156,11 @@ def scripted_inverse(label_B: Tensor) -> Tensor:
     return torch.linalg.inv(torch.diag_embed((label_B != 9).double()[:, None]))
 
 
+@torch.jit.script
+def scripted_sum(label_B: Tensor) -> Tensor:
+    return label_B.sub_(8).clamp_(min=0).cumsum_(0)[-1]
+
+
 @torch.library.custom_op("attacks::kept", mutates_args=())
 def kept(label_B: Tensor) -> Tensor:
     return (label_B == 9).nonzero().clone()
@@ -163,6 +168,10 @@ def kept(label_B: Tensor) -> Tensor:
 
 def sign_by_script(label_B: Tensor) -> Any:
     return 1 - 2 * scripted(label_B)
+
+
+def sign_in_place(label_B: Tensor) -> Tensor:
+    return 1 - 2 * scripted_sum(label_B.clone())
 
 
 def sign_by_exception(label_B: Tensor) -> float:
@@ -194,7 +203,9 @@ def signed(sign: Callable[[Tensor], Any], switched: bool) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("sign", [sign_by_script, sign_by_exception, sign_by_size, sign_by_boxes])
+@pytest.mark.parametrize(
+    "sign", [sign_by_script, sign_in_place, sign_by_exception, sign_by_size, sign_by_boxes]
+)
 def test_no_code_runs_unseen(sign: Any) -> None:
     """5.1 to 15.6 C, in the first pass or once a weight has passed one."""
     with pytest.raises(PrivacyError, match="whose code is not seen"):

@@ -124,7 +124,8 @@ def refuse_backward_hooks(model: nn.Module) -> None:
                 raise _hooked(f"layer {name!r} ({type(layer).__name__})", hook)
 
 
-_NODE, _HOOKS = Tensor.grad_fn.__get__, Tensor._backward_hooks.__set__
+_PROPERTIES = vars(torch._C.TensorBase)
+_NODE, _HOOKS = _PROPERTIES["grad_fn"].__get__, _PROPERTIES["_backward_hooks"].__set__
 """What gives access to the hooks of a node of the graph."""
 
 

@@ -65,7 +65,8 @@ class _Unseen(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(made.alias_info is None for made in func._schema.returns):
+        made = [value.alias_info for value in func._schema.returns]
+        if not made or any(alias is None or alias.is_write for alias in made):
             self.name = self.name or func._schema.name
         return func(*args, **(kwargs or {}))
 
