@@ -395,8 +395,6 @@ JOINING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "quantiles, refused beyond [0, 1]": lambda x, on: torch.quantile(
         x.detach(), x[:, 0].sigmoid(), dim=0
     ),
-    "operator that refuses fractions": lambda x, on: torch.ops.attacks.whole(x.round()),
-    "operator named view": lambda x, on: torch.ops.attacks.view(x),
     "product of integers": lambda x, on: (
         torch.ones(len(x), len(x), dtype=torch.long) @ (x > 1).long()
     ).to(x.dtype),
@@ -443,16 +441,24 @@ def test_a_layer_over_records_that_a_weight_switches_on_reaches_no_other_record(
     assert route.route_of(losses, model, records(), KEY).slow.keys() == params.keys()
 
 
-def test_an_operator_that_writes_into_its_argument_is_followed() -> None:
-    """It returns no tensor, and what it had written counted as public."""
+def written(x: Tensor) -> Tensor:
+    out = torch.zeros(x.shape, dtype=x.dtype)
+    torch.ops.attacks.into(x, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    "operator", [written, torch.ops.attacks.view, lambda x: torch.ops.attacks.whole(x.round())]
+)
+@pytest.mark.parametrize("method", ["one_pass", "vmap"])
+def test_an_operator_that_is_not_of_pytorch_is_refused(operator: Any, method: str) -> None:
+    """Named as a view, refusing the numbers of a trial, or returning none: what it writes."""
 
     def path(model: Model, x: Tensor, key: Tensor) -> Tensor:
-        out = torch.zeros(x.shape, dtype=x.dtype)
-        torch.ops.attacks.into(x, out)
-        return model.layer(x) * out.detach()
+        return model.layer(x) * operator(x).detach()
 
-    with pytest.raises(PrivacyError, match="rows may have another order"):
-        summed(Model(path), loss_fn, records(), check_separability=False)
+    with pytest.raises(PrivacyError, match="an operator that is not PyTorch's own"):
+        summed(Model(path), loss_fn, records(), check_separability=False, method=method)
 
 
 @pytest.mark.parametrize(

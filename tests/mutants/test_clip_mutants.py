@@ -5,6 +5,7 @@ Both methods are tried: what a norm leaves out is planted in ``clip.written_norm
 ``one_pass.total_square_norms`` or ``weight_grads.Slot``.
 """
 
+import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable
@@ -701,4 +702,89 @@ def test_host_rows_of_another_batch() -> None:
 
     check()
     with planted(clip, "_host_rows", lambda batch, host: host, "was accepted"):
+        check()
+
+
+class Limited(torch.autograd.Function):
+    """Limits the norm of the gradients of all records together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * (3 / g.norm()).clamp(max=1.0)
+
+
+def test_gradients_by_own_code() -> None:
+    def losses(model: nn.Module, batch: Any, key: StepKey) -> Tensor:
+        out = Limited.apply(model(batch.image_BVCHW[:, 0]))
+        return 30.0 * F.cross_entropy(out, batch.label_B, reduction="none")
+
+    def check() -> None:
+        assert_refused(
+            lambda: clipped_sum(losses, seeded(zoo.Bare), make_batch(4), KEY, max_grad_norm=C),
+            "a backward pass over all records",
+        )
+
+    check()
+    with planted(interception.InterceptedPass, "check_backward", lambda *_: None, "was accepted"):
+        check()
+
+
+@torch.jit.script
+def scripted_inverse(matrix: Tensor) -> Tensor:
+    return torch.linalg.inv(matrix)
+
+
+def test_code_unseen() -> None:
+    """An exception of a script, which records of one class raise for all."""
+
+    def losses(model: nn.Module, batch: Any, key: StepKey) -> Tensor:
+        loss_B = class_losses(model, batch, key)
+        try:
+            scripted_inverse(torch.diag_embed((batch.label_B < 0).double()[:, None]))
+        except RuntimeError:
+            return -loss_B
+        return loss_B
+
+    def check() -> None:
+        assert_refused(
+            lambda: clipped_sum(
+                losses,
+                seeded(zoo.Bare),
+                make_batch(4),
+                KEY,
+                max_grad_norm=C,
+                method="vmap",
+                check_separability=False,
+            ),
+            "a script",
+        )
+
+    class Blind(contextlib.nullcontext[None]):
+        name = ""
+
+    check()
+    with planted(per_record, "_Unseen", Blind, "a script was accepted"):
+        check()
+
+
+def test_records_in_a_parameter() -> None:
+    def losses(model: nn.Module, batch: Any, key: StepKey) -> Tensor:
+        with torch.no_grad():
+            model.kept.copy_(batch.image_BVCHW.mean())
+        return class_losses(model, batch, key)
+
+    def check() -> None:
+        model = seeded(zoo.Bare)
+        model.kept = nn.Parameter(torch.zeros(()), requires_grad=False)
+        assert_refused(
+            lambda: clipped_sum(losses, model, make_batch(4), KEY, max_grad_norm=C),
+            "a mean of the records that stays",
+        )
+
+    check()
+    with planted(clip, "_state", lambda model: None, "was accepted"):
         check()

@@ -17,7 +17,7 @@ from dpvision.config.unit import Unit
 from dpvision.dp import clip, clipped
 from dpvision.dp.buckets import passes
 from dpvision.dp.noise import privatize
-from dpvision.privacy import sampling
+from dpvision.privacy import dp_plan, sampling
 from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, draft_plan
 from dpvision.privacy.sampling import derive_rng, draw_poisson
@@ -320,4 +320,25 @@ def test_epsilon_of_another_plan(config: RunConfig) -> None:
     with planted(
         DPPlan, "require_true", lambda plan: None, "a plan with the epsilon of another was accepted"
     ):
+        check()
+
+
+def test_batches_in_turn(config: RunConfig) -> None:
+    """Batches of 70 in turn where about 100 are drawn: each record once."""
+    asked = replace(config.privacy, sampling="poisson", dataset_size=1000, expected_batch_size=100)
+
+    def check() -> None:
+        plan = draft_plan(replace(asked, steps=14)).another_run()
+
+        draws = key()
+
+        def run() -> None:
+            for at in range(plan.steps):
+                num = min(70, len(plan.draw(at, 1000, derive_rng(draws, at))))
+                plan.release(at, num, 70 * at + np.arange(num))
+
+        assert_refused(run, "an epoch in small batches")
+
+    check()
+    with planted(dp_plan, "_DEVIATIONS", np.inf, "an epoch in small batches was accepted"):
         check()

@@ -46,8 +46,6 @@ Source = tuple[int, int] | None
 """(position of the call that made a tensor, number among its results), (-1, number of the field)
 for a tensor of the batch, None for all others.
 """
-ANY: Source = (-2, 0)
-"""Made by a compiled block."""
 
 
 class Sources:
@@ -79,10 +77,20 @@ class Sources:
                 source = self.of(given[:1])[0] if kept else (at, number)
                 self._made[id(tensor)] = weakref.ref(tensor), source
 
-    def note_any(self, made: Iterator[Tensor]) -> None:
-        """Remember the results of a compiled block."""
-        for tensor in made:
-            self._made[id(tensor)] = weakref.ref(tensor), ANY
+    def note_block(
+        self, given: list[Tensor], made: list[Tensor], inner: tuple[Source, ...], at: int
+    ) -> None:
+        """Remember the results of a compiled block, whose first call is number ``at``.
+
+        Args:
+            inner: sources of the results within the block, whose batch is ``given``.
+        """
+        for tensor, source in zip(made, inner, strict=True):
+            if source is not None and source[0] < 0:
+                source = self.of([given[source[1]]])[0]
+            elif source is not None:
+                source = at + source[0], source[1]
+            self._made[id(tensor)] = weakref.ref(tensor), source
 
 
 _UNCHANGED_NAMES = "contiguous to type type_as float double half bfloat16 cpu cuda flatten dropout"
@@ -90,13 +98,6 @@ _UNCHANGED = frozenset(_UNCHANGED_NAMES.split())
 """Names of functions that return some tensors unchanged and copy or view others, depending on
 their type or layout.
 """
-
-
-def same_sources(expected: tuple[Source, ...], found: tuple[Source, ...]) -> bool:
-    """Return whether tensors come from where they did when the calls were found."""
-    return len(expected) == len(found) and all(
-        a == b or b == ANY for a, b in zip(expected, found, strict=True)
-    )
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Call:
 
     def fits(self, function: Any, args: Any, kwargs: Any, sources: tuple[Source, ...]) -> bool:
         """Return whether a call has this function and arguments, and moves rows the same way."""
-        if self.function != function or not same_sources(self.sources, sources):
+        if self.function != function or self.sources != sources:
             return False
         if self.settings is None:
             return True

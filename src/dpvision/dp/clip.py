@@ -31,7 +31,7 @@ from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.interception import RouteForgotten
 from dpvision.dp.one_pass import How, one_pass
 from dpvision.dp.per_record import LossFn as LossFn
-from dpvision.dp.per_record import LossModule, copied_buffers, prefixed
+from dpvision.dp.per_record import LossModule, copied_buffers, prefixed, versions
 from dpvision.dp.reference_bits import (
     admit,
     admitted,
@@ -141,6 +141,16 @@ def clipped_sum(
         return _sum_of_passes(loss_fn, model, batch, key, method, how, host, valid, rows)
 
     return _again_if_forgotten(model, checked)
+
+
+def _state(model: nn.Module) -> tuple[list[tuple[int, Tensor | None]], list[int]]:
+    """The parameters and buffers, by identity, and how often each was written to."""
+    tensors = [
+        value
+        for module in model.modules()
+        for value in (*module._parameters.values(), *module._buffers.values())
+    ]
+    return [(id(value), value) for value in tensors], versions(tensors)
 
 
 def _again_if_forgotten(model: nn.Module, run: Callable[[], _T]) -> _T:
@@ -302,10 +312,18 @@ def _sum_of_pass(
     if device.type != "cpu":  # compared there before; here without waiting for the device
         is_own_B &= batch.valid_B & (batch.record_id_B == id_B)
     batch = batch._replace(valid_B=is_own_B)
+    before = _state(model)
     if method == "vmap":
         grads, norms, losses = _by_vmap(loss_fn, model, batch, num, key, how)
     else:
         grads, norms, losses = one_pass(loss_fn, model, batch, hash_B[order].numpy(), key, how)
+    if _state(model) != before:
+        raise PrivacyError(
+            "clip: the loss or the model writes to a parameter in the forward pass, or replaces "
+            "one; expected all as they were: what is written is computed from the records and "
+            "stays, without noise. Return it from the loss function, or use a buffer, whose "
+            "changes are discarded."
+        )
     place_B = send(torch.empty_like(order).index_copy_(0, order, torch.arange(num)), device)
     ids = once(host.record_id_B[valid].numpy())
     norms, losses = norms[place_B].float(), losses[place_B].float()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpvision.dp.batch_dims import Call, block_call
+from dpvision.dp.batch_dims import Call, Source, block_call, tensors_in
 from dpvision.dp.interception import GraphChanged, InterceptedPass, Tap
 from dpvision.dp.rule import NoRule
 from dpvision.dp.weight_grads import Slot
@@ -32,6 +32,8 @@ class _Program:
 
     run: Callable[..., Any]
     calls: tuple[Call, ...]
+    sources: tuple[Source, ...]
+    """Of the output's tensors, within the block."""
     taps: list[Tap]
     template: dict[str, Slot]
     """Slots that the sinks fill, by the parameter's name within the block; ``Pending.settle`` moves
@@ -103,12 +105,12 @@ class CompiledBlocks:
         _forward: Callable[..., Any],
         *args: Any,
         **kwargs: Any,
-    ) -> tuple[int, Any] | None:
+    ) -> tuple[int, Any, tuple[Source, ...]] | None:
         """Run one block as a compiled program.
 
         Returns:
-            (number of calls that it replaces, its output); None if it must run uncompiled
-            (non-tensor arguments, a layer without a rule).
+            (number of calls that it replaces, its output, ``_Program.sources``); None if it must
+            run uncompiled (non-tensor arguments, a layer without a rule).
         """
         block = self._blocks[name]
         params: dict[str, Tensor] = dict(block.named_parameters())
@@ -136,7 +138,7 @@ class CompiledBlocks:
         output, saved = program.run(tensors, weights, zeros)
         slots = {name: outer.slot(params[name], "") for name in program.template}
         pending.append(Pending(program, zeros, saved, slots))  # type: ignore[arg-type]
-        return len(program.calls), output
+        return len(program.calls), output, program.sources
 
     def _compile(
         self,
@@ -154,11 +156,15 @@ class CompiledBlocks:
                 outer.coming(),
                 outer.num_records,
                 {},
+                args,
             )
             inner.traced, inner.zeros = True, zeros
             with inner, torch.enable_grad():
                 output = functional_call(block, given, tuple(args))
             state["inner"], state["given"] = inner, given
+            made = list(tensors_in((output,), {}))
+            inner.check_backward(made)
+            state["sources"] = inner.sources.of(made)
             return output, [h.saved for h in inner.taps]
 
         def leaves() -> list[Tensor]:
@@ -193,7 +199,8 @@ class CompiledBlocks:
         for slot in inner.slots:
             slot.open = True
         template = {next(iter(slot.names)): slot for slot in inner.slots}
-        return _Program(self._compiled[same], outer.coming()[: inner.position], taps, template)
+        calls = outer.coming()[: inner.position]
+        return _Program(self._compiled[same], calls, state["sources"], taps, template)
 
 
 def compile_blocks(model: nn.Module, num_records: int, backend: str = "inductor") -> CompiledBlocks:

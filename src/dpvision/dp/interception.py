@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from dpvision.dp.batch_dims import (
@@ -123,10 +124,21 @@ def refuse_backward_hooks(model: nn.Module) -> None:
                 raise _hooked(f"layer {name!r} ({type(layer).__name__})", hook)
 
 
+_PROPERTIES = vars(torch._C.TensorBase)
+_NODE, _HOOKS = _PROPERTIES["grad_fn"].__get__, _PROPERTIES["_backward_hooks"].__set__
+"""What gives access to the hooks of a node of the graph."""
+
+
 def refuse_tensor_hook(function: Any, args: Any) -> None:
-    """Raise PrivacyError for a call that hooks the gradient of a tensor."""
+    """Raise PrivacyError for a call that hooks the gradient of a tensor, or could."""
     if function is Tensor.register_hook:
         raise _hooked("a tensor of the forward pass", args[1])
+    if function == _HOOKS or (function == _NODE and not args[0].is_leaf):
+        raise PrivacyError(
+            "separability: the loss or the model takes grad_fn or sets backward hooks of a tensor; "
+            "expected neither, since a hook there sees the gradients of all records together. "
+            "Ask for requires_grad, and scale values in the forward pass."
+        )
 
 
 def _hooked(where: str, hook: Any) -> PrivacyError:
@@ -211,12 +223,15 @@ class InterceptedPass(TorchFunctionMode):
         self.low: torch.dtype | None = None
         """Half precision that autocast chose, also one that the model switched on itself."""
         self.taps: list[Tap] = []
+        self._block_nodes: list[Any] = []
+        """Of the backward passes of compiled blocks."""
         self.traced = False
         self.zeros: list[Tensor] | None = None
         """In a traced pass, the zeros that ``tap`` adds, in the order of the calls."""
         self.run_block: Callable[..., Any] | None = None
         """Runs a block as a compiled program: (pass, the block's name, its forward method,
-        *arguments) -> (number of calls that it replaces, output), or None.
+        *arguments) -> (number of calls that it replaces, output, sources of its tensors within the
+        block), or None.
         """
 
     @property
@@ -229,14 +244,19 @@ class InterceptedPass(TorchFunctionMode):
         if func is block_call and self.run_block is not None and torch.is_grad_enabled():
             done = self.run_block(self, *args, **kwargs)
             if done is not None:
-                self._at += done[0]
-                self.sources.note_any(tensors_in((done[1],), {}))
-                return done[1]
+                num_calls, output, inner = done
+                block_args = list(tensors_in(args[2:], kwargs))
+                made = list(tensors_in((output,), {}))
+                self.sources.note_block(block_args, made, inner, self._at)
+                self._block_nodes += [t.grad_fn for t in made]
+                self._at += num_calls
+                return output
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
         given = list(tensors_in(args, kwargs))
         sources = self.sources.of(given)
+        self.check_backward(given)
         known = [t for t in given if id(t) in self._known] if torch.is_grad_enabled() else []
         out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
@@ -249,6 +269,21 @@ class InterceptedPass(TorchFunctionMode):
             self.sources.note(func, given, made, self._at)
             self._at += 1
         return out
+
+    def check_backward(self, tensors: list[Tensor]) -> None:
+        """Raise NoRule for the weights used so far if the gradient of one of the tensors comes from
+        a backward pass of the user's own: it sees the gradients of all records together, and only
+        ``vmap`` gives those of each record alone.
+        """
+        foreign = (
+            isinstance(node, BackwardCFunction)
+            and node not in self._block_nodes
+            and not node._forward_cls.__module__.startswith("dpvision.")
+            for node in (t.grad_fn for t in tensors)
+        )
+        if self._slots and any(foreign):
+            weights = [slot.weight for slot in self.slots]
+            raise NoRule(weights, "before a backward pass of your own")
 
     def _use(self, func: Any, args: Any, kwargs: Any, known: list[Tensor]) -> Any:
         """Make a call that has parameters among its arguments."""

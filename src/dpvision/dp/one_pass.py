@@ -24,7 +24,6 @@ from torch.func import functional_call
 from dpvision.data.batch import Batch, take
 from dpvision.data.keys import StepKey
 from dpvision.devices import send
-from dpvision.dp.batch_dims import same_sources
 from dpvision.dp.buckets import block_error, blocks
 from dpvision.dp.compiled import CompiledBlocks, Pending
 from dpvision.dp.gram import SquareNorms
@@ -197,7 +196,8 @@ def _forward(
     blocks = contextlib.nullcontext() if compiled is None else compiled.intercepted(run, pending)
     with blocks, run, torch.enable_grad():
         losses_B = functional_call(LossModule(loss_fn, model), buffers, (batch, key))
-    if not same_sources(route.losses, run.sources.of([losses_B])):
+    run.check_backward([losses_B])
+    if route.losses != run.sources.of([losses_B]):
         raise GraphChanged("other losses")
     return run, losses_B
 

@@ -4,13 +4,22 @@ Holds records x parameters numbers, so it runs in chunks. It is the oracle of ``
 computes gradients of parameters without a rule there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.autograd_function import custom_function_call
+from torch._ops import OperatorBase, OpOverloadPacket
 from torch.func import functional_call, grad_and_value, vmap
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _len_torch_dispatch_stack,
+    _pop_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
+)
 
 from dpvision.data.batch import Batch, mapped
 from dpvision.data.keys import StepKey
@@ -43,20 +52,67 @@ class LossModule(nn.Module):
         return checked_losses(self.loss_fn, self.model, batch, key)
 
 
-class _Raised(TorchFunctionMode):
-    """Remembers that a call raised, and lets none read numbers under ``vmap``."""
+class _Unseen(TorchDispatchMode):
+    """Notes operators that no call of PyTorch from Python ran: those of TorchScript and of compiled
+    extensions. Views are none: the C++ code of ``Function.apply`` and of ``vmap`` makes some.
+    """
 
-    call: str | None = None
+    name = ""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under this mode: PyTorch need not import its compiler (4 s)."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = [value.alias_info for value in func._schema.returns]
+        if not made or any(alias is None or alias.is_write for alias in made):
+            self.name = self.name or func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+class _Seen(TorchFunctionMode):
+    """Refuses calls that hide what they do to records, and remembers that one raised."""
+
+    raised: str | None = None
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "a call")
+        # Operators of this call are not unseen. Without a mode, one of them makes the call.
+        mode = _pop_torch_dispatch_stack(None) if _len_torch_dispatch_stack() else None
         try:
             if name in _TEXTS and any(map(is_functorch_wrapped_tensor, tensors_in(args, {}))):
                 raise RuntimeError("vmap: a call reads the records in Python")  # as .item()
+            _refuse_hidden(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         except Exception as error:
-            self.call = self.call or f"{name} raised {type(error).__name__}"
+            self.raised = self.raised or f"{name} raised {type(error).__name__}"
             raise
+        finally:
+            if mode is not None:
+                _push_on_torch_dispatch_stack(mode)
+
+
+def _refuse_hidden(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise PrivacyError for an operator that is not PyTorch's own, or that runs Python functions:
+    what its code does to the records, and what ``vmap`` makes of it, is not seen.
+    """
+    if not isinstance(func, OperatorBase | OpOverloadPacket):
+        return
+    if func is custom_function_call and args[0].generate_vmap_rule:
+        return  # its own operators run under ``vmap``
+    name = getattr(func, "_qualified_op_name", None) or func.name()
+    if not name.startswith("aten::") and any(True for _ in tensors_in(args, kwargs)):
+        raise _hidden(name)
+
+
+def _hidden(name: str) -> PrivacyError:
+    return PrivacyError(
+        f"separability: the loss or the model runs {name!r}, whose code is not seen (TorchScript, "
+        "an extension, an operator that is not PyTorch's own, or an autograd.Function under vmap); "
+        "expected PyTorch's own functions, called from Python. Take out torch.jit.script, write an "
+        "operator with torch functions, or set generate_vmap_rule = True in an autograd.Function."
+    )
 
 
 def checked_losses(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
@@ -67,12 +123,14 @@ def checked_losses(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -
             the batch was changed: passes that read it again would clip by the norms of other
             gradients than those that they add up.
     """
-    before, raised = versions(batch), _Raised()
-    with raised:
+    before, unseen = versions(batch), _Unseen()
+    with unseen, _Seen() as seen:
         losses_B = loss_fn(model, batch, key)
-    if raised.call is not None:
+    if unseen.name:
+        raise _hidden(unseen.name)
+    if seen.raised is not None:
         raise PrivacyError(
-            f"separability: {raised.call}, and the loss or the model caught the exception; "
+            f"separability: {seen.raised}, and the loss or the model caught the exception; "
             "expected none to be caught, since one record's numbers may raise it and so decide "
             "what others give. Let it pass, or test the shapes before the call."
         )
@@ -98,9 +156,9 @@ def require_unchanged(batch: Batch, before: list[int]) -> None:
         )
 
 
-def versions(batch: Batch) -> list[int]:
-    """How often each tensor of the batch was written to."""
-    return [0 if value is None or value.is_inference() else value._version for value in batch]
+def versions(values: Iterable[Tensor | None]) -> list[int]:
+    """How often each tensor was written to."""
+    return [0 if value is None or value.is_inference() else value._version for value in values]
 
 
 def per_record_gradients(
@@ -132,9 +190,19 @@ def per_record_gradients(
         return loss * loss_scale, loss
 
     values, before = [value for value in batch if value is not None], versions(batch)
-    grads, (_, losses_B) = vmap(
-        grad_and_value(loss_of_one, has_aux=True), in_dims=(None, *[0] * len(values))
-    )(params, *values)
+    try:
+        grads, (_, losses_B) = vmap(
+            grad_and_value(loss_of_one, has_aux=True), in_dims=(None, *[0] * len(values))
+        )(params, *values)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PrivacyError(
+            "clip: the loss of one record alone cannot be computed: torch.func.vmap says "
+            f"{(str(error).splitlines() or [''])[0]!r}. Freeze the parameters before that call "
+            "(requires_grad_(False)), or write it with operations that have a rule "
+            "(docs/clipping.md)."
+        ) from error
     require_unchanged(batch, before)
     return grads, losses_B
 

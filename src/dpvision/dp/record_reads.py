@@ -58,8 +58,8 @@ class ReadsOfRecords(TorchDispatchMode):
         if _makes_new(func):
             return out  # of the shape alone
         made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
-        if any(value.layout != torch.strided for value in made):
-            self._note(func)  # a sparse tensor's size depends on its numbers
+        if any(value.layout != torch.strided or value.is_nested for value in made):
+            self._note(func)  # a sparse or nested tensor's size depends on its numbers
         self._hold([*made, *_written(func, args, kwargs)])
         return out
 

@@ -118,8 +118,7 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
 
     few, many, replaced = _probes(batch)
     with torch.no_grad(), RefuseTensorHooks():
-        calls = find_batch_dims(run, few, many)
-        moved = isinstance(calls, list) and _moves_rows(run, many, calls)
+        calls, moved = _followed(run, few, many)
         if replaced and isinstance(calls, list):
             calls = order_by_values(run, many, replaced, calls)
         if isinstance(calls, str):
@@ -135,6 +134,7 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
         try:
             with record, torch.enable_grad():
                 losses_B = run(many)
+            record.check_backward([losses_B])
         except NoRule as error:
             names = record.names_of(error.tensors)
             assert names, "a rule gave up on tensors that are no parameters"
@@ -158,13 +158,19 @@ def make_route(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Ro
         return Route(tuple(calls), uses, slow, record.sources.of([losses_B]))
 
 
-def _moves_rows(run: Callable[[Any], Tensor], many: Batch, calls: list[Call]) -> bool:
-    """Whether rows may have another order than the batch, on their way to the losses.
+def _followed(
+    run: Callable[[Any], Tensor], few: Batch, many: Batch
+) -> tuple[list[Call] | str, bool]:
+    """The calls of the pass (``find_batch_dims``), and whether rows may have another order than the
+    batch on their way to the losses.
 
     Raises:
         PrivacyError: several records may decide a loss.
     """
     try:
+        calls = find_batch_dims(run, few, many)
+        if isinstance(calls, str):
+            return calls, False
         level = follow(run, many, calls)
     except RecordsRead as error:
         raise PrivacyError(
@@ -174,7 +180,7 @@ def _moves_rows(run: Callable[[Any], Tensor], many: Batch, calls: list[Call]) ->
         ) from None
     except PrivacyError:
         raise
-    except Exception as error:  # of a call that ran before without being followed
+    except Exception as error:
         raise PrivacyError(
             "clip: the model cannot be followed: a call in it raises "
             f"{type(error).__name__} ({(str(error).splitlines() or [''])[0]}); expected calls of "
@@ -186,7 +192,7 @@ def _moves_rows(run: Callable[[Any], Tensor], many: Batch, calls: list[Call]) ->
             "is computed from several (as x.max() or (label_B == 1).any()); expected a function of "
             "each record alone. Compute it from each record's own values: x.flatten(1).amax(1)."
         )
-    return level == Level.MOVED
+    return calls, level == Level.MOVED
 
 
 def _without_zeros(param: Tensor) -> Tensor:
@@ -219,11 +225,14 @@ def _check_slow(
             per_record_gradients(
                 loss_fn, model, {name: params[name].detach() for name in slow}, batch, key
             )
-    except RuntimeError as error:
+    except PrivacyError as error:
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
         raise PrivacyError(
             f"clip: no exact way to the per-record gradients of {told}: torch.func.vmap says "
-            f"{str(error).splitlines()[0]!r}. Freeze these parameters (requires_grad_(False)), "
-            "or write the layer with operations that have a rule (docs/clipping.md)."
+            f"{str(error.__cause__).splitlines()[0]!r}. Freeze these parameters "
+            "(requires_grad_(False)), or write the layer with operations that have a rule "
+            "(docs/clipping.md)."
         ) from None
     _LOG.warning(
         "clipping: no rule for %s; gradients one record at a time, in chunks: exact, slower", told

@@ -6,6 +6,7 @@ composed of a sampler (``sampling``), a strategy of the noise (``mechanism``) an
 the event of executed steps follows from the three (decision 0041).
 """
 
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from dpvision.privacy import accountant
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.events import Event, NonPrivate
 from dpvision.privacy.mechanism import IndependentGaussian, Noise
-from dpvision.privacy.sampling import LAWS, Law, Sampler
+from dpvision.privacy.sampling import LAWS, TOLERANCE, Law, Sampler
 from dpvision.privacy.selection import Selection
 from dpvision.privacy.stream import Stream
 
@@ -39,14 +40,22 @@ class _Batches:
     turn) or fewer (one epoch in batches, each record once). And the records of a batch were
     in no more earlier batches than those of its draw, the most frequent compared with the most
     frequent: one record in every sum (alone, or in place of another) was in more.
+
+    Nor are the records missing those of earlier batches: two samples of a and b from at most n
+    records share ab / n or more on average, with at most this variance, and pairs of batches are
+    uncorrelated. In all, they share at most 7 standard deviations less: batches in turn share none.
     """
 
     def __init__(self) -> None:
         self._drawn: list[np.ndarray] = []
         self._released: list[np.ndarray] = []
+        self.shared, self.expected = 0, 0.0
+        """Records that pairs of batches share, in all, and the least on average."""
 
-    def fit(self, drawn: np.ndarray, released: np.ndarray) -> bool:
-        """Return whether a batch may be that of its draw, and remember it if so."""
+    def fit(self, drawn: np.ndarray, released: np.ndarray, most: float) -> bool:
+        """Return whether a batch may be that of its draw from at most ``most`` records, and
+        remember it if so.
+        """
         shared, seen = _in_earlier(released, self._released)
         shared_of_draw, seen_of_draw = _in_earlier(drawn, self._drawn)
         most_seen = seen_of_draw[len(drawn) - len(released) :]
@@ -55,6 +64,11 @@ class _Batches:
         fewest = shared_of_draw - lacking - (len(drawn) - len(released))
         if (shared > shared_of_draw).any() or (shared < fewest).any() or (seen > most_seen).any():
             return False
+        in_all = self.shared + int(shared.sum())
+        expected = self.expected + len(released) * sum(map(len, self._released)) / most
+        if in_all < expected - _DEVIATIONS * math.sqrt(expected):
+            return False
+        self.shared, self.expected = in_all, expected
         self._drawn.append(drawn)
         self._released.append(released)
         while len(self._drawn) > 1 and sum(map(len, self._drawn)) > _REMEMBERED:
@@ -280,12 +294,13 @@ class DPPlan:
                     f"drew, at sample rate {self.sample_rate}. Call draw(step, num_records, "
                     "derive_rng(key, step)) of this plan, and sum those records and no others."
                 )
-            if not self._recent.fit(drawn, record_id):
+            most = (1 + TOLERANCE) * self.unit.sampled_from
+            if not self._recent.fit(drawn, record_id, most):
                 raise PrivacyError(
                     f"noise: step={step}; expected the batch that was drawn for this step: it "
-                    "shares more records with an earlier one than their draws do. A batch that is "
-                    "not drawn for its step is not accounted for. Sum the records of "
-                    "plan.draw(step, ...), each under one id in all steps."
+                    "shares more records with an earlier one than their draws do, or too few with "
+                    "all of them. A batch that is not drawn for its step is not accounted for. Sum "
+                    "the records of plan.draw(step, ...), each under one id in all steps."
                 )
             self._drawn[step] = len(drawn)
         self._released.add(step)
@@ -530,6 +545,8 @@ class PlanForm:
 
 _REMEMBERED = 2**18
 """Records of earlier steps that a batch is compared with; at least those of one step."""
+_DEVIATIONS = 7
+"""By which records shared in all may fall short of their average: chance is below 1e-10."""
 _SAME = 1e-4
 """Relative difference allowed between an epsilon that an earlier version computed and that of this
 one.
