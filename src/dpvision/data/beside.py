@@ -194,6 +194,20 @@ def check_tar(path: Path, images: Sequence[str], plain: bool, seen: set[str]) ->
         )
 
 
+def check_dicom(source: Path, dicom: Path, other: Path | None, for_import: bool = True) -> None:
+    """Raise DataError if there is another kind of image below the folder of DICOM files."""
+    if other is None:
+        return
+    folders = sorted(
+        {source.joinpath(*path.relative_to(source).parts[:1]) for path in (dicom, other)}
+    )
+    apart = all(map(Path.is_dir, folders)) and len(folders) > 1
+    raise DataError(
+        f"source: {dicom} is DICOM, beside {other}; expected one kind. Move the others away"
+        + (f", or keep to the folders. {_each(folders, for_import)}" if apart else ".")
+    )
+
+
 def _pattern(files: Sequence[Path], others: Sequence[Path]) -> Path:
     """Return a path that ``data import`` reads as these files alone."""
     if len(files) == 1:
