@@ -2,7 +2,7 @@
 
 The pixels are a function of the file and of the declared window:
 
-1. stored values: the BitsStored bits below HighBit, signed by PixelRepresentation;
+1. stored values: the lowest BitsStored bits, signed by PixelRepresentation;
 2. modality values: Modality LUT, else RescaleSlope and RescaleIntercept;
 3. 0 ... 255, by the first of these that there is
    - the declared window, if more than 8 bits are stored, as for other files (``rgb.to_8_bits``);
@@ -28,11 +28,12 @@ import struct
 import warnings
 import zlib
 from collections.abc import Iterator, MutableSequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dpvision.data.jpeg import jpeg_size
+from dpvision.data.jpeg import decode_jpeg, jpeg_size
 from dpvision.data.rgb import MAX_FILE_BYTES, BadImage, Window, check_size, to_8_bits
 
 if TYPE_CHECKING:
@@ -72,11 +73,12 @@ _KEPT = (
 _COLOUR = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT", "PALETTE COLOR")
 _OVERLAYS = range(0x6000, 0x6100)
 _CUT_SHARE = 0.5
-_DEFLATED, _JPEG_12 = b"1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.4.51"
+_DEFLATED = b"1.2.840.10008.1.2.1.99"
+_JPEG_8, _JPEG_12 = "1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51"
 _META_BYTES = 1 << 12
 """The transfer syntax, or a codestream's size, is within these."""
-_SIZ = b"\xff\x4f\xff\x51"
-"""The first markers of a JPEG 2000 codestream."""
+_SIZ, _END = b"\xff\x4f\xff\x51", b"\xff\xd9"
+"""First markers of a JPEG 2000 codestream, and the last one of every JPEG."""
 
 
 class Rendered(NamedTuple):
@@ -100,15 +102,25 @@ def read_file(data: bytes) -> "Dataset":
         BadImage: pydicom is not installed, or the file is damaged.
     """
     try:
-        pydicom = importlib.import_module("pydicom")
+        pydicom = _quiet_pydicom()
     except ImportError:
         raise BadImage("DICOM", "pydicom is not installed") from None
-    # values that break the standard are common; where they matter here, they are checked here
-    warnings.filterwarnings("ignore", module="pydicom")
-    logging.getLogger("pydicom").setLevel(logging.CRITICAL)
     with _damage():
         _check_deflated(data)
         return pydicom.dcmread(io.BytesIO(data))
+
+
+@cache
+def _quiet_pydicom() -> Any:
+    """Import pydicom. Values against the standard are common; those that matter are checked here.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    pydicom = importlib.import_module("pydicom")
+    warnings.filterwarnings("ignore", module="pydicom")
+    logging.getLogger("pydicom").setLevel(logging.CRITICAL)
+    return pydicom
 
 
 def render(data: bytes, window: Window | None = None) -> Rendered:
@@ -166,6 +178,7 @@ def frame_file(data: "Dataset", k: int) -> bytes:
     """
     with _damage():
         file, frame = io.BytesIO(), _frame(data, k)
+        frame.preamble = bytes(128)
         frame.save_as(file, enforce_file_format=False)
         return file.getvalue()
 
@@ -277,7 +290,7 @@ def _checked_bits(frame: "Dataset", name: str) -> int:
         not (grey or kind in _COLOUR)
         or samples != (1 if grey or kind == "PALETTE COLOR" else 3)
         or allocated not in (1, 8, 16, 32, 64)
-        or not 0 < stored <= high + 1 <= allocated
+        or not 0 < stored == high + 1 <= allocated
         or frame.PixelRepresentation not in (0, 1)
     ):
         raise BadImage(
@@ -289,15 +302,21 @@ def _checked_bits(frame: "Dataset", name: str) -> int:
 
 
 def _check_code(code: bytes, frame: "Dataset") -> None:
-    """Refuse a codestream of another size than its header's: decoders allocate what it states."""
+    """Refuse a codestream of another size than the header's, which decoders would allocate, or one
+    that is cut.
+    """
+    if "RLE" in frame.file_meta.TransferSyntaxUID.name:
+        return
+    if not code.rstrip(b"\0\xff").endswith(_END):  # decoders fill what is missing
+        raise BadImage("DICOM: damaged", "a codestream without its end")
+    if frame.file_meta.TransferSyntaxUID == _JPEG_8:
+        decode_jpeg(code)  # refuses damage, which pydicom's decoders do not
     found = jpeg_size(code)
     if (at := code.find(_SIZ, 0, _META_BYTES)) >= 0:
         right, low, left, top = struct.unpack_from(">IIII", code, at + 8)
         found = right - left, low - top
-    if found not in (None, (frame.Columns, frame.Rows)):
-        raise BadImage("DICOM: damaged", f"a codestream of {found[0]} x {found[1]} pixels")
-    if found is None and "RLE" not in frame.file_meta.TransferSyntaxUID.name:
-        raise BadImage("DICOM: damaged", "a codestream without a size")
+    if found != (frame.Columns, frame.Rows):
+        raise BadImage("DICOM: damaged", f"a codestream of {found} pixels")
 
 
 def _stored_values(frame: "Dataset") -> np.ndarray:
@@ -305,10 +324,6 @@ def _stored_values(frame: "Dataset") -> np.ndarray:
     from pydicom.pixels import apply_color_lut, pixel_array
 
     values = pixel_array(frame, index=0)
-    if np.issubdtype(values.dtype, np.integer) and frame.BitsAllocated > 1:
-        bits = values.dtype.itemsize * 8
-        high = frame.HighBit if bits == frame.BitsAllocated else frame.BitsStored - 1
-        values = values << (bits - 1 - high) >> (bits - frame.BitsStored)
     if frame.PhotometricInterpretation == "PALETTE COLOR":
         values = apply_color_lut(values, frame)
         frame.BitsStored = values.dtype.itemsize * 8

@@ -192,6 +192,7 @@ def _files(root: Path) -> Iterator[Path]:
     """Yield the files of a folder in a fixed order, without tables and DICOMDIR; or the file."""
     if root.is_file():
         yield root
+        return
     tables = {root / name for name in METADATA_NAMES}
     for folder, below, names in os.walk(root, onerror=refuse_unless_hidden(root), followlinks=True):
         below.sort()

@@ -112,10 +112,11 @@ def _file_images(place: str | Path, workers: int) -> Iterator[ImageFile]:
     from dpvision.data.sources import open_source  # pyarrow takes time to import
 
     path = Path(place)
-    folder = f"{path}/" if path.is_dir() else ""
+    dicom = path.is_file() and may_be_dicom(path)
+    folder = f"{path}/" if path.is_dir() else str(path)[: -len(path.name)] if dicom else ""
     samples = (
         map(file_sample, [path], [str(path)], [{}])  # read when its turn comes
-        if path.is_file() and path.suffix not in PACKED and not may_be_dicom(path)
+        if path.is_file() and path.suffix not in PACKED and not dicom
         else open_source(path, for_import=False, workers=workers).samples
     )
     return (ImageFile(folder + sample.key, sample.image, sample.problem) for sample in samples)
