@@ -10,6 +10,7 @@ import re
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path, PurePath
 from shlex import quote
+from typing import NoReturn
 
 from dpvision.errors import DataError
 
@@ -205,6 +206,19 @@ def check_dicom(source: Path, dicom: Path, other: Path | None, for_import: bool 
     raise DataError(
         f"source: {dicom} is DICOM, beside {other}; expected one kind. Move the others away"
         + (f", or keep to the folders. {_each(folders, for_import)}" if apart else ".")
+    )
+
+
+def is_nifti(name: str) -> bool:
+    """Whether a file's name is that of a NIfTI volume."""
+    return name.lower().endswith((".nii", ".nii.gz"))
+
+
+def refuse_nifti(path: Path) -> NoReturn:
+    """Raise DataError for a NIfTI volume."""
+    raise DataError(
+        f"source: {path}: a NIfTI volume; expected 2-D images. Write its slices as PNG by nibabel, "
+        "five lines of Python: see docs/dicom.md."
     )
 
 

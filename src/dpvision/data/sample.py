@@ -5,6 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from dpvision.data.beside import is_nifti
 from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
 from dpvision.data.folders import Missed
 
@@ -65,7 +66,11 @@ def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
             return (
                 Sample(key, head + file.read(), fields)
                 if may_be_image(head)
-                else Sample(key, b"", fields, problem="not an image")
+                else Sample(key, b"", fields, problem=_other(path))
             )
     except OSError:
         return Sample(key, b"", fields, problem="cannot be read")
+
+
+def _other(path: Path) -> str:
+    return "NIfTI volume" if is_nifti(path.name) else "not an image"

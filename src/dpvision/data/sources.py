@@ -20,6 +20,8 @@ from dpvision.data.beside import (
     check_tar,
     is_hidden,
     is_mask_of,
+    is_nifti,
+    refuse_nifti,
     split_of,
 )
 from dpvision.data.captions import CAPTION_FIELDS, MAX_TEXT_BYTES, decode_text
@@ -43,6 +45,7 @@ from dpvision.errors import DataError
 from dpvision.strict_json import parse_json
 
 _BESIDE = (".txt", ".json")
+_DICOM = frozenset(("dcm", "dicom"))
 
 
 def open_source(
@@ -96,7 +99,7 @@ def open_source(
 
 def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
     if source.is_dir():
-        image, dicom, tars, parquets = _survey(source, for_import)
+        image, dicom, tars, parquets, nifti = _survey(source, for_import)
         if tars and parquets:
             raise DataError(
                 f"source: {source}: tars and parquet files; expected one kind. Name them, e.g. "
@@ -111,6 +114,8 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
                 f"other away, or name the files, e.g. '{packed[0].parent}/*{packed[0].suffix}' "
                 "in quotes."
             )
+        if nifti is not None and not (image or dicom or packed):
+            refuse_nifti(nifti)
         check_packed(source, packed, for_import)
         return (
             ("tar", tars)
@@ -119,7 +124,9 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
             if parquets
             else ("dicom" if dicom else "folder", [source])
         )
-    if source.is_file() and may_be_dicom(source):
+    if is_nifti(source.name):
+        refuse_nifti(source)
+    if source.is_file() and (source.name == DIRECTORY or may_be_dicom(source)):
         return "dicom", [source.parent if source.name == DIRECTORY else source]
     paths = (
         sorted(path for path in source.parent.glob(source.name) if not path.is_dir())
@@ -146,12 +153,14 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
 
 def _survey(
     root: Path, for_import: bool
-) -> tuple[Path | None, Path | None, list[Path], list[Path]]:
-    """Return an image and a DICOM file below a folder, or None, and all tars and parquet files.
+) -> tuple[Path | None, Path | None, list[Path], list[Path], Path | None]:
+    """Return an image and a DICOM file below a folder, all tars and parquet files, and a NIfTI file.
+
+    None stands for a file of a kind that is not there.
 
     Hidden folders are passed over.
     """
-    image, dicom, tars, parquets = None, None, list[Path](), list[Path]()
+    image, dicom, nifti, tars, parquets = None, None, None, list[Path](), list[Path]()
     listed = any((root / name).exists() for name in METADATA_NAMES)
     inner = list[tuple[Path, tuple[str, ...], bool]]()
     for at, below, names in os.walk(root, onerror=refuse_unreadable, followlinks=True):
@@ -159,8 +168,10 @@ def _survey(
         refuse_cycles(folder, below)
         below[:] = sorted(name for name in below if not is_hidden(name))
         if dicom is None:
-            files = (folder / name for name in sorted(names) if not is_hidden(name))
+            others = {DIRECTORY, *filter(is_hidden, names)}
+            files = (folder / name for name in sorted(names) if name not in others)
             dicom = next((path for path in files if may_be_dicom(path)), None)
+        nifti = next((folder / name for name in names if is_nifti(name)), nifti)
         first = next((name for name in names if is_image(name) and not is_hidden(name)), None)
         image = folder / first if first and image is None else image
         for name in METADATA_NAMES if for_import else ():
@@ -176,7 +187,7 @@ def _survey(
         check_folders(
             folder, folders, top=folder == root, has_images=has_images, for_import=for_import
         )
-    return image, dicom, sorted(tars), sorted(parquets)
+    return image, dicom, sorted(tars), sorted(parquets), nifti
 
 
 def _folder_source(
@@ -396,7 +407,8 @@ def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Samp
         (member for extension, member in parts.items() if extension in IMAGE_EXTENSIONS), None
     )
     if member_of_image is None or member_of_image.size > MAX_FILE_BYTES:
-        broken = next((member.problem for member in parts.values() if member.problem), "no image")
+        none = "no image" if _DICOM.isdisjoint(parts) else "DICOM in a tar"
+        broken = next((member.problem for member in parts.values() if member.problem), none)
         return Sample(
             key,
             b"",
