@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-pydicom = pytest.importorskip("pydicom", reason="DICOM needs the extra dicom (pydicom)")
-
-from pydicom.dataset import Dataset, FileMetaDataset
-from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
-
+pydicom, encaps, pixels, uid = (
+    pytest.importorskip(name, reason="DICOM needs the extra dicom (pydicom)")
+    for name in ("pydicom", "pydicom.encaps", "pydicom.pixels", "pydicom.uid")
+)
+Dataset = pydicom.Dataset
 SAMPLES = Path(os.path.dirname(pydicom.__file__), "data", "test_files")
 """The samples that pydicom's package has; others would be downloaded."""
 
@@ -29,10 +29,10 @@ def dicom(values: np.ndarray, bits: int = 12, *, num_frames: int = 0, **elements
     """Return an uncompressed file of grey or RGB samples, a frame or several."""
     colour = values.shape[-1] == 3 and values.ndim > 2 and not num_frames
     data = Dataset()
-    data.file_meta = FileMetaDataset()
-    data.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    data.SOPClassUID = CTImageStorage
-    data.SOPInstanceUID = generate_uid()
+    data.file_meta = pydicom.dataset.FileMetaDataset()
+    data.file_meta.TransferSyntaxUID = uid.ExplicitVRLittleEndian
+    data.SOPClassUID = uid.CTImageStorage
+    data.SOPInstanceUID = uid.generate_uid()
     data.SamplesPerPixel = 3 if colour else 1
     data.PhotometricInterpretation = "RGB" if colour else "MONOCHROME2"
     if colour:
@@ -44,16 +44,16 @@ def dicom(values: np.ndarray, bits: int = 12, *, num_frames: int = 0, **elements
     data.BitsAllocated = values.dtype.itemsize * 8
     data.BitsStored, data.HighBit = bits, bits - 1
     data.PixelRepresentation = int(values.dtype.kind == "i")
-    pixels = values.tobytes()
+    samples = values.tobytes()
     data.add_new(
-        0x7FE00010, "OW" if values.dtype.itemsize > 1 else "OB", pixels + bytes(len(pixels) % 2)
+        0x7FE00010, "OW" if values.dtype.itemsize > 1 else "OB", samples + bytes(len(samples) % 2)
     )
     for name, value in elements.items():
         setattr(data, name, value)
     return saved(data)
 
 
-def saved(data: Dataset) -> bytes:
+def saved(data: Any) -> bytes:
     file = io.BytesIO()
     data.preamble = bytes(128)
     data.save_as(file, enforce_file_format=False)

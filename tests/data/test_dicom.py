@@ -9,11 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydicom.dataset import Dataset
-from pydicom.encaps import encapsulate, get_frame
-from pydicom.pixels import apply_color_lut, apply_modality_lut, apply_voi_lut, pixel_array
-from pydicom.sequence import Sequence
-from pydicom.uid import DeflatedExplicitVRLittleEndian, RLELossless
 
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.dicom import (
@@ -28,7 +23,18 @@ from dpvision.data.dicom import (
     render,
 )
 
-from .dicom_files import SAMPLES, changed, dicom, pydicom, sample, saved
+from .dicom_files import (
+    SAMPLES,
+    Dataset,
+    changed,
+    dicom,
+    encaps,
+    pixels,
+    pydicom,
+    sample,
+    saved,
+    uid,
+)
 from .test_pixels import raw_png
 
 
@@ -42,15 +48,15 @@ def stored(bits: int = 12, signed: bool = False, seed: int = 0, size: int = 40) 
 
 
 def grey(file: bytes, **options) -> np.ndarray:
-    pixels = decode(file, **options)
-    assert pixels.ndim == 3 and (pixels == pixels[..., :1]).all()
-    return pixels[..., 0]
+    made = decode(file, **options)
+    assert made.ndim == 3 and (made == made[..., :1]).all()
+    return made[..., 0]
 
 
 def by_pydicom(file: bytes) -> np.ndarray:
     """Modality LUT and VOI by pydicom, then its whole output range to 0 ... 255."""
     data = pydicom.dcmread(io.BytesIO(file))
-    values = apply_voi_lut(apply_modality_lut(data.pixel_array, data), data, 0)
+    values = pixels.apply_voi_lut(pixels.apply_modality_lut(data.pixel_array, data), data, 0)
     low, high = (-(2 ** (data.BitsStored - 1)), 2 ** (data.BitsStored - 1) - 1)
     if not data.PixelRepresentation:
         low, high = 0, 2**data.BitsStored - 1
@@ -135,11 +141,11 @@ def test_a_window_that_is_empty_or_not_valid_counts_as_none(own) -> None:
     )
 
 
-def lut(entries: np.ndarray, first: int, depth: int) -> Sequence:
+def lut(entries: np.ndarray, first: int, depth: int) -> list:
     item = Dataset()
     item.LUTDescriptor = [len(entries), first, depth]
     item.add_new(0x00283006, "US", entries.tolist())
-    return Sequence([item])
+    return [item]
 
 
 def test_look_up_tables_are_pydicoms() -> None:
@@ -148,7 +154,7 @@ def test_look_up_tables_are_pydicoms() -> None:
     assert np.array_equal(grey(file), (table[stored()] / 1023 * 255).round())
     file = dicom(stored(), ModalityLUTSequence=lut(table * 64, 0, 16))
     data = pydicom.dcmread(io.BytesIO(file))
-    assert np.array_equal(grey(file), apply_modality_lut(data.pixel_array, data) >> 8)
+    assert np.array_equal(grey(file), pixels.apply_modality_lut(data.pixel_array, data) >> 8)
 
 
 def test_bits_beside_those_stored_are_no_part_of_a_sample() -> None:
@@ -197,12 +203,12 @@ COLOUR = {
 @pytest.mark.parametrize("name", COLOUR)
 def test_colour_is_pydicoms(name: str) -> None:
     data = pydicom.dcmread(io.BytesIO(sample(name)))
-    assert np.array_equal(decode(sample(name)), pixel_array(data, index=0))
+    assert np.array_equal(decode(sample(name)), pixels.pixel_array(data, index=0))
 
 
 def test_a_palette_is_pydicoms() -> None:
     data = pydicom.dcmread(io.BytesIO(sample("examples_palette.dcm")))
-    expected = apply_color_lut(pixel_array(data, index=0), data)
+    expected = pixels.apply_color_lut(pixels.pixel_array(data, index=0), data)
     assert np.array_equal(decode(sample("examples_palette.dcm")), expected >> 8)
 
 
@@ -224,9 +230,9 @@ def test_one_image_in_several_transfer_syntaxes(how: str) -> None:
 def test_a_compressed_or_deflated_file_of_our_own_is_the_uncompressed_one() -> None:
     file = dicom(stored())
     data = pydicom.dcmread(io.BytesIO(file))
-    data.compress(RLELossless)
+    data.compress(uid.RLELossless)
     deflated = pydicom.dcmread(io.BytesIO(file))
-    deflated.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
+    deflated.file_meta.TransferSyntaxUID = uid.DeflatedExplicitVRLittleEndian
     for other in (data, deflated):
         assert np.array_equal(decode(saved(other)), decode(file))
 
@@ -249,7 +255,7 @@ def test_a_frame_of_several_is_the_file_of_that_frame(bits: int, compressed: boo
     file = dicom(together, bits, num_frames=3, PatientID="A^B", **more)
     data = pydicom.dcmread(io.BytesIO(file))
     if compressed:
-        data.compress(RLELossless)
+        data.compress(uid.RLELossless)
         file = saved(data)
     header = read_file(file)
     assert num_frames(header) == 3
@@ -320,9 +326,9 @@ def test_what_cannot_be_read_is_named_as_dicom_with_the_reason(case: str) -> Non
 
 def test_a_cut_or_damaged_codestream_is_refused_where_decoders_fill_it() -> None:
     data = pydicom.dcmread(io.BytesIO(sample("SC_rgb_jpeg_dcmtk.dcm")))
-    code = get_frame(data.PixelData, 0, number_of_frames=1)
+    code = encaps.get_frame(data.PixelData, 0, number_of_frames=1)
     for damaged in (code[:-400], code[:-400] + b"\xff\xd9", code[:900] + bytes(90) + code[990:]):
-        file = changed(sample("SC_rgb_jpeg_dcmtk.dcm"), PixelData=encapsulate([damaged]))
+        file = changed(sample("SC_rgb_jpeg_dcmtk.dcm"), PixelData=encaps.encapsulate([damaged]))
         with pytest.raises(BadImage) as refused:
             decode(file)
         assert refused.value.reason == "DICOM: damaged"
@@ -338,7 +344,7 @@ def test_a_codestream_that_is_larger_than_its_header_is_refused() -> None:
 def test_a_deflate_bomb_is_refused_before_it_is_inflated(monkeypatch) -> None:
     monkeypatch.setattr("dpvision.data.dicom.MAX_FILE_BYTES", 1 << 20)
     deflated = pydicom.dcmread(io.BytesIO(dicom(stored(size=2))))
-    deflated.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
+    deflated.file_meta.TransferSyntaxUID = uid.DeflatedExplicitVRLittleEndian
     file = saved(deflated)
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     start = file.index(b"1.2.840.10008.1.2.1.99") + 22
@@ -395,11 +401,11 @@ def read_or_refused(data: bytes) -> None:
     except BadImage as error:
         assert error.reason.startswith("DICOM: ")
     try:
-        pixels = decode(data)
+        made = decode(data)
     except BadImage as error:
         assert error.reason.startswith("DICOM: ")
     else:
-        assert pixels.dtype == np.uint8 and pixels.shape[2] == 3
+        assert made.dtype == np.uint8 and made.shape[2] == 3
 
 
 def test_damaged_files_are_read_or_refused() -> None:

@@ -154,7 +154,7 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
 def _survey(
     root: Path, for_import: bool
 ) -> tuple[Path | None, Path | None, list[Path], list[Path], Path | None]:
-    """Return an image and a DICOM file below a folder, all tars and parquet files, and a NIfTI file.
+    """Return an image and a DICOM file below a folder, all tars and parquets, and a NIfTI file.
 
     None stands for a file of a kind that is not there.
 
