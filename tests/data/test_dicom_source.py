@@ -252,6 +252,7 @@ def test_other_images_beside_dicom_are_refused_with_the_commands(export, tmp_pat
 
 def test_options_of_dicom_are_refused_where_there_is_none(tmp_path: Path) -> None:
     write_folder(tmp_path / "in", {"a.png": png(1)})
+    assert main(["data", "import", str(tmp_path / "in"), str(tmp_path / "png")]) == 0
     with pytest.raises(DataError, match="no DICOM files; expected some with --series or --frames"):
         import_source(tmp_path / "in", tmp_path / "store", dicom=DicomRule(frames="first"))
 

@@ -75,8 +75,8 @@ def decode(data: bytes, *, upright: bool = True, window: Window | None = None) -
             or truncated, floating-point of unknown range, or of an unsupported kind.
     """
     if is_dicom(data):
-        pixels = render(data, window).pixels
-        return pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
+        rendered = render(data, window).pixels
+        return rendered if rendered.ndim == 3 else np.repeat(rendered[..., None], 3, axis=2)
     if data[:2] == b"\xff\xd8" and (pixels := _decode_jpeg(data, upright)) is not None:
         return pixels
     return np.asarray(_open(data, upright, window))

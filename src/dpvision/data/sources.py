@@ -81,7 +81,7 @@ def open_source(
     separated = label_separator is not None
     if kind == "dicom":
         return dicom_source(paths[0], unit_from, label_from, separated, dicom)
-    if dicom != EVERYTHING:
+    if (dicom.series, dicom.frames) != (EVERYTHING.series, EVERYTHING.frames):
         raise DataError(
             f"source: {source}: no DICOM files; expected some with --series or --frames. Drop "
             "these options, or give the folder of the DICOM files."
