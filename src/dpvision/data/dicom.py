@@ -360,7 +360,7 @@ def _grey(
         made = to_8_bits(stored if bits >= 8 else stored.astype(np.float64), (low, high))
         return (made if slope > 0 else 255 - made), [NO_RANGE] if bits > 8 else []
     cut = np.mean((values < ends[0]) | (values > ends[1])) > _CUT_SHARE
-    if declared is None and frame.get("VOILUTFunction") == "SIGMOID":
+    if declared is None and _function(frame) == "SIGMOID":
         centre, width = (ends[0] + ends[1]) / 2, ends[1] - ends[0]
         with np.errstate(over="ignore"):
             made = to_8_bits(1 / (1 + np.exp(-4 * (values - centre) / width)), (0, 1))
@@ -371,12 +371,16 @@ def _grey(
 def _own_window(frame: "Dataset") -> Window | None:
     """Return the values that a file's first window makes black and white, if it has a valid one."""
     centre, width = (_number(frame, name, np.nan) for name in ("WindowCenter", "WindowWidth"))
-    function = str(frame.get("VOILUTFunction") or "LINEAR").strip().upper()
+    function = _function(frame)
     if function == "LINEAR":  # PS3.3 C.11.2.1.2.1
         centre, width = centre - 0.5, width - 1
     known = function in ("LINEAR", "LINEAR_EXACT", "SIGMOID")
     found = centre - width / 2, centre + width / 2
     return found if known and -np.inf < found[0] < found[1] < np.inf else None
+
+
+def _function(frame: "Dataset") -> str:
+    return str(frame.get("VOILUTFunction") or "LINEAR").strip().upper()
 
 
 def _number(frame: "Dataset", keyword: str, default: float) -> float:

@@ -162,7 +162,7 @@ def dicom_source(
                 yield whole._replace(image=b"", problem=error.reason)
                 continue
             for tag in wanted:
-                chosen[tag][str(found[tag])] += 1
+                chosen[tag][str(found[tag] or "no value")] += 1
             if not all(str(found[tag]) in values for tag, values in wanted.items()):
                 yield whole._replace(image=b"", problem="DICOM: of another series")
                 continue
