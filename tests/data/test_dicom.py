@@ -65,7 +65,7 @@ def by_pydicom(file: bytes) -> np.ndarray:
     return (values - low) / (high - low) * 255
 
 
-@pytest.mark.parametrize("function", ["LINEAR", "LINEAR_EXACT", "sigmoid", None])
+@pytest.mark.parametrize("function", ["LINEAR", "LINEAR_EXACT", "SIGMOID", None])
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("rescale", [None, (1, -1024), (0.37, 4.5)])
 def test_a_files_own_window_is_pydicoms(function, signed, rescale) -> None:
