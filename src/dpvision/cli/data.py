@@ -18,12 +18,14 @@ from dpvision.cli.paths import check_sheet, check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
 from dpvision.cli.typed import words_of
 from dpvision.data.captions import CaptionRule
+from dpvision.data.dicom import CUT, NO_RANGE
+from dpvision.data.dicom_source import DicomRule
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.person_names import SHARED_FILE, PersonRule
 from dpvision.errors import OPERATOR_ONLY, DataError
 
 if TYPE_CHECKING:
-    from dpvision.data.sources import Source
+    from dpvision.data.sample import Source
     from dpvision.data.store import Store
 
 _DARK_BELOW = 1 << 15
@@ -72,6 +74,14 @@ class _Range:
     """
 
 
+@dataclass(frozen=True)
+class _Dicom(DicomRule):
+    series: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Of DICOM files, import those of which a tag has one of these values: TAG=VALUE[,VALUE], e.g.
+    Modality=CR,DX or ViewPosition=PA. Repeat it for further tags; all must hold.
+    """
+
+
 def import_(
     source: SourcePath,
     store: StorePath,
@@ -80,6 +90,7 @@ def import_(
     labels: Annotated[_Labels, FLAT] = _Labels(),
     captions: Annotated[CaptionRule, FLAT] = CaptionRule(),
     range: Annotated[_Range, FLAT] = _Range(),
+    dicom: Annotated[_Dicom, FLAT] = _Dicom(),
     licence: str | None = None,
     dataset: str | None = None,
     split: str | None = None,
@@ -88,8 +99,9 @@ def import_(
 ) -> None:
     """Import images into a store: tar shards and a memory-mapped index.
 
-    SOURCE is a folder of images (class folders or flat), parquet files with image bytes, or
-    WebDataset tars (indexed in place). Files that are unreadable, too large, hidden, masks of other
+    SOURCE is a folder of images (class folders or flat), parquet files with image bytes, WebDataset
+    tars (indexed in place), or DICOM files (docs/dicom.md), whose field PatientID names the person
+    unless --unit-from names another. Files that are unreadable, too large, hidden, masks of other
     images or no images are left out; they are counted here and named only in the store's
     confidential/ folder. A store is private unless you give --public. If a private store's labels
     are names (such as class folders), give --classes: numbers assigned from the names found would
@@ -104,6 +116,7 @@ def import_(
         labels: The labels of images.
         captions: The captions of images.
         range: The values of images of more than 8 bits.
+        dicom: Which DICOM files and frames.
         licence: Licence of public images, for the statement.
         dataset: One of the papers' data sets, e.g. imagenet, cifar100, caltech101, aircraft. Labels
             and their order are then the same for each split.
@@ -114,7 +127,7 @@ def import_(
     window = range.window if range.max_value is None else (0, range.max_value)
     from_dataset = dataset is not None or split is not None
     if from_dataset:
-        _check_fixed(people, labels, captions, window)
+        _check_fixed(people, labels, captions, window, dicom)
     if None not in (range.max_value, range.window):
         raise DataError(
             "data import: --max-value and --window; expected one of them. Drop --max-value."
@@ -123,7 +136,7 @@ def import_(
         check_source(source)
     from dpvision.data.importer import import_samples, import_source
 
-    making, more, whole = partial(import_source, source), dict[str, Any](), ""
+    making, more, whole = partial(import_source, source, dicom=dicom), dict[str, Any](), ""
     if from_dataset:
         found, size = _published(source, dataset, split, people, labels)
         making, whole = partial(import_samples, found), f" of {size:,}"
@@ -149,10 +162,15 @@ def import_(
 
 
 def _check_fixed(
-    people: PersonRule, labels: LabelRule, captions: CaptionRule, window: object
+    people: PersonRule, labels: LabelRule, captions: CaptionRule, window: object, dicom: _Dicom
 ) -> None:
     """Raise DataError for an option that --dataset decides."""
     for given, problem in (
+        (
+            dicom != _Dicom(),
+            "--series or --frames with --dataset, which has no DICOM files; expected neither. "
+            "Drop them.",
+        ),
         (
             captions != CaptionRule(),
             "captions with --dataset, whose images have labels only; expected none. Drop "
@@ -353,6 +371,7 @@ def _held(store: "Store") -> str:
 
 def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     """Return lines with the list of files left out, and how to convert unsupported formats."""
+    from dpvision.data.importer import DICOM_FILE
     from dpvision.data.table_files import UNMATCHED_FILE
 
     left_out = summary.get("left_out")
@@ -362,6 +381,7 @@ def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
         for text, name in (
             ("Rows without a file, files without a row", UNMATCHED_FILE),
             ("Images of two persons, with both", SHARED_FILE),
+            ("Images that may show a name: burned-in annotation or overlay", DICOM_FILE),
         )
         if (confidential / name).exists()
     ]
@@ -372,6 +392,13 @@ def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
         lines.append(
             "HEIF images (.heic) need pillow-heif: pip install pillow-heif, or convert them: "
             "magick mogrify -format jpg *.heic"
+        )
+    if "DICOM" in left_out:
+        lines.append("DICOM images need pydicom: pip install 'dpvision[dicom]'")
+    if "DICOM: transfer syntax" in left_out:
+        lines.append(
+            "DICOM images in a transfer syntax without a decoder need python-gdcm (pip install "
+            "'dpvision[dicom]'), or decompression by DCMTK or gdcmconv."
         )
     return lines
 
@@ -388,7 +415,23 @@ def _caption_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _range_lines(summary: dict[str, Any]) -> list[str]:
-    """Return a line if images of 16 bits do not fill their range, or on the declared range."""
+    """Return lines if images of 16 bits do not fill their range, or on the declared range."""
+    lines = []
+    if num := summary.get("dicom", {}).get(NO_RANGE):
+        lines.append(
+            f"{num:,} DICOM images of more than 8 bits have no window of their own: the range that "
+            "their bits allow is black to white, so they may be dark or flat. To choose it, import "
+            "again with --window LOW HIGH, e.g. -160 240 for Hounsfield units."
+        )
+    if num := summary.get("dicom", {}).get(CUT):
+        lines.append(
+            f"{num:,} DICOM images lose more than half of their pixels to their window, which "
+            "makes these black or white. Choose another with --window LOW HIGH."
+        )
+    return lines + _declared_range_lines(summary)
+
+
+def _declared_range_lines(summary: dict[str, Any]) -> list[str]:
     if "window" in summary:
         low, high = summary["window"]
         return [

@@ -10,6 +10,7 @@ import re
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path, PurePath
 from shlex import quote
+from typing import NoReturn
 
 from dpvision.errors import DataError
 
@@ -192,6 +193,33 @@ def check_tar(path: Path, images: Sequence[str], plain: bool, seen: set[str]) ->
             "or texts; expected a WebDataset. If the folder is the class, add --label-from "
             f"parent; if it is the person, --unit-from parent; or unpack it: {unpack}."
         )
+
+
+def check_dicom(source: Path, dicom: Path, other: Path | None, for_import: bool = True) -> None:
+    """Raise DataError if there is another kind of image below the folder of DICOM files."""
+    if other is None:
+        return
+    folders = sorted(
+        {source.joinpath(*path.relative_to(source).parts[:1]) for path in (dicom, other)}
+    )
+    apart = all(map(Path.is_dir, folders)) and len(folders) > 1
+    raise DataError(
+        f"source: {dicom} is DICOM, beside {other}; expected one kind. Move the others away"
+        + (f", or keep to the folders. {_each(folders, for_import)}" if apart else ".")
+    )
+
+
+def is_nifti(name: str) -> bool:
+    """Whether a file's name is that of a NIfTI volume."""
+    return name.lower().endswith((".nii", ".nii.gz"))
+
+
+def refuse_nifti(path: Path) -> NoReturn:
+    """Raise DataError for a NIfTI volume."""
+    raise DataError(
+        f"source: {path}: a NIfTI volume; expected 2-D images. Write its slices as PNG by nibabel, "
+        "five lines of Python: see docs/dicom.md."
+    )
 
 
 def _pattern(files: Sequence[Path], others: Sequence[Path]) -> Path:

@@ -15,7 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dpvision.data.captions import decode_text
-from dpvision.data.sources import IMAGE_EXTENSIONS, Missed, Sample
+from dpvision.data.folders import IMAGE_EXTENSIONS, Missed
+from dpvision.data.sample import Sample
 from dpvision.data.table_files import folded, one_form, read_csv
 from dpvision.errors import DataError
 

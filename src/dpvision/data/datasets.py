@@ -18,7 +18,8 @@ import numpy as np
 from PIL import Image
 
 from dpvision.data.beside import is_hidden
-from dpvision.data.sources import Sample, Source, file_sample, open_source
+from dpvision.data.sample import Sample, Source, file_sample
+from dpvision.data.sources import open_source
 from dpvision.errors import DataError
 
 Metric = Literal["accuracy", "mean_per_class"]

@@ -3,8 +3,9 @@
 The store keeps the original bytes. These rules apply each time a record is read, and depend on its
 bytes only:
 
-- JPEG by simplejpeg, whose verdict on damage is final; HEIF by pillow-heif, where it is installed;
-  everything else by Pillow, CMYK JPEG too once simplejpeg has found it whole.
+- JPEG by simplejpeg, whose verdict on damage is final; HEIF by pillow-heif and DICOM by pydicom
+  (dicom.py), where these are installed; everything else by Pillow, CMYK JPEG too once simplejpeg
+  has found it whole. Import stores the pixels of DICOM files as PNG.
 - The orientation (1 to 8) in EXIF, or else XMP, is applied once; another value, or EXIF that cannot
   be read, counts as upright.
 - Of animations and of files with several pages the first frame is taken.
@@ -21,20 +22,17 @@ import numpy as np
 import simplejpeg
 from PIL import Image, ImageFile, TiffImagePlugin
 
+from dpvision.data.dicom import is_dicom, render
 from dpvision.data.jpeg import decode_jpeg, jpeg_bits, may_be_turned, plain
+from dpvision.data.rgb import MAX_ASPECT as MAX_ASPECT
+from dpvision.data.rgb import MAX_FILE_BYTES as MAX_FILE_BYTES
 from dpvision.data.rgb import MAX_PIXELS as MAX_PIXELS
 from dpvision.data.rgb import BadImage as BadImage
-from dpvision.data.rgb import Window, is_deep, stated_range, to_8_bits, to_rgb
+from dpvision.data.rgb import Window, check_size, is_deep, stated_range, to_8_bits, to_rgb
 from dpvision.errors import DataError
 
-MAX_ASPECT = 100
-MAX_FILE_BYTES = 1 << 29
-"""No image of 50 megapixels is larger than this, even uncompressed with four channels of 16
-bits.
-"""
-
-HEAD_BYTES = 16
-"""First bytes of a file by which Pillow's readers recognise their format."""
+HEAD_BYTES = 132
+"""First bytes of a file by which its format is recognised: 16 by Pillow's readers, DICOM by all."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
 """Only these of Pillow's formats are opened: some of the others start programs or are not
@@ -65,7 +63,8 @@ def decode(data: bytes, *, upright: bool = True, window: Window | None = None) -
     """Return the pixels of an image, uint8 of shape (H, W, 3).
 
     Args:
-        data: a whole image file in one of ``FORMATS``, or HEIF where pillow-heif is installed.
+        data: a whole image file in one of ``FORMATS``, or HEIF or DICOM where pillow-heif or
+            pydicom is installed.
         upright: if False, the pixels as stored, not turned, for masks that refer to them.
         window: declared range of samples of more than 8 bits, in place of the range that the file
             states or its bits imply.
@@ -75,6 +74,9 @@ def decode(data: bytes, *, upright: bool = True, window: Window | None = None) -
             ``MAX_ASPECT`` to 1 (both known from the header, before any pixel is decoded), damaged
             or truncated, floating-point of unknown range, or of an unsupported kind.
     """
+    if is_dicom(data):
+        rendered = render(data, window).pixels
+        return rendered if rendered.ndim == 3 else np.repeat(rendered[..., None], 3, axis=2)
     if data[:2] == b"\xff\xd8" and (pixels := _decode_jpeg(data, upright)) is not None:
         return pixels
     return np.asarray(_open(data, upright, window))
@@ -186,8 +188,13 @@ def in_8_bits(data: bytes, window: Window) -> bytes:
         if _png_bits(data) == 16 or _tiff_bits(image) > 8:
             raise BadImage("unsupported", f"a window for {image.mode} of 16 bits")
         return data
+    return as_png(pixels_HWC)
+
+
+def as_png(pixels: np.ndarray) -> bytes:
+    """Return uint8 pixels, (H, W) or (H, W, 3), as a PNG file."""
     file = io.BytesIO()
-    Image.fromarray(pixels_HWC).save(file, "PNG")
+    Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
@@ -199,6 +206,7 @@ def may_be_image(head: bytes) -> bool:
     readers = (Image.OPEN[name][1] for name in FORMATS if name in Image.OPEN)
     return (
         _is_heif(head)
+        or is_dicom(head)
         or _looks_like_image(head)
         or any(accept is None or accept(head) for accept in readers)
     )
@@ -248,11 +256,6 @@ def _loaded(
     return made if turn is None else made.transpose(turn)
 
 
-def _check_size(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
-        raise BadImage("oversized", f"{width} x {height} pixels")
-
-
 def _decode_jpeg(data: bytes, upright: bool) -> np.ndarray | None:
     """Decode with simplejpeg; None for CMYK, once it is found whole."""
     file = data
@@ -262,7 +265,7 @@ def _decode_jpeg(data: bytes, upright: bool) -> np.ndarray | None:
         except ValueError:
             file = plain(data)
             height, width, colours, _ = simplejpeg.decode_jpeg_header(file)
-        _check_size(width, height)
+        check_size(width, height)
         pixels = decode_jpeg(file)
     except ValueError as error:
         if (bits := jpeg_bits(data)) not in (None, 8):
@@ -327,7 +330,7 @@ def _opened(data: bytes) -> Image.Image:
         if not _is_heif(data):
             raise _unopened(data, error) from error
         image = _open_heif(data)
-    _check_size(*image.size)
+    check_size(*image.size)
     return image
 
 
@@ -421,7 +424,7 @@ def _open_heif(data: bytes) -> Image.Image:
         raise BadImage("HEIF", "pillow-heif is not installed") from None
     try:
         found = pillow_heif.open_heif(data)
-        _check_size(*found.size)  # libheif decodes at the next line
+        check_size(*found.size)  # libheif decodes at the next line
         return found.to_pillow()
     except BadImage:
         raise

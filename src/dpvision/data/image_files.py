@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dpvision.data.declared import check_declared
+from dpvision.data.dicom_source import may_be_dicom
 from dpvision.data.folders import is_image
 from dpvision.data.open import is_store, open_store
 from dpvision.data.rgb import Window
@@ -90,7 +91,7 @@ def _num_files(path: Path) -> int | None:
     """Return the number of image files at a place, by their names; None for tars and parquet
     files.
     """
-    if path.is_file() and path.suffix not in PACKED:
+    if path.is_file() and path.suffix not in PACKED and not may_be_dicom(path):
         return 1
     num = 0
     for _, _, names in os.walk(path, followlinks=True):
@@ -107,13 +108,15 @@ def _store_images(store: Store) -> Iterator[ImageFile]:
 
 
 def _file_images(place: str | Path, workers: int) -> Iterator[ImageFile]:
-    from dpvision.data.sources import file_sample, open_source  # pyarrow takes time to import
+    from dpvision.data.sample import file_sample
+    from dpvision.data.sources import open_source  # pyarrow takes time to import
 
     path = Path(place)
-    folder = f"{path}/" if path.is_dir() else ""
+    dicom = path.is_file() and may_be_dicom(path)
+    folder = f"{path}/" if path.is_dir() else str(path)[: -len(path.name)] if dicom else ""
     samples = (
         map(file_sample, [path], [str(path)], [{}])  # read when its turn comes
-        if path.is_file() and path.suffix not in PACKED
+        if path.is_file() and path.suffix not in PACKED and not dicom
         else open_source(path, for_import=False, workers=workers).samples
     )
     return (ImageFile(folder + sample.key, sample.image, sample.problem) for sample in samples)

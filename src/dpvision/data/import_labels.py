@@ -38,7 +38,7 @@ from dpvision.errors import DataError, remedy_for
 from dpvision.strict_json import parse_json
 
 if TYPE_CHECKING:
-    from dpvision.data.sources import Sample
+    from dpvision.data.sample import Sample
 
 UnknownClasses = Literal["refuse", "unlabelled"]
 _SHOWN = 100

@@ -15,7 +15,7 @@ import numpy as np
 
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.person_names import SHARED_FILE, PersonRule, alike
-from dpvision.data.sources import Sample
+from dpvision.data.sample import Sample
 from dpvision.errors import OPERATOR_ONLY, DataError
 
 NO_PERSON = "no person"

@@ -10,6 +10,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,10 @@ import numpy as np
 
 from dpvision.data.caption_files import CaptionFile
 from dpvision.data.captions import CaptionRule, Captions, find_captions
-from dpvision.data.decode import BadImage, decode, in_8_bits, largest_undeclared
+from dpvision.data.decode import BadImage, as_png, decode, in_8_bits, largest_undeclared
+from dpvision.data.dicom import BURNED_IN, NO_RANGE, OVERLAY, is_dicom, render
+from dpvision.data.dicom_source import DicomRule
+from dpvision.data.folders import Missed
 from dpvision.data.import_labels import ImportedLabels, LabelRule, with_classes
 from dpvision.data.import_people import (
     NO_PERSON,
@@ -35,7 +39,8 @@ from dpvision.data.ordered import ordered_map
 from dpvision.data.person_names import SHARED_FILE, PersonRule
 from dpvision.data.record_lines import append_line, have_captions, line_of, merge_duplicates
 from dpvision.data.rgb import Window, check_window
-from dpvision.data.sources import Missed, Sample, Source, open_source
+from dpvision.data.sample import Sample, Source
+from dpvision.data.sources import open_source
 from dpvision.data.store import (
     ROW,
     SHARED_KEPT,
@@ -54,6 +59,9 @@ from dpvision.data.store_writer import (
 from dpvision.data.table_files import UNMATCHED_FILE
 from dpvision.errors import DataError
 
+DICOM_FILE = "dicom.jsonl"
+"""File under a store's confidential/: images with a burned-in annotation or an overlay."""
+BLANK = "DICOM: one value only"
 _CHUNK, _CHUNK_BYTES = 64, 1 << 26
 """A chunk ends at this many samples or bytes, whichever comes first."""
 _ROWS_IN_LIST = 1 << 16
@@ -69,12 +77,13 @@ def import_source(
     captions: CaptionRule = CaptionRule(),
     licence: str | None = None,
     window: Window | None = None,
+    dicom: DicomRule = DicomRule(),
     workers: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
-    """Import an image folder, parquet files or WebDataset tars into a new store.
+    """Import an image folder, parquet files, WebDataset tars or DICOM files into a new store.
 
-    Tars are indexed in place, the rest is copied.
+    Tars are indexed in place, of DICOM files the pixels are kept, the rest is copied.
 
     Files that cannot be read, are oversized or damaged, or are not images are left out: counted by
     reason in ``Store.import_summary``, and named only in ``confidential/left_out.jsonl``. Rows with
@@ -91,6 +100,8 @@ def import_source(
         licence: licence of the images, for the statement of runs on a public store.
         window: the values that become black and white in images of more than 8 bits, which are
             stored as 8-bit PNG; images of tars are then copied too.
+        dicom: which DICOM files and frames. Their field PatientID names the person unless
+            ``people`` names another.
         workers: threads that decode.
         progress: called from time to time with the number of images checked so far.
 
@@ -107,7 +118,6 @@ def import_source(
             f"data import: store={store_dir} lies inside the source; expected it elsewhere. "
             "Choose another folder."
         )
-    people.check()
     labels = labels.read()
     opened = partial(
         open_source,
@@ -116,8 +126,10 @@ def import_source(
         label_from=labels.label_from,
         label_separator=labels.label_separator,
         workers=workers,
+        dicom=dicom,
     )
     found = opened()
+    people = _checked_rule(people, found)
     if people.unit_from is not None and "refuse" in (people.unmatched, people.shared_images):
         if captions.captions is not None:
             CaptionFile(captions.captions)  # refused before a pass over all images
@@ -159,7 +171,7 @@ def import_samples(
     """
     target = Path(store_dir).resolve()
     source = source if isinstance(source, Source) else Source(iter(source))
-    people.check()
+    people = _checked_rule(people, source)
     caption_file = None if captions.captions is None else CaptionFile(captions.captions)
     with new_store_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
         imported = ImportedLabels(labels, source.label_names, private=not public)
@@ -187,6 +199,13 @@ def import_samples(
     return open_store(target)
 
 
+def _checked_rule(people: PersonRule, source: Source) -> PersonRule:
+    """Return the rule with the source's field of persons, where none is declared."""
+    people = replace(people, unit_from=people.unit_from or source.unit_from)
+    people.check()
+    return people
+
+
 def _counts(sample: Sample, people: PersonRule, require_captions: bool) -> bool:
     """Return whether an image is not left out for its person, its captions or its bytes."""
     dropped = (
@@ -207,6 +226,8 @@ class _Checked(NamedTuple):
     text: Captions
     largest: int | None
     """Largest sample of an image of 16 bits whose file does not state their range."""
+    remarks: tuple[str, ...]
+    """Of a DICOM file, for the operator; see ``dicom.Rendered``."""
 
 
 def _checked(
@@ -238,9 +259,15 @@ def _chunks(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 def _check(sample: Sample, key: bytes, require_captions: bool, window: Window | None) -> _Checked:
     problem, text, largest = sample.problem, find_captions(sample.fields), None
+    remarks: tuple[str, ...] = ()
     if problem is None:
         try:
-            if window is None:
+            if is_dicom(sample.image):
+                pixels, remarks = render(sample.image, window)
+                sample = sample._replace(image=as_png(pixels), place=None)
+                # the blank frames of a volume are alike for all persons
+                problem = BLANK if pixels.min() == pixels.max() else None
+            elif window is None:
                 decode(sample.image)
                 largest = largest_undeclared(sample.image)
             else:
@@ -249,9 +276,8 @@ def _check(sample: Sample, key: bytes, require_captions: bool, window: Window | 
             problem = error.reason
     if problem is None and require_captions and not text.kept:
         problem = "no caption"
-    return _Checked(
-        sample, problem, -1 if problem is not None else keyed_hash(key, sample.image), text, largest
-    )
+    record_id = -1 if problem is not None else keyed_hash(key, sample.image)
+    return _Checked(sample, problem, record_id, text, largest, remarks)
 
 
 class _Build:
@@ -284,10 +310,12 @@ class _Build:
         self._dropped: Counter[str] = Counter()
         self._suspicious: Counter[str] = Counter()
         self._largest: Counter[int] = Counter()
+        self._remarks: Counter[str] = Counter()
+        self._burned: list[str] = []
         self._fields_seen: set[str] = set()
 
     def add(self, checked: _Checked) -> None:
-        sample, problem, record_id, text, largest = checked
+        sample, problem, record_id, text, largest, remarks = checked
         self._dropped += text.dropped
         self._suspicious.update(text.suspicious if problem is None else ())
         person = None if problem is not None else self._people.name(sample)
@@ -308,6 +336,9 @@ class _Build:
             return
         if largest is not None:
             self._largest[largest.bit_length()] += 1
+        self._remarks.update(remarks)
+        if burned := [remark for remark in remarks if remark in (BURNED_IN, OVERLAY)]:
+            self._burned.append(json.dumps({"key": sample.key, "dicom": burned}) + "\n")
         if sample.key in self._without_row:
             self._num_without_row += 1
             self._unmatched.write(json.dumps({"file_without_row": sample.key}) + "\n")
@@ -409,7 +440,7 @@ class _Build:
             about["shared_images"] = merged["unit_conflicts"]
             about |= {SHARED_KEPT: "first"} if self._people.shared_images == "first" else {}
         about |= {WINDOW: more["window"]} if "window" in more else {}
-        about |= {UNDECLARED: True} if self._largest else {}
+        about |= {UNDECLARED: True} if self._largest or self._remarks[NO_RANGE] else {}
         text = ("records.jsonl", self._text.tell())
         write_description(self._folder, rows, about, shards=shards, text=text, labels=labels)
         summary = {
@@ -440,4 +471,7 @@ class _Build:
         }
         largest = {f"up to {2**bits - 1}": n for bits, n in sorted(self._largest.items())}
         summary |= {"largest_values_of_16_bits": largest} if largest else {}
+        summary |= {"dicom": dict(sorted(self._remarks.items()))} if self._remarks else {}
+        if self._burned:
+            (self._folder / "confidential" / DICOM_FILE).write_text("".join(self._burned))
         (self._folder / "confidential" / "import.json").write_text(json.dumps(summary, indent=1))

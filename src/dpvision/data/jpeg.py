@@ -18,6 +18,7 @@ _HARMLESS = (
     "Unknown Adobe color transform",
 )
 _SOS, _APP0, _APP1, _APP14, _COM = 0xDA, 0xE0, 0xE1, 0xEE, 0xFE
+_LS = 0xF7
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
@@ -38,6 +39,13 @@ def decode_jpeg(data: bytes) -> np.ndarray:
 def jpeg_bits(data: bytes) -> int | None:
     """Return the bits per sample, or None if there is no frame header."""
     return next((data[at + 2] for marker, at, _ in _segments(data) if marker in _FRAMES), None)
+
+
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Return width and height of JPEG, lossless JPEG or JPEG-LS, or None without a frame header."""
+    frames = (data[at:] for marker, at, _ in _segments(data) if marker in {*_FRAMES, _LS})
+    size = next(frames, b"")[3:7]
+    return (size[2] << 8 | size[3], size[0] << 8 | size[1]) if len(size) == 4 else None
 
 
 def may_be_turned(data: bytes) -> bool:

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from dpvision.errors import OPERATOR_ONLY, DataError
 
 if TYPE_CHECKING:
-    from dpvision.data.sources import Sample
+    from dpvision.data.sample import Sample
 
 Unmatched = Literal["refuse", "own-person", "drop"]
 SharedImages = Literal["refuse", "first"]

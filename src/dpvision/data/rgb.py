@@ -24,7 +24,26 @@ from PIL import Image, ImageCms, PngImagePlugin, TiffImagePlugin
 from dpvision.errors import DataError
 
 MAX_PIXELS = 50_000_000
-Reason = Literal["not an image", "HEIF", "oversized", "damaged", "float pixels", "unsupported"]
+MAX_ASPECT = 100
+MAX_FILE_BYTES = 1 << 29
+"""No image of 50 megapixels is larger than this, even uncompressed with four channels of 16
+bits.
+"""
+Reason = Literal[
+    "not an image",
+    "HEIF",
+    "oversized",
+    "damaged",
+    "float pixels",
+    "unsupported",
+    "DICOM",
+    "DICOM: no pixels",
+    "DICOM: transfer syntax",
+    "DICOM: oversized",
+    "DICOM: damaged",
+    "DICOM: float pixels",
+    "DICOM: unsupported",
+]
 Window = tuple[float, float]
 """Values that become black and white."""
 
@@ -32,6 +51,11 @@ _REMEDY: dict[str, str] = {
     "HEIF": 'Install pillow-heif (the extra "heif"), or convert it to JPEG.',
     "float pixels": "Declare their range (--window LOW HIGH), or convert it to 8 bits.",
     "unsupported": "Convert it to PNG.",
+    "DICOM": "Install it: pip install 'dpvision[dicom]'.",
+    "DICOM: no pixels": "Leave it out: a report, a plan or a directory is no image.",
+    "DICOM: transfer syntax": "Install python-gdcm (pip install 'dpvision[dicom]') if it is "
+    "missing, or decompress the file with DCMTK or gdcmconv.",
+    "DICOM: float pixels": "Declare their range (--window LOW HIGH).",
 }
 _MAX_SAMPLE_VALUE, _SAMPLE_FORMAT, _SMIN, _SMAX = 281, 339, 340, 341
 _SIGNED = 2
@@ -148,6 +172,12 @@ def stated_range(image: Image.Image) -> Window | None:
         if isinstance(most, int) and 255 <= most < 65535 and most & (most + 1) == 0
         else None
     )
+
+
+def check_size(width: int, height: int, reason: Reason = "oversized") -> None:
+    """Raise BadImage unless an image has at most ``MAX_PIXELS`` and ``MAX_ASPECT``."""
+    if not 0 < width * height <= MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
+        raise BadImage(reason, f"{width} x {height} pixels")
 
 
 def check_window(window: Window, where: str) -> None:

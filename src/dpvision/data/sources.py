@@ -6,27 +6,29 @@ Every kind yields ``Sample``; importer.py alone interprets its fields (label, un
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from dpvision.data.beside import (
     HIDDEN,
     MASK,
+    check_dicom,
     check_folders,
     check_packed,
     check_table,
     check_tar,
     is_hidden,
     is_mask_of,
+    is_nifti,
+    refuse_nifti,
     split_of,
 )
 from dpvision.data.captions import CAPTION_FIELDS, MAX_TEXT_BYTES, decode_text
-from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
+from dpvision.data.decode import MAX_FILE_BYTES
+from dpvision.data.dicom_source import DIRECTORY, EVERYTHING, DicomRule, dicom_source, may_be_dicom
 from dpvision.data.folders import (
     IMAGE_EXTENSIONS,
-    Missed,
     image_stems,
     is_image,
     join_rows,
@@ -36,49 +38,14 @@ from dpvision.data.folders import (
 )
 from dpvision.data.ordered import ordered_map
 from dpvision.data.parquet_files import read_parquet
+from dpvision.data.sample import Sample, Source, file_sample
 from dpvision.data.table_files import METADATA_NAMES, read_metadata, require_fields
 from dpvision.data.tarindex import Member, scan
 from dpvision.errors import DataError
 from dpvision.strict_json import parse_json
 
 _BESIDE = (".txt", ".json")
-
-
-class Sample(NamedTuple):
-    """One image of a source with its metadata."""
-
-    key: str
-    """The image's name in the source."""
-    image: bytes
-    """The image file; empty when ``problem`` is set."""
-    fields: dict[str, Any]
-    """Everything that ``--unit-from`` and ``--label-from`` can name; ``label`` and the
-    ``CAPTION_FIELDS`` are used by default.
-    """
-    place: tuple[Path, int] | None = None
-    """Tar and offset at which the bytes stay; if None, the importer copies them to a shard of the
-    store.
-    """
-    problem: str | None = None
-    """Reason to leave the image out, found before decoding."""
-
-
-class Source(NamedTuple):
-    """Samples in a fixed order."""
-
-    samples: Iterator[Sample]
-    label_names: list[str] | None = None
-    """Names of integer labels, if the source has them."""
-    counts: Mapping[str, int] = MappingProxyType({})
-    """Further counts for the import's summary, final when the samples are at their end."""
-    missed: Missed = Missed()
-    """Rows and files that the join of a table with the files did not match."""
-    licence: str | None = None
-    """Licence of the images, if the source has one."""
-    metric: str | None = None
-    """How scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the
-    evaluation's setting.
-    """
+_DICOM = frozenset(("dcm", "dicom"))
 
 
 def open_source(
@@ -89,18 +56,21 @@ def open_source(
     label_separator: str | None = None,
     for_import: bool = True,
     workers: int = 2,
+    dicom: DicomRule = EVERYTHING,
 ) -> Source:
-    """Open an image folder, parquet files or WebDataset tars.
+    """Open an image folder, parquet files, WebDataset tars or DICOM files.
 
     Args:
         source: a folder of images (flat, or with class folders), a .parquet or .tar file, a folder
-            of either, or a pattern such as ``photos/train-*.tar``.
+            of either, or a pattern such as ``photos/train-*.tar``; a folder of DICOM files, its
+            DICOMDIR, or one such file.
         unit_from, label_from: fields to read (parquet columns, columns of metadata.csv, ``parent``,
             keys of the json).
         label_separator: if given, an empty label in a table is an empty list, not a missing label.
         for_import: refuse also what would be lost or wrong in a data set: tables below the source,
             tars of class folders. Splits, and masks beside images, are always refused (``beside``).
         workers: threads that scan tars.
+        dicom: which DICOM files and frames; refused where there are none.
 
     Raises:
         DataError: ``source`` does not exist or is of no known kind, or a field does not exist in
@@ -108,6 +78,14 @@ def open_source(
     """
     kind, paths = _recognise(Path(source), for_import)
     wanted = [name for name in (unit_from, label_from) if name is not None]
+    separated = label_separator is not None
+    if kind == "dicom":
+        return dicom_source(paths[0], unit_from, label_from, separated, dicom)
+    if (dicom.series, dicom.frames) != (EVERYTHING.series, EVERYTHING.frames):
+        raise DataError(
+            f"source: {source}: no DICOM files; expected some with --series or --frames. Drop "
+            "these options, or give the folder of the DICOM files."
+        )
     if kind == "tar":
         return Source(
             _tar_samples(
@@ -116,28 +94,40 @@ def open_source(
         )
     if kind == "parquet":
         return _parquet_source(paths, label_from or "label", wanted)
-    return _folder_source(paths[0], unit_from, label_from, label_separator is not None)
+    return _folder_source(paths[0], unit_from, label_from, separated)
 
 
 def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
     if source.is_dir():
-        image, tars, parquets = _survey(source, for_import)
+        image, dicom, tars, parquets, nifti = _survey(source, for_import)
         if tars and parquets:
             raise DataError(
                 f"source: {source}: tars and parquet files; expected one kind. Name them, e.g. "
                 f"{source}/*.tar in quotes."
             )
         packed = [*tars, *parquets]
+        if dicom is not None:
+            check_dicom(source, dicom, image or next(iter(packed), None), for_import)
         if packed and image:
             raise DataError(
                 f"source: {packed[0]} beside the image {image}; expected one kind. Move the "
                 f"other away, or name the files, e.g. '{packed[0].parent}/*{packed[0].suffix}' "
                 "in quotes."
             )
+        if nifti is not None and not (image or dicom or packed):
+            refuse_nifti(nifti)
         check_packed(source, packed, for_import)
         return (
-            ("tar", tars) if tars else ("parquet", parquets) if parquets else ("folder", [source])
+            ("tar", tars)
+            if tars
+            else ("parquet", parquets)
+            if parquets
+            else ("dicom" if dicom else "folder", [source])
         )
+    if is_nifti(source.name):
+        refuse_nifti(source)
+    if source.is_file() and (source.name == DIRECTORY or may_be_dicom(source)):
+        return "dicom", [source.parent if source.name == DIRECTORY else source]
     paths = (
         sorted(path for path in source.parent.glob(source.name) if not path.is_dir())
         if "*" in source.name
@@ -161,18 +151,27 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
     )
 
 
-def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list[Path]]:
-    """Return an image below a folder, or None, and all tars and parquet files.
+def _survey(
+    root: Path, for_import: bool
+) -> tuple[Path | None, Path | None, list[Path], list[Path], Path | None]:
+    """Return an image and a DICOM file below a folder, all tars and parquets, and a NIfTI file.
+
+    None stands for a file of a kind that is not there.
 
     Hidden folders are passed over.
     """
-    image, tars, parquets = None, list[Path](), list[Path]()
+    image, dicom, nifti, tars, parquets = None, None, None, list[Path](), list[Path]()
     listed = any((root / name).exists() for name in METADATA_NAMES)
     inner = list[tuple[Path, tuple[str, ...], bool]]()
     for at, below, names in os.walk(root, onerror=refuse_unreadable, followlinks=True):
         folder = Path(at)
         refuse_cycles(folder, below)
         below[:] = sorted(name for name in below if not is_hidden(name))
+        if dicom is None:
+            others = {DIRECTORY, *filter(is_hidden, names)}
+            files = (folder / name for name in sorted(names) if name not in others)
+            dicom = next((path for path in files if may_be_dicom(path)), None)
+        nifti = next((folder / name for name in names if is_nifti(name)), nifti)
         first = next((name for name in names if is_image(name) and not is_hidden(name)), None)
         image = folder / first if first and image is None else image
         for name in METADATA_NAMES if for_import else ():
@@ -188,7 +187,7 @@ def _survey(root: Path, for_import: bool) -> tuple[Path | None, list[Path], list
         check_folders(
             folder, folders, top=folder == root, has_images=has_images, for_import=for_import
         )
-    return image, sorted(tars), sorted(parquets)
+    return image, dicom, sorted(tars), sorted(parquets), nifti
 
 
 def _folder_source(
@@ -308,29 +307,6 @@ def _text_or_bytes(data: bytes) -> str | bytes:
     return data if text is None else text.strip()
 
 
-def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
-    """Read a file as a sample.
-
-    One that is not a file, oversized or unreadable gets a ``problem`` instead of bytes.
-    """
-    try:
-        if not path.is_file():
-            return Sample(key, b"", fields, problem="not a file")
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return Sample(key, b"", fields, problem="oversized")
-        with path.open(
-            "rb"
-        ) as file:  # a folder of photos has videos too, which need not be read whole
-            head = file.read(HEAD_BYTES)
-            return (
-                Sample(key, head + file.read(), fields)
-                if may_be_image(head)
-                else Sample(key, b"", fields, problem="not an image")
-            )
-    except OSError:
-        return Sample(key, b"", fields, problem="cannot be read")
-
-
 def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
     rows, label_names, others = read_parquet(paths, label, wanted)
     samples = (
@@ -431,7 +407,8 @@ def _tar_sample(fd: int, path: Path, key: str, parts: dict[str, Member]) -> Samp
         (member for extension, member in parts.items() if extension in IMAGE_EXTENSIONS), None
     )
     if member_of_image is None or member_of_image.size > MAX_FILE_BYTES:
-        broken = next((member.problem for member in parts.values() if member.problem), "no image")
+        none = "no image" if _DICOM.isdisjoint(parts) else "DICOM in a tar"
+        broken = next((member.problem for member in parts.values() if member.problem), none)
         return Sample(
             key,
             b"",

@@ -20,7 +20,7 @@ import numpy as np
 
 from dpvision.data.declared import shared_images
 from dpvision.data.decode import extension
-from dpvision.data.sources import Sample
+from dpvision.data.sample import Sample
 from dpvision.data.store import ABOUT, Store, write_description
 from dpvision.data.tarindex import TarWriter
 from dpvision.errors import CheckpointError, DataError, remedy_for

@@ -17,7 +17,7 @@ from PIL import Image
 
 from dpvision.data.importer import import_samples
 from dpvision.data.ordered import ordered_map
-from dpvision.data.sources import Sample, Source
+from dpvision.data.sample import Sample, Source
 from dpvision.data.store import Store
 from dpvision.data.texture_store import check_first, texture_files
 from dpvision.errors import DataError

@@ -11,7 +11,7 @@ import csv
 import posixpath
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,10 @@ Row = dict[str, Any]
 
 
 def read_metadata(
-    root: Path, wanted: Iterable[str], may_be_empty: str | None
+    root: Path,
+    wanted: Iterable[str],
+    may_be_empty: str | None,
+    keys: Sequence[str] = ("file_name",),
 ) -> tuple[list[str], dict[str, Row]]:
     """Columns, and rows by normalised file_name; empty if there is no table.
 
@@ -96,10 +99,11 @@ def read_metadata(
     Args:
         wanted: the columns in which all rows of an image have to agree.
         may_be_empty: the column whose empty cells are kept; those of other columns are dropped.
+        keys: the columns by which images may be named; the first that there is counts.
 
     Raises:
-        DataError: two tables, one that cannot be read or has no file_name, a row whose cells do not
-            fit the heading, or an image whose rows disagree.
+        DataError: two tables, one that cannot be read or has none of ``keys``, a row whose cells do
+            not fit the heading, or an image whose rows disagree.
     """
     files = [root / name for name in METADATA_NAMES if (root / name).exists()]
     if not files:
@@ -116,13 +120,15 @@ def read_metadata(
             columns, rows = (
                 read_csv(lines, f"source: {file}") if file.suffix == ".csv" else _jsonl_rows(lines)
             )
-            if "file_name" not in columns:
+            key = next((key for key in keys if key in columns), None)
+            if key is None:
                 raise DataError(
-                    f"source: {file}: columns {columns}; expected one named file_name. Add it, "
+                    f"source: {file}: columns {columns}; expected one named "
+                    f"{' or '.join(keys)}. Add it, "
                     "or move the file away."
                 )
             for row in rows:
-                name = one_form(posixpath.normpath(row["file_name"]))
+                name = one_form(posixpath.normpath(row[key]))
                 cells = {
                     k: v
                     for k, v in row.items()

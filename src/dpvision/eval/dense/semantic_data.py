@@ -18,8 +18,8 @@ import numpy as np
 
 from dpvision.data.beside import is_hidden
 from dpvision.data.decode import BadImage, decode, stored_ids, stored_size
+from dpvision.data.folders import IMAGE_EXTENSIONS
 from dpvision.data.ordered import ordered_map
-from dpvision.data.sources import IMAGE_EXTENSIONS
 from dpvision.errors import DataError
 
 IGNORED = 255

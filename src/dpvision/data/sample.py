@@ -1,0 +1,76 @@
+"""One image of a source before it is read, and sources as streams of them."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from dpvision.data.beside import is_nifti
+from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
+from dpvision.data.folders import Missed
+
+
+class Sample(NamedTuple):
+    """One image of a source with its metadata."""
+
+    key: str
+    """The image's name in the source."""
+    image: bytes
+    """The image file; empty when ``problem`` is set."""
+    fields: dict[str, Any]
+    """Everything that ``--unit-from`` and ``--label-from`` can name; ``label`` and the
+    ``CAPTION_FIELDS`` are used by default.
+    """
+    place: tuple[Path, int] | None = None
+    """Tar and offset at which the bytes stay; if None, the importer copies them to a shard of the
+    store.
+    """
+    problem: str | None = None
+    """Reason to leave the image out, found before decoding."""
+
+
+class Source(NamedTuple):
+    """Samples in a fixed order."""
+
+    samples: Iterator[Sample]
+    label_names: list[str] | None = None
+    """Names of integer labels, if the source has them."""
+    counts: Mapping[str, int] = MappingProxyType({})
+    """Further counts for the import's summary, final when the samples are at their end."""
+    missed: Missed = Missed()
+    """Rows and files that the join of a table with the files did not match."""
+    licence: str | None = None
+    """Licence of the images, if the source has one."""
+    unit_from: str | None = None
+    """Field that names the person where none is declared."""
+    metric: str | None = None
+    """How scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the
+    evaluation's setting.
+    """
+
+
+def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:
+    """Read a file as a sample.
+
+    One that is not a file, oversized or unreadable gets a ``problem`` instead of bytes.
+    """
+    try:
+        if not path.is_file():
+            return Sample(key, b"", fields, problem="not a file")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return Sample(key, b"", fields, problem="oversized")
+        with path.open(
+            "rb"
+        ) as file:  # a folder of photos has videos too, which need not be read whole
+            head = file.read(HEAD_BYTES)
+            return (
+                Sample(key, head + file.read(), fields)
+                if may_be_image(head)
+                else Sample(key, b"", fields, problem=_other(path))
+            )
+    except OSError:
+        return Sample(key, b"", fields, problem="cannot be read")
+
+
+def _other(path: Path) -> str:
+    return "NIfTI volume" if is_nifti(path.name) else "not an image"
