@@ -84,9 +84,9 @@ def may_be_dicom(path: Path) -> bool:
     """Whether a file is DICOM by its extension, or by its content if it has no usual extension."""
     if path.suffix.lower() in _EXTENSIONS:
         return True
-    if path.suffix[1:].isalpha():
-        return False
     try:
+        if path.suffix[1:].isalpha() or not path.is_file():  # opening a pipe would wait
+            return False
         with path.open("rb") as file:
             return is_dicom(file.read(132))
     except OSError:
