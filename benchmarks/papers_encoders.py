@@ -67,11 +67,19 @@ def probed(work: Work, name: str, spec: str, train: Path, test: Path) -> Rows:
         return evaluated(spec, *asked)
 
     return [
-        row(name, score["protocol"].split(",")[0], "percent", [100 * score["value"]])
+        row(name, variant(score["protocol"]), "percent", [100 * score["value"]])
         | {end: 100 * score[end] for end in ("low", "high")}
         for key, words in PROBES.items()
         for score in work.kept(f"{key}/{train.name}, {name}", partial(scores, words))
     ]
+
+
+def variant(protocol: str) -> str:
+    """Return what tells a protocol from the others: its title, and the pooling of a few-shot
+    probe.
+    """
+    title, *_, last = protocol.split(", ")
+    return f"{title}, {last}" if title.endswith("DP-Cap probe") else title
 
 
 def photographs(work: Work) -> Rows:
