@@ -165,7 +165,9 @@ def captioner_run(arm: Arm, work: Work) -> Path:
     if arm.train == "private":
         asked["privacy.target_epsilon"] = arm.epsilon
     elif arm.train == "plain":
-        asked |= without_privacy("dpcap", int(privacy.steps * (privacy.expected_batch_size or 0)))
+        assert privacy.steps is not None and privacy.expected_batch_size is not None
+        gradients = int(privacy.steps * privacy.expected_batch_size)
+        asked |= without_privacy("dpcap", gradients)
     start = replace(arm, train="none", captions=True, textures=False)
     asked["init_from"] = captioner_run(start, work) if arm.warm else None
     return trained(place, [recipe, "--data", str(data), *options(asked)])

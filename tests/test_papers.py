@@ -257,5 +257,9 @@ def test_the_smallest_runs_end_in_the_figures_that_the_rows_name(
     store = vip.public_scenes(work, 0, 200)
     spec = str(vip.vip_run(work, arms["private"]))
     found = papers_encoders.probed(work, "private", spec, store, vip.public_scenes(work, 900, 100))
-    assert [r["variant"] for r in found] == ["LARS probe", "1-shot DP-Cap probe"]
+    assert [r["variant"] for r in found] == [
+        "LARS probe",
+        "1-shot DP-Cap probe, mean",
+        "1-shot DP-Cap probe, 2x2",
+    ]
     assert all(r["low"] <= r["value"] <= r["high"] for r in found)
