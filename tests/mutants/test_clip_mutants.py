@@ -542,7 +542,7 @@ def test_rows_in_another_order() -> None:
         check_clip(clipped_sum, model, sorted_losses, batch)
 
     check()
-    with planted(route, "_moves_rows", lambda run, many, calls: False, f"{MORE}|{OTHER}"):
+    with planted(route, "follow", lambda *_: route.Level.ROWS, f"{MORE}|{OTHER}"):
         check()
 
 
