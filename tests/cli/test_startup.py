@@ -200,3 +200,16 @@ def test_a_head_on_features_without_training_imports_neither_timm_nor_torchvisio
     code = RUN.replace(repr(SLOW), repr((*SLOW, "torch._dynamo", "scipy.stats")))
     ((status, slow, said),) = _started([[*argv.split(), "--dry-run"]], tmp_path, code)
     assert status == 0 and slow == ["torch", "scipy"], said
+
+
+@pytest.mark.slow
+def test_a_trained_and_scored_head_has_imported_neither_the_compiler_nor_statistics(
+    tmp_path: Path,
+) -> None:
+    """torch.optim's SGD imports torch's compiler in its first step: 2 seconds."""
+    write_digits(tmp_path / "mine", 0, 200)
+    write_digits(tmp_path / "test", 900, 1000, public=True)
+    argv = "adapt --data mine --encoder pixels --num-classes 10 --dataset-size 200 --epsilon 4"
+    code = RUN.replace(repr(SLOW), repr((*SLOW, "torch._dynamo", "scipy.stats")))
+    ((status, slow, said),) = _started([[*argv.split(), "--test", "test"]], tmp_path, code)
+    assert status == 0 and slow == ["torch", "scipy", "pyarrow"] and "own head" in said, said
