@@ -38,9 +38,9 @@ MODELS = {
         parallel_rate=0.75,
     ),
 }
-SEEDS = {"hidden words": range(12)}
-"""Which captions are predicted at once depends on the key: all views of all probes in about every
-third.
+SEEDS = {"hidden words": (0, 1, 2, 6, 7, 9, 11)}
+"""Which captions are predicted at once depends on the key: the first key for each choice of two or
+three views that the keys of 0 to 11 make.
 """
 
 

@@ -28,7 +28,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config(scenes: Path) -> RunConfig:
     base = RunConfig(
         recipe="vip.micro",

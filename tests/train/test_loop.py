@@ -38,6 +38,14 @@ def _train(config: RunConfig, root: Path, keys: Secrets | None = None) -> dict[s
     return load_checkpoint(root).model
 
 
+@pytest.fixture(scope="module")
+def one(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The conftest's run, complete; tests only read it."""
+    root = tmp_path_factory.mktemp("one") / "run"
+    _train(config, root)
+    return root
+
+
 def test_a_run_executes_exactly_the_planned_steps_and_says_so_everywhere(
     config: RunConfig, tmp_path: Path
 ) -> None:
@@ -65,11 +73,10 @@ def test_a_run_executes_exactly_the_planned_steps_and_says_so_everywhere(
     ],
 )
 def test_hardware_does_not_change_the_result_beyond_rounding(
-    config: RunConfig, tmp_path: Path, change: dict
+    config: RunConfig, one: Path, tmp_path: Path, change: dict
 ) -> None:
-    one = _train(config, tmp_path / "one")
     two = _train(replace(config, hardware=replace(config.hardware, **change)), tmp_path / "two")
-    for name, value in one.items():
+    for name, value in load_checkpoint(one).model.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=2e-5, msg=name)
 
 
@@ -108,8 +115,10 @@ def test_half_precision_moves_the_result_by_its_rounding_only(
     assert 0 < differs.norm() < 5 * 2.0**-bits * moved.norm(), "about 2^-bits per rounding"
 
 
-def test_the_seed_and_the_keys_do_change_the_result(config: RunConfig, tmp_path: Path) -> None:
-    one = _train(config, tmp_path / "one")
+def test_the_seed_and_the_keys_do_change_the_result(
+    config: RunConfig, one: Path, tmp_path: Path
+) -> None:
+    same = load_checkpoint(one).model
     for i, (changed, keys) in enumerate(
         [
             (replace(config, seed=1), secrets()),
@@ -119,7 +128,7 @@ def test_the_seed_and_the_keys_do_change_the_result(config: RunConfig, tmp_path:
     ):
         other = _train(changed, tmp_path / str(i), keys)
         assert not torch.allclose(
-            other["encoder.blocks.0.mlp.0.weight"], one["encoder.blocks.0.mlp.0.weight"], atol=1e-3
+            other["encoder.blocks.0.mlp.0.weight"], same["encoder.blocks.0.mlp.0.weight"], atol=1e-3
         )
 
 
@@ -221,14 +230,10 @@ def test_sigterm_saves_and_stops_and_resume_completes(
         assert fit(session, quiet=True) and session.updates == 4
 
 
-def test_losses_norms_and_batch_sizes_stay_under_confidential(
-    config: RunConfig, tmp_path: Path
-) -> None:
-    root = tmp_path / "run"
-    _train(config, root)
+def test_losses_norms_and_batch_sizes_stay_under_confidential(one: Path) -> None:
     private = [
         json.loads(line)
-        for line in (root / "confidential" / "metrics.jsonl").read_text().splitlines()
+        for line in (one / "confidential" / "metrics.jsonl").read_text().splitlines()
     ]
     assert len(private) == 4 and all(np.isfinite(line["loss"]) for line in private)
     secret = {
@@ -236,15 +241,15 @@ def test_losses_norms_and_batch_sizes_stay_under_confidential(
         for line in private
         for key in ("loss", "grad_norm_mean", "grad_norm_median", "step_s", "images_per_s", "time")
     }
-    for file in root.rglob("*"):
+    for file in one.rglob("*"):
         if (
             file.is_file()
-            and "confidential" not in file.relative_to(root).parts
+            and "confidential" not in file.relative_to(one).parts
             and file.suffix in (".json", ".jsonl")
         ):
             text = file.read_text()
             assert not any(value in text for value in secret), file
-    public = [json.loads(line) for line in (root / "progress.jsonl").read_text().splitlines()]
+    public = [json.loads(line) for line in (one / "progress.jsonl").read_text().splitlines()]
     assert all(set(line) == {"step", "epsilon_at_most"} for line in public)
 
 
@@ -270,9 +275,11 @@ def test_a_run_without_guarantee_on_a_private_store_lies_wholly_under_confidenti
     assert not (tmp_path / "x").exists()
 
 
-def test_a_private_parent_is_accepted_and_named(config: RunConfig, tmp_path: Path) -> None:
-    parent = _train(config, tmp_path / "one")
-    with new_session(replace(config, init_from=str(tmp_path / "one")), tmp_path / "two") as session:
+def test_a_private_parent_is_accepted_and_named(
+    config: RunConfig, one: Path, tmp_path: Path
+) -> None:
+    parent = load_checkpoint(one).model
+    with new_session(replace(config, init_from=str(one)), tmp_path / "two") as session:
         assert torch.equal(
             session.model.state_dict()["encoder.blocks.0.mlp.0.weight"],
             parent["encoder.blocks.0.mlp.0.weight"],

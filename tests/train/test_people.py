@@ -578,6 +578,8 @@ def command(store: Path, **changes) -> list[str]:
         str(store),
         "--privacy.sampling-unit",
         "person",
+        "--hardware.physical-batch-size",
+        "8",
         *options,
         "--dry-run",
     ]

@@ -80,7 +80,7 @@ def public_digits(tmp_path_factory: pytest.TempPathFactory) -> Store:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def supervised(digits: Store) -> RunConfig:
     return RunConfig(
         recipe="supervised.micro",
@@ -113,6 +113,18 @@ def train(config: RunConfig, root: Path) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def autoencoder(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The conftest's run, complete; tests only read it."""
+    return train(config, tmp_path_factory.mktemp("autoencoder") / "run")
+
+
+@pytest.fixture(scope="module")
+def classifier(supervised: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run on digits; tests only read it."""
+    return train(supervised, tmp_path_factory.mktemp("classifier") / "run")
+
+
 @pytest.mark.parametrize(
     ("encoder", "at_least"),
     [(RESNET, 0.7), (ViTConfig(image_size=8, patch_size=2, depth=2, width=32, num_heads=2), 0.3)],
@@ -139,6 +151,7 @@ def test_without_privacy_it_learns_digits_well_beyond_chance(
         optim=OptimConfig(
             learning_rate=1e-2, betas=(0.9, 0.999), weight_decay=0.0, schedule="vip", warmup_steps=5
         ),
+        hardware=replace(supervised.hardware, physical_batch_size=128),
     )
     score, *_ = score_own_head(train(config, tmp_path / "run"), public_digits, workers=1)
     assert score.chance < 0.15 and score.low > at_least, score
@@ -290,10 +303,10 @@ def tuned(config: RunConfig, parent: Path | None, **model: object) -> RunConfig:
 
 
 def test_fine_tuning_takes_the_encoder_of_an_autoencoder_and_nothing_else(
-    config: RunConfig, tmp_path: Path
+    config: RunConfig, autoencoder: Path, tmp_path: Path
 ) -> None:
-    parent = load_checkpoint(train(config, tmp_path / "mae"))
-    with new_session(tuned(config, tmp_path / "mae"), tmp_path / "tuned") as session:
+    parent = load_checkpoint(autoencoder)
+    with new_session(tuned(config, autoencoder), tmp_path / "tuned") as session:
         weights = session.model.state_dict()
         assert all(
             torch.equal(weights[name], parent.model[name])
@@ -308,12 +321,12 @@ def test_fine_tuning_takes_the_encoder_of_an_autoencoder_and_nothing_else(
 
 
 def test_weights_that_predict_something_else_are_refused_though_shapes_agree(
-    config: RunConfig, tmp_path: Path
+    config: RunConfig, autoencoder: Path, tmp_path: Path
 ) -> None:
     """A parent from before there were targets predicts plain pixels, whatever its config leaves
     unsaid.
     """
-    parent = load_checkpoint(train(config, tmp_path / "mae"))
+    parent = load_checkpoint(autoencoder)
     del parent.manifest["config"]["model"]["target"]
     normalised = replace(config.model, target="normalised_pixels")
     start_from(make_model(config.model, 1), config.model, parent)
@@ -322,14 +335,12 @@ def test_weights_that_predict_something_else_are_refused_though_shapes_agree(
 
 
 def test_the_pixel_head_of_an_autoencoder_is_never_taken_for_a_class_head(
-    config: RunConfig, tmp_path: Path
+    config: RunConfig, autoencoder: Path, tmp_path: Path
 ) -> None:
     # Decoder width 16 = encoder width, 48 numbers of a patch: the two heads have one shape and one
     # name.
-    parent = load_checkpoint(train(config, tmp_path / "mae"))
-    with new_session(
-        tuned(config, tmp_path / "mae", num_classes=48), tmp_path / "tuned"
-    ) as session:
+    parent = load_checkpoint(autoencoder)
+    with new_session(tuned(config, autoencoder, num_classes=48), tmp_path / "tuned") as session:
         head = session.model.state_dict()["head.weight"]
         assert head.shape == parent.model["head.weight"].shape and not head.any()
 
@@ -359,16 +370,15 @@ def test_a_classifier_takes_a_head_of_as_many_classes_only(
     ids=["width", "depth", "heads", "patch"],
 )
 def test_an_encoder_of_another_size_is_refused_also_where_the_shapes_agree(
-    config: RunConfig, tmp_path: Path, change: dict, words: str
+    config: RunConfig, autoencoder: Path, tmp_path: Path, change: dict, words: str
 ) -> None:
-    train(config, tmp_path / "mae")
     other = replace(config.model.encoder, **change)
     with (
         pytest.raises(CheckpointError, match=words),
-        new_session(tuned(config, tmp_path / "mae", encoder=other), tmp_path / "x"),
+        new_session(tuned(config, autoencoder, encoder=other), tmp_path / "x"),
     ):
         pass
-    convnet = tuned(config, tmp_path / "mae", encoder=replace(RESNET, image_size=16))
+    convnet = tuned(config, autoencoder, encoder=replace(RESNET, image_size=16))
     with (
         pytest.raises(CheckpointError, match=r"encoder\.kind='vit'; expected 'resnet'"),
         new_session(convnet, tmp_path / "x"),
@@ -376,12 +386,12 @@ def test_an_encoder_of_another_size_is_refused_also_where_the_shapes_agree(
         pass
 
 
-def test_images_of_another_size_may_be_fine_tuned_on(config: RunConfig, tmp_path: Path) -> None:
-    parent = load_checkpoint(train(config, tmp_path / "mae"))
+def test_images_of_another_size_may_be_fine_tuned_on(
+    config: RunConfig, autoencoder: Path, tmp_path: Path
+) -> None:
+    parent = load_checkpoint(autoencoder)
     larger = replace(config.model.encoder, image_size=32)
-    with new_session(
-        tuned(config, tmp_path / "mae", encoder=larger), tmp_path / "tuned"
-    ) as session:
+    with new_session(tuned(config, autoencoder, encoder=larger), tmp_path / "tuned") as session:
         assert torch.equal(
             session.model.state_dict()["encoder.cls_token"], parent.model["encoder.cls_token"]
         )
@@ -404,9 +414,9 @@ def test_a_tainted_parent_is_refused_for_fine_tuning_too(config: RunConfig, tmp_
 
 
 def test_a_classifiers_encoder_is_an_encoder_like_any_other(
-    supervised: RunConfig, public_digits: Store, tmp_path: Path
+    supervised: RunConfig, classifier: Path, public_digits: Store, tmp_path: Path
 ) -> None:
-    root = train(supervised, tmp_path / "run")
+    root = classifier
     encoder = run_encoder(root)
     assert encoder.family == "convnet" and encoder.blocks is None and encoder.backbone is not None
     x = next(image_batches(public_digits, None, 8, supervised.data, batch_size=5, workers=1))[0]
@@ -418,9 +428,9 @@ def test_a_classifiers_encoder_is_an_encoder_like_any_other(
 
 
 def test_the_own_heads_score_is_the_share_of_right_answers(
-    supervised: RunConfig, public_digits: Store, tmp_path: Path
+    supervised: RunConfig, classifier: Path, public_digits: Store, tmp_path: Path
 ) -> None:
-    root = train(supervised, tmp_path / "run")
+    root = classifier
     checkpoint = load_checkpoint(root)
     for ema, weights in ((False, checkpoint.model), (True, checkpoint.ema)):
         model = make_model(supervised.model, 1)
@@ -439,9 +449,14 @@ def test_the_own_heads_score_is_the_share_of_right_answers(
 
 
 def test_the_own_head_refuses_what_it_cannot_score_and_marks_what_is_private(
-    supervised: RunConfig, config: RunConfig, digits: Store, public_digits: Store, tmp_path: Path
+    supervised: RunConfig,
+    classifier: Path,
+    autoencoder: Path,
+    digits: Store,
+    public_digits: Store,
+    tmp_path: Path,
 ) -> None:
-    root = train(supervised, tmp_path / "run")
+    root = classifier
     with pytest.raises(DataError, match="shares records"):
         score_own_head(root, digits)
     private = import_samples(samples(1500, 1520), tmp_path / "private")
@@ -455,7 +470,7 @@ def test_the_own_head_refuses_what_it_cannot_score_and_marks_what_is_private(
     with pytest.raises(DataError, match="no labels"):
         score_own_head(root, unlabelled)
     with pytest.raises(ConfigError, match="kind 'mae'; expected 'classifier'"):
-        score_own_head(train(config, tmp_path / "mae"), public_digits)
+        score_own_head(autoencoder, public_digits)
     plain = replace(
         supervised,
         privacy=replace(
@@ -469,9 +484,10 @@ def test_the_own_head_refuses_what_it_cannot_score_and_marks_what_is_private(
         score_own_head(tainted, public_digits, ema=True)
 
 
-def test_no_label_stands_openly_in_the_run_folder(supervised: RunConfig, tmp_path: Path) -> None:
-    root = train(supervised, tmp_path / "run")
-    public = [json.loads(line) for line in (root / "progress.jsonl").read_text().splitlines()]
+def test_no_label_stands_openly_in_the_run_folder(
+    classifier: Path,
+) -> None:
+    public = [json.loads(line) for line in (classifier / "progress.jsonl").read_text().splitlines()]
     assert all(set(line) == {"step", "epsilon_at_most"} for line in public)
 
 

@@ -445,10 +445,11 @@ def _orders(dim: BatchDim | None) -> list[BatchDim | None]:
     return [replace(dim, side_by_side=True), replace(dim, side_by_side=False)]
 
 
-def _rows_of_second(dim: BatchDim) -> Tensor:
-    """Whether each row is the second of three records', bool (3 * per_record,)."""
-    row = torch.arange(3 * dim.per_record)
-    return (row // dim.per_record if dim.side_by_side else row % 3) == 1
+def _by_record(value: Tensor, dim: BatchDim) -> Tensor:
+    """A view of a tensor's rows, (3, ...): those of each of three records."""
+    if dim.side_by_side:
+        return value.unflatten(dim.dim, (3, dim.per_record)).movedim(dim.dim, 0)
+    return value.unflatten(dim.dim, (dim.per_record, 3)).movedim(dim.dim + 1, 0)
 
 
 def _coins(shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -487,14 +488,14 @@ def _with_other_record(
     value: Tensor, dim: BatchDim, draw: Any, generator: torch.Generator
 ) -> Tensor:
     """Copy a tensor with other random numbers in the rows of the second of three records."""
-    changed, own = value.clone(), _rows_of_second(dim)
-    changed.movedim(dim.dim, 0)[own] = _drawn(value, draw, generator).movedim(dim.dim, 0)[own]
+    changed = value.clone()
+    _by_record(changed, dim)[1] = _by_record(_drawn(value, draw, generator), dim)[1]
     return changed
 
 
 def _of_others(value: Tensor, dim: BatchDim) -> Tensor:
     """Rows of the first and the third record."""
-    return value.index_select(dim.dim, (~_rows_of_second(dim)).nonzero()[:, 0])
+    return _by_record(value.narrow(dim.dim, 0, 3 * dim.per_record), dim)[::2]
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:

@@ -21,6 +21,8 @@ _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _UNTAGGED = {torch.ops.aten._pack_padded_sequence.default}
 _MASKABLE = {torch.ops.aten.index.Tensor}
 """Has such a size for masks only: those are refused by name (``batch_dims``)."""
+_LEAF = {type(None), bool, int, float, torch.dtype, torch.device, torch.layout}
+"""Types of what operators are given beside tensors."""
 
 
 class RecordsRead(Exception):
@@ -49,7 +51,7 @@ class ReadsOfRecords(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(map(self.holds, tree_leaves((args, kwargs)))):
+        if not any(map(self.holds, _leaves((args, kwargs)))):
             return func(*args, **kwargs)
         sized = func in _UNTAGGED or (_TAGS & {*func.tags} and func not in _MASKABLE)
         if sized and not self.ignored:
@@ -57,7 +59,7 @@ class ReadsOfRecords(TorchDispatchMode):
         out = func(*args, **kwargs)
         if _makes_new(func):
             return out  # of the shape alone
-        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        made = [value for value in _leaves(out) if isinstance(value, Tensor)]
         if any(value.layout != torch.strided or value.is_nested for value in made):
             self._note(func)  # a sparse or nested tensor's size depends on its numbers
         self._hold([*made, *_written(func, args, kwargs)])
@@ -82,6 +84,20 @@ class ReadsOfRecords(TorchDispatchMode):
         )
 
 
+def _leaves(value: Any) -> list[Any]:
+    """``tree_leaves``, without its registry for what operators are given in most calls: tensors,
+    numbers, lists and dicts of them.
+    """
+    kind = type(value)
+    if kind is Tensor or kind in _LEAF:
+        return [value]
+    if kind is tuple or kind is list:
+        return [leaf for item in value for leaf in _leaves(item)]
+    if kind is dict:
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    return tree_leaves(value)
+
+
 def _makes_new(func: Any) -> bool:
     name = func._schema.name.partition("::")[2]
     return name.endswith("_like") or name.startswith("new_")
@@ -102,5 +118,5 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     written: list[Any] = []
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tree_leaves(args[at] if at < len(args) else kwargs.get(argument.name))
+            written += _leaves(args[at] if at < len(args) else kwargs.get(argument.name))
     return written
