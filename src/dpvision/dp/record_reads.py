@@ -5,14 +5,14 @@ functions (``batch_dims.READS``) tell some of them. This mode sees the operators
 called them: ``torch.zeros(x.amax())``, the ``item`` inside ``F.one_hot``, a scripted function.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dpvision.models.head import linear_cross_entropy
 
@@ -49,7 +49,7 @@ class ReadsOfRecords(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(map(self.holds, tree_leaves((args, kwargs)))):
+        if not any(map(self.holds, _leaves((args, kwargs)))):
             return func(*args, **kwargs)
         sized = func in _UNTAGGED or (_TAGS & {*func.tags} and func not in _MASKABLE)
         if sized and not self.ignored:
@@ -57,10 +57,11 @@ class ReadsOfRecords(TorchDispatchMode):
         out = func(*args, **kwargs)
         if _makes_new(func):
             return out  # of the shape alone
-        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        made = [value for value in _leaves(out) if isinstance(value, Tensor)]
         if any(value.layout != torch.strided for value in made):
             self._note(func)  # a sparse tensor's size depends on its numbers
-        self._hold([*made, *_written(func, args, kwargs)])
+        written = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written(func)]
+        self._hold([*made, *_leaves(written)])
         return out
 
     def _note(self, func: Any) -> None:
@@ -97,10 +98,22 @@ def reads_harmlessly(func: Any, args: Any, kwargs: Any) -> bool:
     return one_hot or func in (F.gaussian_nll_loss, F.ctc_loss, linear_cross_entropy)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator writes into."""
-    written: list[Any] = []
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tree_leaves(args[at] if at < len(args) else kwargs.get(argument.name))
-    return written
+def _leaves(value: Any) -> Iterator[Any]:
+    """What an operator's arguments and results hold; they nest lists, tuples and dicts alone."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves([*value.values()])
+    else:
+        yield value
+
+
+@functools.cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operator writes into."""
+    return tuple(
+        (at, argument.name)
+        for at, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
