@@ -14,6 +14,8 @@ from dpvision.data.tokenizer import scene_captions
 from ..captioners import png
 from ..encoders import paper_files as files
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 DECLARED = ["--public-weights", "ViP-Syn; CC-BY-NC 4.0; the authors' page"]
 SIZES = [
     *("--model.encoder.image-size", "16", "--model.encoder.patch-size", "4"),

@@ -23,6 +23,8 @@ from ..captioners import train_captioner, write_run
 from ..data.image_files import png, write_folder
 from ..data.test_pixels import raw_png
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 NUM, MOST = 12, 4095
 
 

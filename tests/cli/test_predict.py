@@ -22,6 +22,8 @@ from ..adapt.lineage_runs import untrained_run
 from ..adapt.runs_of_heads import head_config, run_head, write_digits
 from ..encoders.test_classifier import write_run
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 
 @pytest.fixture(scope="module")
 def private(tmp_path_factory: pytest.TempPathFactory) -> Store:

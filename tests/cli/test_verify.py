@@ -31,6 +31,8 @@ from dpvision.statement.check import Check
 from dpvision.statement.statement import write_statement
 from dpvision.statement.verify import verify_statement
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 SMALL = replace(PRIVACY, steps=4, noise_multiplier=3.0)
 
 

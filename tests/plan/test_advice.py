@@ -22,6 +22,8 @@ from dpvision.recipes import get_recipe
 
 from ..adapt.runs_of_heads import write_digits
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 Cell = tuple[str, float, float]
 

@@ -44,6 +44,8 @@ from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.start import new_session, resumed_session
 from dpvision.train.step import step_sum
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 NUM_RECORDS = 80
 ENCODER = ViTConfig(
     image_size=16, patch_size=4, depth=1, width=16, num_heads=2, qkv_bias=False, train_cls=False

@@ -31,6 +31,8 @@ from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 
 def _train(config: RunConfig, root: Path, keys: Secrets | None = None) -> dict[str, torch.Tensor]:
     with new_session(config, root) as session:

@@ -51,6 +51,8 @@ from dpvision.train.parent import start_from
 from dpvision.train.start import new_session, resumed_session
 from dpvision.train.step import step_sum
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 NUM_RECORDS = 500
 RESNET = ResNetConfig(image_size=8, depths=(1, 1), widths=(16, 32), groups=4)
 VIT = ViTConfig(image_size=16, patch_size=4, depth=1, width=16, num_heads=2)
