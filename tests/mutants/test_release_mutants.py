@@ -81,14 +81,13 @@ def test_buffers_updated() -> None:
             lambda: check_separable(class_losses, net(), make_batch(4), KEY), "batch statistics"
         )
 
-    for module, model, max_grad_norm in ((clip, net(), None), (one_pass, Averaging(), 0.1)):
+    # A clipped sum compares parameters and buffers itself.
+    for module, model, max_grad_norm, words in (
+        (clip, net(), None, "the data are left in a buffer"),
+        (one_pass, Averaging(), 0.1, "writes to a parameter"),
+    ):
         check_buffers(model, max_grad_norm)
-        with planted(
-            module,
-            "copied_buffers",
-            lambda model: dict(model.named_buffers()),
-            "the data are left in a buffer",
-        ):
+        with planted(module, "copied_buffers", lambda model: dict(model.named_buffers()), words):
             check_buffers(model, max_grad_norm)
     check_gate()
     # Not recognised by their class they are still measured ...

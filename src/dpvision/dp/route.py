@@ -178,7 +178,7 @@ def _followed(
             "`.item()` or `.tolist()`), so that one record may decide what others give; expected "
             "operations on tensors alone. Use torch.where on each record's own values."
         ) from None
-    except PrivacyError:
+    except (PrivacyError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise PrivacyError(
