@@ -215,7 +215,10 @@ def test_the_default_of_adapt_leaves_with_all_its_resolutions(
     x_BCHW = images(sizes[-1], own_sizes=sizes)
     mine, other = ours(run, "onnx", x_BCHW), theirs(run, "onnx", tmp_path / "out", x_BCHW)
     assert sizes == (32, 64, 128) and mine.std() > 1e-3
-    torch.testing.assert_close(other, mine, atol=TOLERANCE, rtol=0)
+    # Features of length 1, as exact as 1e-6, times rows of a noisy head that are 46 long.
+    longest = load_classifier(run).head.get_parameter("weight").norm(dim=1).max().item()
+    torch.testing.assert_close(other, mine, atol=1e-6 * longest, rtol=0)
+    assert 10 < longest < 100
 
 
 def test_the_printed_code_of_peft_gives_the_runs_logits(

@@ -23,6 +23,10 @@ Format = Literal["timm", "transformers", "onnx", "safetensors", "peft"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 TOLERANCE = 1e-5
 """Largest difference from the run's own outputs, relative to the largest of them if above 1."""
+_OF_FEATURES = 1e-6
+"""As much may differ the features, of length 1, that a head's long rows multiply: float32 features
+of patches and scattering differ from those in float64 by 5e-6 to 14e-6.
+"""
 _ROWS = 3
 
 
@@ -123,9 +127,12 @@ def _difference(product: Product, exported: Callable[[Any], Any], to: str) -> fl
     ours, theirs = product.reference(x_BCHW), exported(x_BCHW)
     largest = ours.abs().max().item()
     difference = (ours - theirs).abs().max().item() if ours.shape == theirs.shape else torch.inf
-    if not difference <= TOLERANCE * max(1.0, largest):
+    most = TOLERANCE * max(1.0, largest)
+    if product.head is not None and product.unit:
+        most = max(most, _OF_FEATURES * product.head.weight.norm(dim=1).max().item())
+    if not difference <= most:
         raise ConfigError(
-            f"export: --to {to}: outputs differ by {difference:.3g}; expected at most {TOLERANCE} "
-            f"of the largest, {largest:.3g}. This model does not fit the format: use onnx."
+            f"export: --to {to}: outputs differ by {difference:.3g}; expected at most {most:.3g}, "
+            f"the largest being {largest:.3g}. This model does not fit the format: use onnx."
         )
     return difference
