@@ -45,7 +45,7 @@ NO_RANGE, CUT, BURNED_IN, OVERLAY = (
     "burned-in annotation",
     "overlay",
 )
-"""What the operator is told of an image."""
+"""Remarks on an image, printed for the operator."""
 _PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 _KEPT = (
     "SamplesPerPixel",

@@ -7,7 +7,7 @@ import numpy as np
 
 from dpvision.data.store import Store
 from dpvision.data.table_files import join_names, read_csv
-from dpvision.errors import ConfigError, DataError, remedy_for
+from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, remedy_for
 
 NO_VALUE = "(none)"
 """Group of the images whose cell is empty."""
@@ -37,23 +37,24 @@ def read_groups(
             "columns of the table."
         )
     cells = _cells(table, attributes)
+    whose = OPERATOR_ONLY if store.results_visibility == "private" else ""
     keys = [store.key(row) for row in row_N.tolist()]
     files = {key: key if key in cells else key.rpartition("#")[0] or key for key in keys}
     row_of = {file: row for row, file in join_names(cells, set(files.values())).items()}
     missing = [key for key in keys if files[key] not in row_of]
     if missing:
         raise DataError(
-            f"evaluate: --groups {table} has no row for {len(missing):,} of {len(keys):,} images, "
-            f"for example {missing[0]!r}; expected one for each. Write the names as in the folder "
-            "that was imported (file_name), with an empty cell where a value is not known."
+            f"evaluate: {whose}--groups {table} has no row for {len(missing):,} of {len(keys):,} "
+            f"images, for example {missing[0]!r}; expected one for each. Write the names as in the "
+            "folder that was imported (file_name), with an empty cell where a value is not known."
         )
     found = {}
     for at, attribute in enumerate(attributes):
         value_N = np.array([cells[row_of[files[key]]][at] or NO_VALUE for key in keys])
         if (num := len(np.unique(value_N))) > _MOST:
             raise DataError(
-                f"evaluate: --by {attribute}: {num} values; expected at most {_MOST}. Put them "
-                "into bands, for example ages by decade."
+                f"evaluate: {whose}--by {attribute}: {num} values; expected at most {_MOST}. "
+                "Put them into bands, for example ages by decade."
             )
         found[attribute] = value_N
     return found
