@@ -1,14 +1,14 @@
 """``dpvision evaluate``: score encoders and classifiers on labelled images."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
-from dpvision.cli.output import FLAT, Reading, parse
-from dpvision.cli.paths import check_store
+from dpvision.cli.output import FLAT, Reading, emit, parse
+from dpvision.cli.paths import check_run, check_store
 from dpvision.cli.progress import ProgressLine
 from dpvision.cli.scores import (
     Encoders,
@@ -16,6 +16,7 @@ from dpvision.cli.scores import (
     class_tables,
     emit_scores,
     names_of,
+    released_text,
     scores_table,
 )
 from dpvision.errors import ConfigError
@@ -23,11 +24,13 @@ from dpvision.eval.probes.settings import ProtocolSettings, checked_controls, ch
 from dpvision.eval.score import Score, check_seeds, check_specificity
 from dpvision.eval.score_file import (
     NOTHING_FITTED,
+    RELEASED,
     check_out,
     merge_entries,
     write_class_scores,
     write_scores,
 )
+from dpvision.privacy.printed import count
 from dpvision.runs.folder import run_base
 
 if TYPE_CHECKING:
@@ -84,23 +87,53 @@ class _Classes:
     """Share of the images of other classes that a class's threshold must leave out, for its
     sensitivity.
     """
+    release: float | None = None
+    """Epsilon: charge it to the private store of --test, and publish its figures of each class,
+    from one table of counts with noise, in RUN/released_scores.json (docs/evaluation.md). Needs
+    --privacy.*; the values of --by are declared, e.g. sex=F:M,site=north:south.
+    """
 
     @property
     def attributes(self) -> list[str]:
         return names_of(self.by)
 
+    @property
+    def declared(self) -> dict[str, tuple[str, ...]]:
+        """Declared values of each attribute; raises ConfigError if there are none, or one twice."""
+        found = {}
+        for attribute in self.attributes:
+            name, _, values = attribute.partition("=")
+            found[name] = tuple(value.strip() for value in values.split(":") if value.strip())
+            if not found[name] or len(set(found[name])) < len(found[name]):
+                raise ConfigError(
+                    f"evaluate: --by {attribute} with --release; expected the values that are "
+                    "published, each once: they are declared, not read from private images. "
+                    f"For example --by {name}=A:B."
+                )
+        return found
+
     def check(self, own_heads: bool) -> None:
         """Raise ConfigError for options that have no effect together."""
-        given = replace(self, per_class=False) != _Classes()
-        if (self.per_class or given) and not own_heads:
+        given = replace(self, per_class=False, release=None) != _Classes()
+        if (self.per_class or given or self.release is not None) and not own_heads:
             raise ConfigError(
-                "evaluate: --per-class, --by, --groups or --specificity with --train; expected the "
-                "own heads of runs. Drop --train."
+                "evaluate: --per-class, --by, --groups, --specificity or --release with --train; "
+                "expected the own heads of runs. Drop --train."
             )
-        if given and not self.per_class:
+        if given and not self.per_class and self.release is None:
             raise ConfigError(
                 "evaluate: --by, --groups or --specificity without --per-class; expected it. Add "
                 "--per-class."
+            )
+        if self.release is None and "=" in self.by:
+            raise ConfigError(
+                f"evaluate: --by {self.by} without --release; expected columns alone, whose values "
+                "are read from the table. Drop the values."
+            )
+        if self.release is not None and self.specificity != _Classes.specificity:
+            raise ConfigError(
+                f"evaluate: --specificity {self.specificity:g} with --release; expected none: the "
+                "released ROC curve has all thresholds. Drop --specificity."
             )
         if bool(self.attributes) != (self.groups is not None):
             raise ConfigError(
@@ -108,6 +141,22 @@ class _Classes:
                 "them. Give the other."
             )
         check_specificity(self.specificity)
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """Declared numbers of the private test store; with --release, which publishes them."""
+
+    dataset_size: int | None = None
+    """Number of images."""
+    num_units: int | None = None
+    """Number of persons, for a store with persons: the release is then for a person with all their
+    images.
+    """
+    delta: float | None = None
+    """Delta of the release; if omitted, 1 / (2 persons), or images without persons, at most
+    0.001.
+    """
 
 
 _OWN = {
@@ -134,6 +183,7 @@ def evaluate(
     probes: Annotated[_Probes, FLAT] = _Probes(),
     measure: Annotated[_Measure, FLAT] = _Measure(),
     classes: Annotated[_Classes, FLAT] = _Classes(),
+    privacy: _Declared = _Declared(),
     out: Path | None = None,
     ema: bool = False,
     no_cache: bool = False,
@@ -154,6 +204,8 @@ def evaluate(
                                                                 adapted head
       dpvision evaluate runs/adapted --test stores/scans-test --per-class --groups
           scans/metadata.csv --by sex,site
+      dpvision evaluate runs/adapted --test stores/scans-test --release 1 --privacy.dataset-size
+          5000 --privacy.num-units 2000    the same with noise, as public figures
       dpvision evaluate runs/first --train stores/pets --protocols linear_lars --lars.epochs 30
           --lars.warmup-epochs 3
 
@@ -177,7 +229,7 @@ def evaluate(
     ENCODER` trains a semantic segmentation model on the encoder and scores mIoU.
 
     A run's scores on public stores go to its scores.json (and into its report), scores on private
-    stores to its confidential/.
+    stores to its confidential/; what --release publishes of these, to its released_scores.json.
 
     Args:
         encoders: Encoders to score.
@@ -187,6 +239,7 @@ def evaluate(
         probes: What is fitted to --train.
         measure: How predictions are compared with labels.
         classes: Figures of each class; for runs' own heads.
+        privacy: Declared numbers of the test store, with --release.
         out: Also write all scores here. Scores on private images need a folder named confidential
             in the path.
         ema: Use the averaged weights of runs.
@@ -204,8 +257,17 @@ def evaluate(
     seeds = probes.seeds
     check_seeds("evaluate", seeds)
     classes.check(train is None)
+    if classes.release is None and privacy != _Declared():
+        raise ConfigError(
+            "evaluate: --privacy.* without --release; expected both: the numbers are those of a "
+            "release. Add --release EPSILON."
+        )
     if train is None:
         check_store(test)
+        if classes.release is not None:
+            others = (measure, seeds, out) != (_Measure(), None, None)
+            _release(encoders, test, classes, privacy, others, ema, reading, printing)
+            return
         if seeds is not None:
             raise ConfigError(
                 f"evaluate: --seeds {seeds} without --train; expected --train STORE, since a "
@@ -275,6 +337,53 @@ def evaluate(
         return found[0] if seeds is None else over_seeds(found)
 
     _score_all(encoders, score, stores, out, printing, private)
+
+
+def _release(
+    specs: Sequence[str],
+    test: Path | None,
+    classes: _Classes,
+    privacy: _Declared,
+    others: bool,
+    ema: bool,
+    reading: Reading,
+    printing: Printing,
+) -> None:
+    """Release the scores of a run on a private store.
+
+    Args:
+        others: whether options were given that have no effect on a release.
+    """
+    assert classes.release is not None
+    if len(specs) != 1 or test is None or others:
+        more = ", --metric, --labels, --seeds or --out" if others else ""
+        raise ConfigError(
+            f"evaluate: --release with {count(len(specs), 'encoder')}"
+            f"{'' if test else ', without --test'}{more}; expected one run and --test STORE alone. "
+            "Release the scores of each run by its own command: each is charged."
+        )
+    declared = classes.declared
+    check_run(Path(specs[0]))
+    import torch
+
+    from dpvision.data.open import open_store
+    from dpvision.eval.release import release_scores
+
+    store = open_store(test)
+    with ProgressLine(private=True, asked=printing.show_confidential) as line:
+        entry = release_scores(
+            specs[0],
+            store,
+            classes.release,
+            **asdict(privacy),
+            declared=declared,
+            groups=classes.groups,
+            ema=ema,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            workers=reading.workers,
+            progress=lambda n: line.count("test images", n, store.num_records),
+        )
+    emit(entry, printing.json, released_text(entry, Path(specs[0]) / RELEASED))
 
 
 def _own_heads(

@@ -124,6 +124,41 @@ def class_tables(found: "ClassScores", file: Path) -> str:
     return "\n".join(lines)
 
 
+def released_text(entry: dict[str, Any], file: Path) -> str:
+    """Format the figures that a release made public (``eval.release``).
+
+    Args:
+        file: where they are written.
+    """
+    from dpvision.eval.class_scores import ALL
+    from dpvision.statement.released import text
+
+    units = "persons" if entry["charged"]["of_person"] else "images"
+    wholes = [row for row in entry["rows"] if row["name"] == ALL]
+    classes = [row for row in entry["rows"] if row["name"] != ALL and row["group"] == ALL]
+    lines = [text(entry), ""]
+    for what, key, rows in (("class", "name", classes), ("group", "group", wholes)):
+        title, measures = f"by {what}; in percent", rows[0]["figures"]
+        shown = [
+            (
+                row[key],
+                f"{row['count']:,.0f} +- {1.96 * row['count_std']:,.0f}",
+                *map(_released, row["figures"].values()),
+            )
+            for row in rows
+        ]
+        lines.append(table(title, (what, units, *measures), shown))
+    lines.append(
+        "Intervals: 95%, with the noise. too few: fewer than five standard deviations of noise."
+        f"\nwritten to {file}, with each class in each group and the table itself"
+    )
+    return "\n".join(lines)
+
+
+def _released(value: dict[str, float] | None) -> str:
+    return "too few" if value is None else _interval(tuple(value.values()))
+
+
 def _cells(name: str, row: "ClassRow") -> tuple[str | int, ...]:
     return name, row.images, *map(_interval, row.figures.values())
 
@@ -133,7 +168,7 @@ def _auroc(row: "ClassRow") -> float:
     return 2.0 if value is None else value.value
 
 
-def _interval(value: "Value | None") -> str:
+def _interval(value: "Value | tuple[float, ...] | None") -> str:
     if value is None:
         return "-"
     shown = [f"{100 * share:.1f}".replace("100.0", "100") for share in value]

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 CLASS_SCORES = "class_scores.json"
 """File of figures per class in a run, by the name of the test store."""
+RELEASED = "released_scores.json"
+"""File of the releases of scores on private stores (``eval.release``) in a run: it is public."""
+_RELEASED_FORMAT = "dpvision-released-scores-1"
 NOTHING_FITTED = "nothing"
 """``train_data`` of a score without a fitted probe: a run's own head, or a captioner."""
 
@@ -88,6 +91,45 @@ def read_class_scores(folder: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, AttributeError, AssertionError) as error:
         remedy = remedy_for(error, "Move it away and evaluate again.")
         raise CheckpointError(f"scores: {path} cannot be read ({error!r}). {remedy}") from None
+
+
+def read_releases(root: Path) -> list[dict[str, Any]]:
+    """Read the releases of scores in a run's folder, oldest first; [] if there are none.
+
+    Raises:
+        CheckpointError: ``root`` is not the folder of a run, or the file was not written by
+            ``add_release``.
+    """
+    if run_base(root) != root:
+        raise CheckpointError(
+            f"scores: {root} is not the folder of a run that may be released; expected one, which "
+            f"gets {RELEASED}. Check the path."
+        )
+    path = root / RELEASED
+    if not path.exists():
+        return []
+    try:
+        found = parse_json(path.read_text())
+        assert found["format"] == _RELEASED_FORMAT
+        for one in found["releases"]:
+            assert {"run_id", "store_id", "plan", "confidential_scores_first"} <= one.keys()
+        return found["releases"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        remedy = remedy_for(error, "Restore it as it was written: its releases are charged.")
+        raise CheckpointError(f"scores: {path} cannot be read ({error!r}). {remedy}") from None
+
+
+def add_release(root: Path, entry: dict[str, Any]) -> None:
+    """Add a release to a run's file. Raises CheckpointError as ``read_releases``."""
+    releases = [*read_releases(root), entry]
+    files.write_json(root / RELEASED, {"format": _RELEASED_FORMAT, "releases": releases})
+
+
+def scored_in_confidence(root: Path, test_data: str) -> bool:
+    """Return whether a run's folder has confidential scores on a test store of this name."""
+    folder = root / "confidential"
+    kept = [entry["test_data"] for entry in read_scores(folder / "scores.json")]
+    return test_data in kept or test_data in read_class_scores(folder)
 
 
 def check_out(out: Path, private: bool) -> None:

@@ -94,6 +94,7 @@ def make_report(
         ),
         learned=learned_of(statement["scores"]),
         classes=_public_class_scores(root),
+        releases=evidence.releases,
         predictions=predictions,
         images=images,
         alike=alike,

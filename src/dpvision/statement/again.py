@@ -32,11 +32,12 @@ _DECLARED = re.compile(
     r"run_id|recipe|settings\b.*|scores\b.*|hashes\b.*|versions\b.*|phrases|guarantee\.accountant\.software"
     r"|mechanism\.steps_executed|history\.(steps_in_weights|restarts|(tuning|stop)\.declared|other_runs\.(?!text).*)"
     r"|history\.lineage\[\d+\]\.(store_id|visibility|run_id|licence|declared(\.(by|name|source))?|deduplicated(\.(against|methods)\b.*)?)"
-    r"|history\.lineage\[\d+\]\.guarantee\.plan\b.*"
+    r"|history\.lineage\[\d+\]\.guarantee\.plan\b.*|released_scores\[\d+\]\.(?!text).*"
 )
 """Leaves that are facts of the statement: not computed from the plan and the steps."""
 _FIGURE = re.compile(
-    r"(guarantee|other_stores\[\d+\]|history\.lineage\[\d+\]\.guarantee)\.(?!delta$|n_times_delta$).*"
+    r"(guarantee|other_stores\[\d+\]|history\.lineage\[\d+\]\.guarantee|released_scores\[\d+\]\.plan)"
+    r"\.(?!delta$|n_times_delta$).*"
 )
 """Leaves that an accountant computed; all other numbers are exact."""
 _NAME = re.compile(
@@ -68,6 +69,11 @@ def check_leaves(statement: dict[str, Any]) -> list[Check]:
     try:
         again = compose(_facts(statement))
         texts, plans = _other_runs_texts(statement), _plans(statement)
+        of_releases = [
+            pair
+            for i, one in enumerate(statement.get("released_scores", []))
+            for pair in _epsilons(one["plan"], f"released_scores[{i}].plan")
+        ]
     except _GARBAGE as error:
         return [
             unverified(
@@ -101,7 +107,7 @@ def check_leaves(statement: dict[str, Any]) -> list[Check]:
             words.count(where, stated == found)
         else:
             figures.count(where, _agree(where, stated, found))
-    for where, stated, found in plans:
+    for where, stated, found in [*plans, *of_releases]:
         figures.count(where, _agree(where, stated, found))
     if statement["guarantee"] is not None and statement["hashes"]["lineage"] not in _digests(
         statement
@@ -205,6 +211,7 @@ def _facts(statement: dict[str, Any]) -> Facts:
         versions=statement["versions"],
         tuning=history["tuning"]["declared"],
         stop="not_declared" if stop is None else stop["declared"],
+        releases=statement.get("released_scores", []),
     )
 
 
@@ -228,14 +235,19 @@ def _plans(statement: dict[str, Any]) -> list[tuple[str, float | None, float | N
     found = []
     for i, entry in enumerate(statement["history"]["lineage"]):
         if entry["guarantee"] is not None:
-            plan = DPPlan.from_dict(entry["guarantee"]["plan"])
-            whole = plan.spent(plan.steps)
             where = f"history.lineage[{i}].guarantee.plan"
-            found += [
-                (f"{where}.{name}", getattr(plan, name), getattr(whole, name))
-                for name in ("epsilon", "epsilon_rdp", "unit_epsilon")
-            ]
+            found += _epsilons(entry["guarantee"]["plan"], where)
     return found
+
+
+def _epsilons(values: dict[str, Any], where: str) -> list[tuple[str, float | None, float | None]]:
+    """Return the epsilons in a plan, stated and recomputed."""
+    plan = DPPlan.from_dict(values)
+    whole = plan.spent(plan.steps)
+    return [
+        (f"{where}.{name}", getattr(plan, name), getattr(whole, name))
+        for name in ("epsilon", "epsilon_rdp", "unit_epsilon")
+    ]
 
 
 def _digests(statement: dict[str, Any]) -> list[str]:

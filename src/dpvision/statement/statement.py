@@ -17,7 +17,7 @@ from dpvision.config import unit
 from dpvision.dp import rounding
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
-from dpvision.eval.score_file import read_scores
+from dpvision.eval.score_file import read_releases, read_scores
 from dpvision.files import write_json
 from dpvision.privacy import printed
 from dpvision.privacy.ledger import LedgerContents, read_ledger, store_account
@@ -25,13 +25,13 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import held_back, read_run
 from dpvision.runs.lineage import shaped_in_confidence
-from dpvision.statement import history_phrases, phrases
+from dpvision.statement import history_phrases, phrases, released
 from dpvision.statement.guarantee import guarantee_of, headline, other_runs, other_stores
 from dpvision.statement.schema import Stop, Tuning
 from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
-_WORDING = (unit, history_phrases, phrases, printed, rounding)
+_WORDING = (unit, history_phrases, phrases, printed, released, rounding)
 """The modules that write sentences."""
 _NOT_SETTINGS = {"recipe", "privacy", "init_from", "public_weights"}
 """Config entries left out: they are elsewhere in the statement, or are local paths."""
@@ -57,6 +57,8 @@ class Evidence:
     """Whether ``ledger`` is the store's, or the run folder's copy."""
     store_dir: Path | None
     scores: list[dict[str, Any]]
+    releases: list[dict[str, Any]]
+    """Of scores on private test stores."""
 
     @property
     def plan(self) -> DPPlan:
@@ -130,6 +132,8 @@ class Facts:
     versions: dict[str, str]
     tuning: Tuning
     stop: Stop
+    releases: list[dict[str, Any]]
+    """Of scores on private test stores (``score_file.read_releases``)."""
 
 
 def statement_of(
@@ -165,6 +169,7 @@ def statement_of(
             versions=versions_of(manifest),
             tuning=tuning,
             stop=stop,
+            releases=evidence.releases,
         )
     )
 
@@ -186,14 +191,15 @@ def compose(facts: Facts) -> dict[str, Any]:
     if kept:
         in_words = history_phrases.kept_in_words(plan, kept)
         not_covered = history_phrases.kept_not_covered(lineage, kept)
-        released = history_phrases.kept_released(phrases.HEAD_FILES if head else phrases.FILES)
+        files = history_phrases.kept_released(phrases.HEAD_FILES if head else phrases.FILES)
     else:
         in_words, not_covered = phrases.in_words(plan, guarantee), phrases.not_covered(plan)
-        released = phrases.released(plan, head=head)
+        files = phrases.released(plan, head=head)
     if guarantee is not None:
         not_covered += history_phrases.not_covered_of(
             lineage, tuning, guarantee, ended_early, facts.other_runs, others
         )
+    not_covered += released.not_covered(facts.releases)
     return {
         "format": FORMAT,
         "phrases": phrase_version(),
@@ -203,7 +209,7 @@ def compose(facts: Facts) -> dict[str, Any]:
         "run_id": facts.run_id,
         "recipe": facts.recipe,
         "scope": {
-            "released": released,
+            "released": files,
             "not_covered": not_covered,
             "trust_model": phrases.trust_model(plan),
             "adjacency": phrases.ADJACENCY[drawn],
@@ -260,6 +266,7 @@ def compose(facts: Facts) -> dict[str, Any]:
         "side_channels": phrases.side_channels(plan),
         "settings": facts.settings,
         "scores": facts.scores,
+        **({"released_scores": released.stated(facts.releases)} if facts.releases else {}),
         "hashes": facts.hashes,
         "versions": facts.versions,
     }
@@ -367,7 +374,12 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
         )
     ledger.plan.require_settings(config.privacy, root / "config.json")
     return Evidence(
-        manifest, ledger, store_dir is not None, store_dir, _public_scores(root / "scores.json")
+        manifest,
+        ledger,
+        store_dir is not None,
+        store_dir,
+        _public_scores(root / "scores.json"),
+        read_releases(root),
     )
 
 

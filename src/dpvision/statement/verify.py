@@ -419,6 +419,10 @@ def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | No
                 "names",
             )
         stop = (statement["history"].get("stop") or {"declared": "not_declared"})["declared"]
+        # Releases may have been added since, like scores and runs.
+        stated = [one["run_id"] for one in statement.get("released_scores", [])]
+        releases = [one for one in evidence.releases if one["run_id"] in stated]
+        evidence = replace(evidence, releases=releases)
         again = json.loads(
             json.dumps(statement_of(evidence, statement["history"]["tuning"]["declared"], stop))
         )

@@ -1,0 +1,46 @@
+"""What a statement says about scores on private test images that were released with noise."""
+
+from typing import Any
+
+from dpvision.privacy.plan import DPPlan
+from dpvision.privacy.printed import count, short, up, up_delta
+
+_KEPT = ("run_id", "store_id", "plan", "charged", "confidential_scores_first")
+
+
+def stated(releases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a statement's entries about a run's releases (``score_file.read_releases``)."""
+    return [{**{name: one[name] for name in _KEPT}, "text": text(one)} for one in releases]
+
+
+def text(release: dict[str, Any]) -> str:
+    """Return what was released, with its guarantee and the total of the test store."""
+    plan, charged = DPPlan.from_dict(release["plan"]), release["charged"]
+    said = plan.unit.stated(plan.epsilon or 0.0, plan.unit_epsilon)
+    store, whose = release["store_id"][:12], "persons" if plan.unit.is_person else "images"
+    total = ""
+    if charged["runs"]:
+        before = count(charged["runs"], "run")
+        total = f" With {before} charged to that store before, " + (
+            "no total holds, because a run was without a guarantee."
+            if charged["after"] is None
+            else f"epsilon {up(charged['after'])} at delta {up_delta(charged['delta'])} in total, "
+            "if their settings were fixed beforehand."
+        )
+    return (
+        f"Scores on private test store {store}: one table of counts of {plan.unit.population:,} "
+        f"{whose}, declared, with Gaussian noise of standard deviation {short(plan.noise_std)} on "
+        "a sum of L2 sensitivity 1; all released figures follow from it. It has epsilon "
+        f"{up(said.epsilon)} and delta {up_delta(plan.delta)} for each {said.whom} of that "
+        f"store.{total}"
+    )
+
+
+def not_covered(releases: list[dict[str, Any]]) -> list[str]:
+    """Return what the guarantees of releases do not cover."""
+    return [
+        f"The choice to release scores on private test store {one['store_id'][:12]}: confidential "
+        "scores of this run on it had been computed before, and may have decided it."
+        for one in releases
+        if one["confidential_scores_first"]
+    ]
