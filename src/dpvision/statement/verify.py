@@ -13,7 +13,7 @@ from typing import Any
 
 from dpvision.checkpoint import find_checkpoint, list_checkpoints, read_manifest
 from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
-from dpvision.eval.score_file import read_scores
+from dpvision.eval.score_file import read_releases, read_scores
 from dpvision.privacy.ledger import LedgerContents, read_ledger
 from dpvision.privacy.ledger_format import Line
 from dpvision.privacy.plan import DPPlan
@@ -21,6 +21,7 @@ from dpvision.privacy.printed import count
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import read_run
 from dpvision.runs.run import code_versions
+from dpvision.statement import released
 from dpvision.statement.check import (
     Check,
     compared,
@@ -389,11 +390,15 @@ def check_scores(statement: dict[str, Any], root: Path) -> Check:
     """Check that the scores are in the run's public file. They are not measured again."""
     try:
         found = read_scores(root / "scores.json")
+        releases = released.stated(read_releases(root))
     except DPVisionError as error:
         return failed("scores", str(error))
     missing = [score["name"] for score in statement["scores"] if score not in found]
     if missing:
         return failed("scores", f"not in scores.json of the run: {', '.join(missing)}")
+    missing = [one["run_id"] for one in statement.get("released_scores", []) if one not in releases]
+    if missing:
+        return failed("scores", f"not in released_scores.json of the run: {', '.join(missing)}")
     return ok(
         "scores", f"as in scores.json, not measured again; scores: {len(statement['scores'])}"
     )
