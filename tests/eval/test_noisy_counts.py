@@ -2,6 +2,9 @@
 releases whose intervals have the true figures.
 """
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from sklearn.metrics import brier_score_loss, confusion_matrix, roc_auc_score, roc_curve
@@ -16,6 +19,7 @@ from dpvision.eval.noisy_counts import (
     roc_of,
     rows_of,
 )
+from dpvision.eval.release import release_plan
 
 Images = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -139,3 +143,41 @@ def test_tables_of_several_attributes_are_averaged_by_their_precision() -> None:
     assert whole.name == whole.group == ALL
     assert whole.count == pytest.approx((sums[0] / 3 + sums[1] / 5) / (1 / 3 + 1 / 5))
     assert whole.count_std == pytest.approx(2 * np.sqrt(4 * NUM_BINS / (1 / 3 + 1 / 5)))
+
+
+def sizes_of_the_docs() -> list[tuple[int, float | None, int]]:
+    """Classes, epsilon and persons of each cell of the table in docs/evaluation.md."""
+    text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    head, _, *rows = text.split("| classes | without noise |")[1].split("\n\n")[0].splitlines()
+    epsilons = [None, *(float(e) for e in re.findall(r"epsilon (\d+)", head))]
+    cells = [[int(cell.replace(",", "")) for cell in row.strip("| ").split(" | ")] for row in rows]
+    return [
+        (num_classes, epsilon, persons)
+        for num_classes, *all_persons in cells
+        for epsilon, persons in zip(epsilons, all_persons, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("num_classes", "epsilon", "persons"), sizes_of_the_docs())
+def test_so_many_persons_give_two_points_as_the_docs_say(
+    num_classes: int, epsilon: float | None, persons: int
+) -> None:
+    """The half-width of the interval of an accuracy of 90%, in closed form and on average over
+    tables.
+    """
+    std = 0.0 if epsilon is None else release_plan(epsilon, persons).noise_std
+    cells = num_classes * NUM_BINS * (0.1**2 + 0.9**2 * (num_classes - 1))
+    half = 1.96 * np.sqrt(0.09 / persons + std**2 * cells / persons**2)
+    assert 0.0197 < half <= 0.02
+    rng = np.random.default_rng(0)
+    share = (0.9 * np.eye(num_classes) + 0.1 / (num_classes - 1) * (1 - np.eye(num_classes))) / (
+        num_classes * NUM_BINS
+    )
+    mean_KKJ = persons * np.repeat(share[:, :, None], NUM_BINS, axis=2)
+    widths = []
+    for _ in range(3):
+        noisy = rng.poisson(mean_KKJ) + std * rng.normal(size=mean_KKJ.shape)
+        value = rows(noisy, std=std, num_classes=num_classes)[0].figures["accuracy"]
+        assert value is not None
+        widths.append((value.high - value.low) / 2)
+    assert np.mean(widths) == pytest.approx(0.02, rel=0.15)

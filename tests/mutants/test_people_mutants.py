@@ -19,6 +19,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.people import People
 from dpvision.data.store import Store
 from dpvision.dp.noise import privatize
+from dpvision.eval import release
 from dpvision.privacy import plan as plans
 from dpvision.privacy.plan import draft_plan
 from dpvision.privacy.sampling import FullBatch, derive_rng
@@ -28,6 +29,7 @@ from dpvision.train.start import new_session
 
 from ..adapt.heads_of_people import C as HEAD_C
 from ..adapt.heads_of_people import moves, people_head_config, without_person
+from ..eval.test_release import check_a_person_moves_the_sum_by_one_at_most
 from ..train.people_store import NUM_IMAGES, PEOPLE, people_config, people_store, sums, without
 from .planting import planted
 
@@ -275,3 +277,14 @@ def test_images_of_a_row_chosen_by_the_store(store: Store) -> None:
         "moves a head's sum by more than the clip norm",
     ):
         check_heads(store)
+
+
+def test_released_counts_of_images() -> None:
+    """Each image of a released table of scores counts as a person."""
+
+    def each_image(images_P: np.ndarray, of_unit_P: np.ndarray, whole: int) -> np.ndarray:
+        return whole * images_P
+
+    check_a_person_moves_the_sum_by_one_at_most()
+    with planted(release, "_weights", each_image, "moves the sum by more than 1"):
+        check_a_person_moves_the_sum_by_one_at_most()
