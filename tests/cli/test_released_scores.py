@@ -105,7 +105,7 @@ def test_the_statement_the_report_and_verify_have_the_release(
     [
         (("--release", "1"), "give --privacy.dataset-size 200."),
         (("--release", "nan", "--privacy.dataset-size", "200"), "--release nan; expected"),
-        (("--release", "0", "--privacy.dataset-size", "200"), "--release 0; expected"),
+        (("--release", "0", "--privacy.dataset-size", "200"), "--release 0.0; expected"),
         (("--privacy.dataset-size", "200"), "--privacy.* without --release"),
         (("--release", "1", "--privacy.num-units", "9"), "not declared"),
         (

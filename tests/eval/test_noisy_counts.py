@@ -19,7 +19,7 @@ from dpvision.eval.noisy_counts import (
     roc_of,
     rows_of,
 )
-from dpvision.eval.release import release_plan
+from dpvision.eval.probes.release_scores import release_plan
 
 Images = tuple[np.ndarray, np.ndarray, np.ndarray]
 

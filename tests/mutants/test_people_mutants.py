@@ -19,7 +19,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.people import People
 from dpvision.data.store import Store
 from dpvision.dp.noise import privatize
-from dpvision.eval import release
+from dpvision.eval.probes import release_scores as release
 from dpvision.privacy import plan as plans
 from dpvision.privacy.plan import draft_plan
 from dpvision.privacy.sampling import FullBatch, derive_rng
@@ -29,7 +29,7 @@ from dpvision.train.start import new_session
 
 from ..adapt.heads_of_people import C as HEAD_C
 from ..adapt.heads_of_people import moves, people_head_config, without_person
-from ..eval.test_release import check_a_person_moves_the_sum_by_one_at_most
+from ..eval.probes.test_release_scores import check_a_person_moves_the_sum_by_one_at_most
 from ..train.people_store import NUM_IMAGES, PEOPLE, people_config, people_store, sums, without
 from .planting import planted
 

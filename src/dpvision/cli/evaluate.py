@@ -205,7 +205,7 @@ def evaluate(
       dpvision evaluate runs/adapted --test stores/scans-test --per-class --groups
           scans/metadata.csv --by sex,site
       dpvision evaluate runs/adapted --test stores/scans-test --release 1 --privacy.dataset-size
-          5000 --privacy.num-units 2000    the same with noise, as public figures
+          5000 --privacy.num-units 2000
       dpvision evaluate runs/first --train stores/pets --protocols linear_lars --lars.epochs 30
           --lars.warmup-epochs 3
 
@@ -367,7 +367,7 @@ def _release(
     import torch
 
     from dpvision.data.open import open_store
-    from dpvision.eval.release import release_scores
+    from dpvision.eval.probes.release_scores import release_scores
 
     store = open_store(test)
     with ProgressLine(private=True, asked=printing.show_confidential) as line:

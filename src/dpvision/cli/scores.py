@@ -125,13 +125,13 @@ def class_tables(found: "ClassScores", file: Path) -> str:
 
 
 def released_text(entry: dict[str, Any], file: Path) -> str:
-    """Format the figures that a release made public (``eval.release``).
+    """Format the figures that a release made public (``eval.probes.release_scores``).
 
     Args:
         file: where they are written.
     """
     from dpvision.eval.class_scores import ALL
-    from dpvision.statement.released import text
+    from dpvision.statement.released_scores import text
 
     units = "persons" if entry["charged"]["of_person"] else "images"
     wholes = [row for row in entry["rows"] if row["name"] == ALL]

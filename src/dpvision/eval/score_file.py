@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 CLASS_SCORES = "class_scores.json"
 """File of figures per class in a run, by the name of the test store."""
 RELEASED = "released_scores.json"
-"""File of the releases of scores on private stores (``eval.release``) in a run: it is public."""
+"""A run's public file of the scores that were released on private stores."""
 _RELEASED_FORMAT = "dpvision-released-scores-1"
 NOTHING_FITTED = "nothing"
 """``train_data`` of a score without a fitted probe: a run's own head, or a captioner."""

@@ -25,13 +25,13 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import held_back, read_run
 from dpvision.runs.lineage import shaped_in_confidence
-from dpvision.statement import history_phrases, phrases, released
+from dpvision.statement import history_phrases, phrases, released_scores
 from dpvision.statement.guarantee import guarantee_of, headline, other_runs, other_stores
 from dpvision.statement.schema import Stop, Tuning
 from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
-_WORDING = (unit, history_phrases, phrases, printed, released, rounding)
+_WORDING = (unit, history_phrases, phrases, printed, released_scores, rounding)
 """The modules that write sentences."""
 _NOT_SETTINGS = {"recipe", "privacy", "init_from", "public_weights"}
 """Config entries left out: they are elsewhere in the statement, or are local paths."""
@@ -191,15 +191,15 @@ def compose(facts: Facts) -> dict[str, Any]:
     if kept:
         in_words = history_phrases.kept_in_words(plan, kept)
         not_covered = history_phrases.kept_not_covered(lineage, kept)
-        files = history_phrases.kept_released(phrases.HEAD_FILES if head else phrases.FILES)
+        released = history_phrases.kept_released(phrases.HEAD_FILES if head else phrases.FILES)
     else:
         in_words, not_covered = phrases.in_words(plan, guarantee), phrases.not_covered(plan)
-        files = phrases.released(plan, head=head)
+        released = phrases.released(plan, head=head)
     if guarantee is not None:
         not_covered += history_phrases.not_covered_of(
             lineage, tuning, guarantee, ended_early, facts.other_runs, others
         )
-    not_covered += released.not_covered(facts.releases)
+    not_covered += released_scores.not_covered(facts.releases)
     return {
         "format": FORMAT,
         "phrases": phrase_version(),
@@ -209,7 +209,7 @@ def compose(facts: Facts) -> dict[str, Any]:
         "run_id": facts.run_id,
         "recipe": facts.recipe,
         "scope": {
-            "released": files,
+            "released": released,
             "not_covered": not_covered,
             "trust_model": phrases.trust_model(plan),
             "adjacency": phrases.ADJACENCY[drawn],
@@ -266,7 +266,7 @@ def compose(facts: Facts) -> dict[str, Any]:
         "side_channels": phrases.side_channels(plan),
         "settings": facts.settings,
         "scores": facts.scores,
-        **({"released_scores": released.stated(facts.releases)} if facts.releases else {}),
+        **({"released_scores": released_scores.stated(facts.releases)} if facts.releases else {}),
         "hashes": facts.hashes,
         "versions": facts.versions,
     }

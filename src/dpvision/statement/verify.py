@@ -21,7 +21,7 @@ from dpvision.privacy.printed import count
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import read_run
 from dpvision.runs.run import code_versions
-from dpvision.statement import released
+from dpvision.statement import released_scores
 from dpvision.statement.check import (
     Check,
     compared,
@@ -390,7 +390,7 @@ def check_scores(statement: dict[str, Any], root: Path) -> Check:
     """Check that the scores are in the run's public file. They are not measured again."""
     try:
         found = read_scores(root / "scores.json")
-        releases = released.stated(read_releases(root))
+        releases = released_scores.stated(read_releases(root))
     except DPVisionError as error:
         return failed("scores", str(error))
     missing = [score["name"] for score in statement["scores"] if score not in found]

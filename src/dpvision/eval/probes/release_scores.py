@@ -272,7 +272,7 @@ def _check(classifier: ImageClassifier, store: Store, epsilon: float) -> None:
     """Refuse what has no release, or needs none."""
     if not 0 < epsilon <= MAX_EPSILON:
         raise ConfigError(
-            f"evaluate: --release {epsilon:g}; expected an epsilon above 0 and at most "
+            f"evaluate: --release {epsilon}; expected an epsilon above 0 and at most "
             f"{MAX_EPSILON:g}. Use 1."
         )
     if store.results_visibility == "public":

@@ -17,17 +17,23 @@ from dpvision.data.store import Store
 from dpvision.dp.noise import privatize
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
 from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
-from dpvision.eval import release
 from dpvision.eval.class_scores import ALL
 from dpvision.eval.noisy_counts import NUM_BINS
-from dpvision.eval.release import OTHER, clipped_counts, noisy_counts, release_plan, release_scores
+from dpvision.eval.probes import release_scores as release
+from dpvision.eval.probes.release_scores import (
+    OTHER,
+    clipped_counts,
+    noisy_counts,
+    release_plan,
+    release_scores,
+)
 from dpvision.eval.score_file import RELEASED, read_releases
 from dpvision.files import write_json
 from dpvision.privacy import gaussian
 from dpvision.privacy.account import set_cap, store_account
 
-from ..adapt.runs_of_heads import head_config, run_head, write_digits
-from .labelled import write_store
+from ...adapt.runs_of_heads import head_config, run_head, write_digits
+from ..labelled import write_store
 
 CLASSES = 10
 TABLES = {"sex": ("F", "M", OTHER), "site": ("n", OTHER)}
@@ -233,8 +239,8 @@ def test_an_unreadable_image_counts_as_nothing_and_stops_nothing(
     ("epsilon", "more", "error", "words"),
     [
         (float("nan"), {}, ConfigError, "--release nan; expected an epsilon above 0"),
-        (0.0, {}, ConfigError, "--release 0; expected an epsilon above 0"),
-        (21.0, {}, ConfigError, "--release 21; expected an epsilon above 0 and at most 20"),
+        (0.0, {}, ConfigError, "--release 0.0; expected an epsilon above 0"),
+        (21.0, {}, ConfigError, "--release 21.0; expected an epsilon above 0 and at most 20"),
         (1.0, {"dataset_size": None}, DataError, "operator only: give --privacy.dataset-size 150 "),
         (1.0, {"num_units": None}, DataError, "--privacy.num-units 60"),
         (1.0, {"num_units": 50}, DataError, "expected the declared"),
