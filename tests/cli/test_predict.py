@@ -259,3 +259,73 @@ def test_wrong_input_of_classes_gets_one_clear_error(
     assert main([*line, *(places.get(word, word) for word in words)]) == 2
     err = capsys.readouterr().err
     assert problem in err and "expected" in err and "Traceback" not in err, err
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(file.open()))
+
+
+def probabilities(rows: list[dict[str, str]]) -> np.ndarray:
+    names = [name for name in rows[0] if name.startswith("probability:")]
+    return np.array([[float(row[name]) for name in names] for row in rows])
+
+
+def test_a_person_has_the_mean_of_their_images_probabilities(
+    run: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a folder by its table, and of a store imported from it; the unreadable image does not
+    count, and the image without a person has no row among the persons.
+    """
+    persons = {"0.png": "Ann", "1.png": "=Bob", "2.png": "Ann", "3.png": " Ann", "4.png": ""}
+    persons |= {"5.png": "Cy", "torn.png": "Dee", "deep.png": "Cy", "moving.gif": "Cy"}
+    lines = [f"{name},{person}" for name, person in persons.items()]
+    (photos / "metadata.csv").write_text("\n".join(["file_name,patient", *lines]))
+    out = photos.parent / "confidential" / "all.csv"
+    asked = ["predict", str(run), str(photos), "--unit-from", "patient", "--csv", str(out)]
+    assert main(asked) == 0
+    beside = out.with_name("all-persons.csv")
+    assert f"for 4 persons in {beside}" in capsys.readouterr().out
+    images = {row["image"].rpartition("/")[2]: row for row in rows_of(out)}
+    found = {row["person"]: row for row in rows_of(beside)}
+    assert {name: row["images"] for name, row in found.items()} == {
+        "Ann": "3",
+        "'=Bob": "1",
+        "Cy": "3",
+        "Dee": "0",
+    }
+    assert found["Ann"]["first_image"].endswith("0.png")
+    assert found["Dee"]["problem"] == "no readable image" and found["Dee"]["predicted"] == ""
+    mean = probabilities([images["0.png"], images["2.png"], images["3.png"]]).mean(axis=0)
+    np.testing.assert_allclose(probabilities([found["Ann"]])[0], mean, rtol=1e-7)
+    names = [name.removeprefix("probability:") for name in found["Ann"] if ":" in name]
+    assert found["Ann"]["predicted"] == names[int(mean.argmax())]
+    assert found["'=Bob"]["predicted"] == images["1.png"]["predicted"]
+
+    store = str(photos.parent / "stores" / "people")
+    (photos / "torn.png").unlink()
+    more = ["--unit-from", "patient", "--unmatched", "own-person", "--shared-images", "first"]
+    assert main(["data", "import", str(photos), store, *more]) == 0
+    capsys.readouterr()
+    assert main(["predict", str(run), store, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    (ann,) = [one for one in made["persons"] if one["first_image"].endswith("0.png")]
+    assert ann["images"] == 3
+    np.testing.assert_allclose(list(ann["probabilities"].values()), mean, rtol=1e-6)
+    assert "Ann" not in json.dumps(made)
+
+
+def test_persons_of_private_images_stay_confidential_and_wrong_fields_are_refused(
+    run: Path, photos: Path, public: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = photos / "metadata.csv"
+    table.write_text("file_name,patient\n" + "".join(f"{i}.png,p{i}\n" for i in range(6)))
+    out = photos.parent / "confidential" / "all.csv"
+    for places, more, words in (
+        ([photos], ["--unit-from", "patient", "--csv", "all.csv"], "folder called confidential"),
+        ([photos], ["--unit-from", "doctor", "--csv", str(out)], "no image has it"),
+        ([public.path], ["--unit-from", "patient"], "a store has the persons of its import"),
+    ):
+        assert main(["predict", str(run), *map(str, places), *more]) == 2
+        error = capsys.readouterr().err
+        assert words in error and "Traceback" not in error
+    assert not out.exists() and not out.with_name("all-persons.csv").exists()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from dpvision.cli.each_image import Release, for_each, printable
 from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse
 from dpvision.cli.paths import check_run
+from dpvision.errors import DataError
 from dpvision.files import check_out
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def predict(
     csv: Path | None = None,
     encoder: str | None = None,
     ema: bool = False,
+    unit_from: str | None = None,
     reading: Annotated[Reading, FLAT] = Reading(32),
     release: Annotated[Release, FLAT] = Release(),
     json: bool = False,
@@ -37,16 +39,20 @@ def predict(
       dpvision predict runs/first photos/cat.jpg photos/dog.png
       dpvision predict runs/first photos --csv confidential/photos.csv
       dpvision predict runs/first stores/test --csv test.csv
+      dpvision predict runs/first scans --unit-from patient --csv confidential/scans.csv
 
     Args:
         run: Run folder of a classifier, or one of its checkpoints.
         images: Image files, folders, stores, .tar or .parquet files.
         csv: Write a table to this file instead: image, predicted, problem, the probability of each
             class, and for a multi-label run the decision for each. A name that a spreadsheet would
-            read as a formula gets an apostrophe in front.
+            read as a formula gets an apostrophe in front. Where persons are known, NAME-persons.csv
+            beside it has a row for each: the mean over their images of each class's probability.
         encoder: The head's encoder, as for `dpvision adapt --encoder`, if it has moved since the
             run.
         ema: Use the averaged weights.
+        unit_from: Field that names the person of an image outside a store, as for `dpvision data
+            import`; of DICOM the patient without it. A store has its persons.
         reading: How images are read. The last digits of a probability may depend on the images in
             one forward pass.
         release: Where predictions may be written.
@@ -60,25 +66,47 @@ def predict(
 
     from dpvision.data.image_files import find_images
     from dpvision.encoders.classifier import load_classifier
-    from dpvision.encoders.predict import predict_files, predictions_writer
+    from dpvision.encoders.predict import (
+        Persons,
+        predict_files,
+        predictions_writer,
+        write_persons,
+    )
 
     classifier = load_classifier(
         run, encoder=encoder, ema=ema, device="cuda" if torch.cuda.is_available() else "cpu"
     )
     found = find_images(
-        images, "predict", "classifier", workers=reading.workers, window=classifier.window
+        images,
+        "predict",
+        "classifier",
+        workers=reading.workers,
+        window=classifier.window,
+        unit_from=unit_from,
     )
     private = classifier.confidential or found.visibility == "private"
     release.check(csv, "predict", "predictions on private images", private, name="csv")
+    persons = Persons(classifier)
+
+    def remembered(one: "Prediction") -> "Prediction":
+        persons.add(one)
+        return one
+
     with contextlib.ExitStack() as stack:
-        write: Callable[[Prediction], None] | None = None
+        write: Callable[[Prediction], object] | None = None
         if csv is not None:
             write = stack.enter_context(predictions_writer(classifier, csv))
         elif not json:
             write = partial(_print_line, classifier=classifier)
         done = for_each(
-            predict_files(
-                classifier, found.samples, batch_size=reading.batch_size, workers=reading.workers
+            map(
+                remembered,
+                predict_files(
+                    classifier,
+                    found.samples,
+                    batch_size=reading.batch_size,
+                    workers=reading.workers,
+                ),
             ),
             write,
             command="predict",
@@ -88,6 +116,16 @@ def predict(
             prints=csv is None and not json,
             keep=json,
         )
+        if unit_from is not None and not persons:
+            raise DataError(
+                f"predict: --unit-from {unit_from}: no image has it; expected the field that names "
+                "the person: a column of the table, or parent for the folder's name. Correct it, "
+                "or drop it."
+            )
+    of_persons = None
+    if csv is not None and persons:
+        of_persons = csv.with_name(f"{csv.stem}-persons.csv")
+        write_persons(persons, classifier, of_persons)
     if json:
         result: dict[str, Any] = {
             "predictions": [_plain(one, classifier) for one in done.made],
@@ -97,9 +135,25 @@ def predict(
             "visibility": "private" if private else "public",
             "out": None if csv is None else str(csv),
         }
+        if persons:
+            result["persons"] = [
+                {
+                    "person": one.name,
+                    "images": num,
+                    "first_image": first,
+                    "problem": one.problem,
+                    "classes": list(one.classes),
+                    "probabilities": dict(
+                        zip(classifier.class_names, one.probabilities, strict=False)
+                    ),
+                }
+                for one, num, first in persons.predictions()
+            ]
         emit(result, True, "")
     elif csv is not None:
         lines = [f"predictions for {done.num_done:,} images in {csv}"]
+        if of_persons is not None:
+            lines.append(f"and for {len(persons):,} persons in {of_persons}")
         if classifier.multi_label and classifier.thresholds_K is None:
             lines.append(
                 "The run has no thresholds, so no class is predicted: make them with dpvision "

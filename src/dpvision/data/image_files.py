@@ -13,6 +13,7 @@ from dpvision.data.declared import check_declared
 from dpvision.data.dicom_source import may_be_dicom
 from dpvision.data.folders import is_image
 from dpvision.data.open import is_store, open_store
+from dpvision.data.person_names import person_name
 from dpvision.data.rgb import Window
 from dpvision.data.store import Store
 from dpvision.errors import DataError
@@ -30,6 +31,8 @@ class ImageFile(NamedTuple):
     problem: str | None = None
     stored: bool = False
     """Whether it is from a store, whose images are read as at the import."""
+    person: str | None = None
+    """The person that it shows, if known: from a store as a keyed hash of the name."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def find_images(
     *,
     workers: int = 2,
     window: Window | None = None,
+    unit_from: str | None = None,
 ) -> ImageFiles:
     """Find images in stores, in sources that ``data import`` accepts, and in single files.
 
@@ -60,21 +64,29 @@ def find_images(
             in a folder FOLDER/KEY.
         where, model: the command and what it uses, for errors.
         window: the model's declared range of samples of more than 8 bits.
+        unit_from: field that names the person of an image outside a store, as at the import; for
+            DICOM the patient's without it.
 
     Raises:
-        DataError: no places, one without images or with several splits, or a store of 16-bit images
-            without a declared range where there is a ``window``; raised before the first image is
-            read.
+        DataError: no places, one without images or with several splits, ``unit_from`` for stores
+            alone, or a store of 16-bit images without a declared range where there is a
+            ``window``; raised before the first image is read. Or a person's field of an image that
+            is no name (``person_names.person_name``), raised at that image.
     """
     if not places:
         raise DataError(
             f"{where}: no images; expected one or more. Give an image, a folder, a tar or a store."
         )
     stores = [open_store(place) if is_store(place) else None for place in places]
+    if unit_from is not None and all(stores):
+        raise DataError(
+            f"{where}: --unit-from {unit_from} with stores; expected images outside a store: a "
+            "store has the persons of its import. Drop --unit-from."
+        )
     for store in filter(None, stores):
         check_declared(window, False, store, where, f"the images that the {model} was trained on")
     parts = [
-        _store_images(store) if store else _file_images(place, workers)
+        _store_images(store) if store else _file_images(place, workers, where, unit_from)
         for store, place in zip(stores, places, strict=True)
     ]
     public = all(store is not None and store.results_visibility == "public" for store in stores)
@@ -104,19 +116,34 @@ def _num_files(path: Path) -> int | None:
 def _store_images(store: Store) -> Iterator[ImageFile]:
     for row in range(store.num_records):
         record = store.record(row)
-        yield ImageFile(record.key, record.image, stored=True)
+        yield ImageFile(record.key, record.image, stored=True, person=record.unit)
 
 
-def _file_images(place: str | Path, workers: int) -> Iterator[ImageFile]:
-    from dpvision.data.sample import file_sample
+def _file_images(
+    place: str | Path, workers: int, where: str, unit_from: str | None
+) -> Iterator[ImageFile]:
+    from dpvision.data.sample import Sample, Source, file_sample
     from dpvision.data.sources import open_source  # pyarrow takes time to import
 
     path = Path(place)
     dicom = path.is_file() and may_be_dicom(path)
     folder = f"{path}/" if path.is_dir() else str(path)[: -len(path.name)] if dicom else ""
-    samples = (
-        map(file_sample, [path], [str(path)], [{}])  # read when its turn comes
-        if path.is_file() and path.suffix not in PACKED and not dicom
-        else open_source(path, for_import=False, workers=workers).samples
+    if path.is_file() and path.suffix not in PACKED and not dicom:
+        # read when its turn comes
+        source = Source(map(file_sample, [path], [str(path)], [{}]))
+    else:
+        source = open_source(path, for_import=False, workers=workers)
+    field = unit_from or source.unit_from
+
+    def person(sample: Sample) -> str | None:
+        if field is None or sample.problem is not None:
+            return None
+        try:
+            return person_name(sample.fields.get(field), field, sample.key)
+        except DataError as error:
+            raise DataError(str(error).replace("data import", where, 1)) from None
+
+    return (
+        ImageFile(folder + sample.key, sample.image, sample.problem, person=person(sample))
+        for sample in source.samples
     )
-    return (ImageFile(folder + sample.key, sample.image, sample.problem) for sample in samples)

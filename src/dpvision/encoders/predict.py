@@ -42,6 +42,53 @@ class Prediction(NamedTuple):
     """Of each class of ``ImageClassifier.class_names``; empty if ``problem`` is set."""
     problem: str | None = None
     """"not an image", "damaged" and the like; "scores not finite" of a run that diverged."""
+    person: str | None = None
+    """The person that the image shows, if known (``ImageFile.person``)."""
+
+
+class PersonPrediction(NamedTuple):
+    """Classes of one person."""
+
+    prediction: Prediction
+    """Under the person's name."""
+    images: int
+    """Number of images that it is from."""
+    first_image: str
+    """Name of the person's first image, by which the source tells who it is."""
+
+
+class Persons:
+    """Predictions of persons: from the mean, over a person's images, of the probability of each
+    class. Images with a problem do not count.
+
+    Args:
+        classifier: decides from the mean, as for an image.
+    """
+
+    def __init__(self, classifier: ImageClassifier) -> None:
+        self._classifier = classifier
+        self._found: dict[str, tuple[np.ndarray, int, str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, one: Prediction) -> None:
+        """Add an image; one without a person is passed over."""
+        if one.person is None:
+            return
+        nothing = np.zeros(len(self._classifier.class_names)), 0, one.name
+        sum_K, num, first = self._found.get(one.person, nothing)
+        if one.problem is None:
+            sum_K, num = sum_K + one.probabilities, num + 1
+        self._found[one.person] = sum_K, num, first
+
+    def predictions(self) -> Iterator[PersonPrediction]:
+        """Yield the prediction of each person, in the order of their first images."""
+        for name, (sum_K, num, first) in self._found.items():
+            made = Prediction(name, problem="no readable image")
+            if num:
+                made = _prediction(self._classifier, name, torch.from_numpy(sum_K / num))
+            yield PersonPrediction(made._replace(person=name), num, first)
 
 
 def predict(
@@ -50,6 +97,7 @@ def predict(
     *,
     batch_size: int = PASS,
     workers: int = 2,
+    unit_from: str | None = None,
 ) -> list[Prediction]:
     """Classify images in files, folders, tars, parquet files or stores; one prediction for each, in
     order. Also available as ``dpvision.predict``.
@@ -59,6 +107,7 @@ def predict(
     Args:
         run_or_classifier: run folder, or what ``load_classifier`` returned.
         batch_size, workers: as for ``predict_files``.
+        unit_from: as for ``data.image_files.find_images``; ``Persons`` has predictions of persons.
 
     Raises:
         ConfigError, CheckpointError: as ``load_classifier``.
@@ -70,7 +119,14 @@ def predict(
         else load_classifier(run_or_classifier)
     )
     places = [images] if isinstance(images, str | Path) else images
-    found = find_images(places, "predict", "classifier", workers=workers, window=classifier.window)
+    found = find_images(
+        places,
+        "predict",
+        "classifier",
+        workers=workers,
+        window=classifier.window,
+        unit_from=unit_from,
+    )
     return list(predict_files(classifier, found.samples, batch_size=batch_size, workers=workers))
 
 
@@ -110,10 +166,12 @@ def predict_files(
         readable = [x_CHW for _, x_CHW in batch if x_CHW is not None]
         made = iter(_probabilities(classifier, readable, batch_size))
         for file, x_CHW in batch:
-            if x_CHW is None:
-                yield Prediction(file.name, problem=file.problem)
-            else:
-                yield _prediction(classifier, file.name, next(made))
+            one = (
+                Prediction(file.name, problem=file.problem)
+                if x_CHW is None
+                else _prediction(classifier, file.name, next(made))
+            )
+            yield one._replace(person=file.person)
 
 
 @contextlib.contextmanager
@@ -129,32 +187,44 @@ def predictions_writer(
     Raises:
         DataError: the file cannot be written.
     """
-    names, unknown = classifier.class_names, [""] * len(classifier.class_names)
-    decided = names if classifier.multi_label and classifier.thresholds_K is not None else ()
-
-    def write(one: Prediction) -> None:
-        rows.writerow(
-            (
-                _text(one.name),
-                _text("; ".join(one.classes)),
-                one.problem or "",
-                *([f"{p:.9g}" for p in one.probabilities] or unknown),
-                *("" if one.problem else int(name in one.classes) for name in decided),
-            )
-        )
-
     with writing_text(out, "predict", "csv") as file:
         rows = csv.writer(file)
-        rows.writerow(
-            (
-                "image",
-                "predicted",
-                "problem",
-                *(f"probability:{name}" for name in names),
-                *(f"decision:{name}" for name in decided),
-            )
-        )
-        yield write
+        rows.writerow(("image", *_columns(classifier)))
+        yield lambda one: rows.writerow((_text(one.name), *_cells(classifier, one)))
+
+
+def write_persons(persons: Persons, classifier: ImageClassifier, out: Path) -> None:
+    """Write the predictions of persons as rows of a CSV file: person, images, first_image, and the
+    other columns of ``predictions_writer``. Raises as it does.
+    """
+    with writing_text(out, "predict", "csv") as file:
+        rows = csv.writer(file)
+        rows.writerow(("person", "images", "first_image", *_columns(classifier)))
+        for one, num, first in persons.predictions():
+            rows.writerow((_text(one.name), num, _text(first), *_cells(classifier, one)))
+
+
+def _decided(classifier: ImageClassifier) -> tuple[str, ...]:
+    decides = classifier.multi_label and classifier.thresholds_K is not None
+    return classifier.class_names if decides else ()
+
+
+def _columns(classifier: ImageClassifier) -> tuple[str, ...]:
+    return (
+        "predicted",
+        "problem",
+        *(f"probability:{name}" for name in classifier.class_names),
+        *(f"decision:{name}" for name in _decided(classifier)),
+    )
+
+
+def _cells(classifier: ImageClassifier, one: Prediction) -> tuple[str | int, ...]:
+    return (
+        _text("; ".join(one.classes)),
+        one.problem or "",
+        *([f"{p:.9g}" for p in one.probabilities] or [""] * len(classifier.class_names)),
+        *("" if one.problem else int(name in one.classes) for name in _decided(classifier)),
+    )
 
 
 @torch.inference_mode()
