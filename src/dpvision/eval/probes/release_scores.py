@@ -42,6 +42,7 @@ from dpvision.privacy import gaussian
 from dpvision.privacy.account import charge_of
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, default_delta, make_plan
+from dpvision.privacy.printed import up
 from dpvision.privacy.refusal import MAX_EPSILON
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.privacy.stream import Key, new_key
@@ -273,7 +274,7 @@ def _check(classifier: ImageClassifier, store: Store, epsilon: float) -> None:
     if not 0 < epsilon <= MAX_EPSILON:
         raise ConfigError(
             f"evaluate: --release {epsilon}; expected an epsilon above 0 and at most "
-            f"{MAX_EPSILON:g}. Use 1."
+            f"{up(MAX_EPSILON)}. Use 1."
         )
     if store.results_visibility == "public":
         raise ConfigError(
