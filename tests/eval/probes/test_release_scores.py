@@ -98,6 +98,55 @@ def test_a_person_moves_the_sum_by_one_at_most() -> None:
     check_a_person_moves_the_sum_by_one_at_most()
 
 
+@pytest.mark.parametrize("images", ["one image", "many alike", "many"])
+def test_stores_with_and_without_a_person_differ_by_one_at_most(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: str
+) -> None:
+    """From import to file, with the same noise: two tables, of which one person has all cells that
+    change.
+    """
+    monkeypatch.setattr(release, "check_store", lambda *_: None)  # 59 persons are not 60
+    pixels, labels = load_digits(return_X_y=True)
+    num = {"one image": 1, "many alike": 30, "many": 60}[images]
+    rows = np.full(num, 1700) if images == "many alike" else np.arange(1700, 1700 + num)
+    grey = pixels[np.r_[1600:1640, rows]].reshape(-1, 8, 8, 1) * 15.9
+    # Of a person's images that are alike, each has another byte.
+    grey[40:, 0, 0, 0] += np.arange(num) / 4
+    shown = list(grey.astype(np.uint8).repeat(3, axis=3))
+    names = [str(label) for label in labels[np.r_[1600:1640, rows]]]
+    table = tmp_path / "groups.csv"
+    sexes = ["F", "M", "?"]
+    lines = [f"k{i},{sexes[i % 3]},{'n' if i % 2 else ''}" for i in range(len(shown))]
+    table.write_text("\n".join(["file_name,sex,site", *lines]))
+    found = []
+    for of_all in (len(shown), 40):
+        person = [f"p{i // 2}" for i in range(40)] + ["removed"] * num
+        store = write_store(
+            tmp_path / str(of_all) / "test",
+            shown[:of_all],
+            names[:of_all],
+            person[:of_all],
+            public=False,
+        )
+        entry = release_scores(
+            run,
+            store,
+            1.0,
+            dataset_size=100,
+            num_units=21,
+            declared={"sex": ("F", "M"), "site": ("n",)},
+            groups=table,
+            workers=1,
+            noise_key=key(),
+        )
+        counts = [np.array(one["counts"]).ravel() for one in entry["tables"]]
+        found.append(np.concatenate(counts) / np.sqrt(2))
+    moved = np.linalg.norm(found[0] - found[1])
+    assert 0 < moved <= 1 + 1e-3, "released counts are rounded to four decimals"
+    if images == "one image":
+        assert moved == pytest.approx(1, abs=1e-3)
+
+
 def test_each_image_is_in_one_cell_and_a_person_counts_as_one() -> None:
     cell_NA = np.array([[0, 0], [0, 0], [1, 1], [2, 0], [-1, -1]])
     unit_N = np.array([5, 5, 5, 6, 6])
