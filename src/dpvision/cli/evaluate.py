@@ -367,7 +367,7 @@ def _release(
     import torch
 
     from dpvision.data.open import open_store
-    from dpvision.eval.probes.release_scores import release_scores
+    from dpvision.eval.probes.release_scores import ALONE, release_scores
 
     store = open_store(test)
     with ProgressLine(private=True, asked=printing.show_confidential) as line:
@@ -379,9 +379,12 @@ def _release(
             declared=declared,
             groups=classes.groups,
             ema=ema,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            workers=reading.workers,
-            progress=lambda n: line.count("test images", n, store.num_records),
+            hardware=replace(
+                ALONE,
+                workers=reading.workers,
+                device="cuda" if torch.cuda.is_available() else "cpu",
+                progress=lambda n: line.count("test images", n, store.num_records),
+            ),
         )
     emit(entry, printing.json, released_text(entry, Path(specs[0]) / RELEASED))
 

@@ -62,7 +62,7 @@ def digits(path: Path, *, public: bool = False) -> Store:
 
 def released(run: Path, store: Store, epsilon: float = 4.0, **more: Any) -> dict[str, Any]:
     declared = {"dataset_size": IMAGES, "num_units": PERSONS} | more
-    return release_scores(run, store, epsilon, **declared, workers=1)
+    return release_scores(run, store, epsilon, **declared)
 
 
 def contribution(cell_NA: np.ndarray, unit_N: np.ndarray) -> np.ndarray:
@@ -136,7 +136,6 @@ def test_stores_with_and_without_a_person_differ_by_one_at_most(
             num_units=21,
             declared={"sex": ("F", "M"), "site": ("n",)},
             groups=table,
-            workers=1,
             noise_key=key(),
         )
         counts = [np.array(one["counts"]).ravel() for one in entry["tables"]]

@@ -12,7 +12,7 @@ Legend: N images, A attributes, G groups of an attribute, K classes, J bins.
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from dpvision.data.store import Store
 from dpvision.dp.clipped import ClippedSum, once, seal
 from dpvision.dp.noise import privatize
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
+from dpvision.encoders.feature_file import Extraction
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
 from dpvision.eval.class_scores import ALL
 from dpvision.eval.groups import read_groups
@@ -51,6 +52,7 @@ from dpvision.runs.store_checks import check_people, check_store
 
 OTHER = "(other)"
 """Group of images whose value is not among the declared ones, or not known."""
+ALONE = Extraction(batch_size=1, workers=2, device="cpu")
 _MOST_CELLS = 100_000
 _WHOLE = 2**24
 """A unit's contribution in integers, whose sums are exact."""
@@ -71,9 +73,7 @@ def release_scores(
     declared: Mapping[str, Sequence[str]] | None = None,
     groups: Path | None = None,
     ema: bool = False,
-    device: str = "cpu",
-    workers: int = 2,
-    progress: Callable[[int], None] | None = None,
+    hardware: Extraction = ALONE,
     noise_key: Key | None = None,
 ) -> dict[str, Any]:
     """Score a run's classifier on a private store, release the noisy table and add it to
@@ -85,7 +85,8 @@ def release_scores(
         delta: if None, ``privacy.plan.default_delta``.
         declared: the values of each attribute; images with another one are in group ``OTHER``.
         groups: the table of the attributes, as for ``eval.groups.read_groups``.
-        progress: called with the number of scored images. Private.
+        hardware: its images per pass are not read: each image is scored alone. What its
+            ``progress`` is told is private.
         noise_key: secret key of the noise; if None, a new one.
 
     Raises:
@@ -99,7 +100,7 @@ def release_scores(
     checkpoint = load_checkpoint(root)
     config = settings_of_checkpoint(checkpoint)
     read_releases(root)  # else what is released could not be written
-    classifier = load_classifier(checkpoint, ema=ema, device=device)
+    classifier = load_classifier(checkpoint, ema=ema, device=hardware.device)
     _check(classifier, store, epsilon)
     check_declared(
         classifier.window, False, store, "evaluate", "the images that the run was trained on"
@@ -125,7 +126,7 @@ def release_scores(
         name = StoreLedgers.of(store.path).name_path(run_id)
         write_file(name, f"{root} (released scores)".encode())
         step = ledger.append()
-        cell_NA = _cells(classifier, numbered, row_N, group_NA, workers, progress)
+        cell_NA = _cells(classifier, numbered, row_N, group_NA, hardware)
         total = clipped_counts(cell_NA, units(store)[row_N], tables, num_classes, plan)
         noisy = privatize(
             total, plan, step, new_key() if noise_key is None else noise_key, dtype=torch.float64
@@ -342,15 +343,13 @@ def _cells(
     store: Store,
     row_N: np.ndarray,
     group_NA: np.ndarray,
-    workers: int,
-    progress: Callable[[int], None] | None,
+    hardware: Extraction,
 ) -> Cells:
     """Cells of the images. Each is scored in a pass of its own: with others in the pass, the last
     bits of its probabilities, and so its cell, could depend on them.
     """
     num_classes, label_N = len(classifier.class_names), store.labels[row_N]
     inner_J = bin_edges(num_classes)[1:-1]
-    device = next(classifier.parameters()).device
 
     def read(row: int) -> np.ndarray | None:
         try:
@@ -359,16 +358,16 @@ def _cells(
             return None
 
     cell_NA = np.full_like(group_NA, -1)
-    opened = ordered_map(read, row_N.tolist(), workers=workers, ahead=32)
+    opened = ordered_map(read, row_N.tolist(), workers=hardware.workers, ahead=32)
     for at, x_CHW in enumerate(opened):
         if x_CHW is not None:
-            x_BCHW = torch.from_numpy(x_CHW)[None].to(device)
+            x_BCHW = torch.from_numpy(x_CHW)[None].to(hardware.device)
             probability_K = classifier.probabilities(x_BCHW)[0].double().cpu().numpy()
             if np.isfinite(probability_K).all():
                 best = int(probability_K.argmax())
                 bin_ = int(np.searchsorted(inner_J, probability_K[best], side="right"))
                 in_group = (int(label_N[at]) * num_classes + best) * NUM_BINS + bin_
                 cell_NA[at] = group_NA[at] * num_classes**2 * NUM_BINS + in_group
-        if progress is not None:
-            progress(at + 1)
+        if hardware.progress is not None:
+            hardware.progress(at + 1)
     return cell_NA
