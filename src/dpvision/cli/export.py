@@ -86,7 +86,8 @@ def export(
 def _form(
     run: Path, out: Path, to: Literal["opendp", "cyclonedx"], declared: Path | None, json: bool
 ) -> None:
-    from dpvision.export.forms import read_declared, write_form
+    from dpvision.export.forms import write_form
+    from dpvision.statement.declarations import read_declared
 
     if declared is None:
         raise ConfigError(
@@ -94,7 +95,7 @@ def _form(
             "name, curators, intended_use, region, publication_date, sector, justification. "
             "docs/export.md has one to copy."
         )
-    file = write_form(run, to, out, read_declared(declared))
+    file = write_form(run, to, out, read_declared(declared, "export"))
     emit(
         {"out": str(file), "to": to},
         json,
