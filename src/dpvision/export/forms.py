@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from dpvision.config.unit import Stated
 from dpvision.errors import ConfigError
 from dpvision.export.card import PIPELINES
-from dpvision.export.product import stated
+from dpvision.export.product import require_new, stated
 from dpvision.files import disk_refusals, new_folder
 from dpvision.privacy.printed import up
 from dpvision.statement.declarations import Declared
@@ -34,11 +34,7 @@ def write_form(run: str | Path, to: Form, folder: str | Path, declared: Declared
         CheckpointError: there is no run or checkpoint, it was altered, or the disk refuses.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"export: {folder} is not empty; expected a new folder. Choose another name, or remove "
-            "it."
-        )
+    require_new(folder)
     statement = stated(Path(run))
     name, make = _MADE[to]
     made = make(statement, declared)
