@@ -67,7 +67,9 @@ def test_the_arrays_are_the_probabilities_of_training_and_other_images(
         np.testing.assert_allclose(written, made, rtol=1e-8)
         with (out / name).open(newline="") as file:
             assert all(len(row) == 10 for row in csv.reader(file))  # no header
-    assert json.loads((out / "attack.yaml").read_text())["attacks"][0]["name"] == "worstcase"
+    attacks = json.loads((out / "attack.yaml").read_text())["attacks"]
+    assert [attack["name"] for attack in attacks] == ["worstcase"] * 2
+    assert len({attack["params"]["output_dir"] for attack in attacks}) == 2
     stated = json.loads((out / "statement.json").read_text())
     assert stated["guarantee"]["attack"]["auc"] < 1
     assert main(line) == 2
@@ -170,6 +172,17 @@ def test_the_pages_limits_are_those_that_statements_have() -> None:
         # the closed form of one Gaussian, which the page gives
         for shift, found in ((1, one), (2, two)):
             assert found == pytest.approx(NormalDist().cdf(shift / noise / 2**0.5), abs=2e-6)
+
+
+def test_measured_areas_stand_beside_the_limits_of_their_epsilons() -> None:
+    rows = re.findall(
+        r"^\| (\d) \| .* \| ([\d,]+) \| (0\.\d+) \(.*\| (0\.\d+) \|$", PAGE.read_text(), re.M
+    )
+    assert len(rows) == 4
+    for epsilon, tested, measured, limit in rows:
+        assert float(limit) == round(limits(float(epsilon), 2000)[0], 3)
+        error = NormalDist().inv_cdf(0.999) * (1 / (6 * int(tested.replace(",", "")))) ** 0.5
+        assert float(measured) <= float(limit) + error
 
 
 def test_the_pages_threshold_of_a_flag_is_that_of_chance() -> None:

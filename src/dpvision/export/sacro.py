@@ -27,6 +27,19 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.runs.folder import require_confidential, settings_of_checkpoint
 from dpvision.runs.store_checks import rows_to_draw
 
+_LOGISTIC = {
+    "attack_model": "sklearn.linear_model.LogisticRegression",
+    "attack_model_params": {"max_iter": 200},
+    "test_prop": 0.5,
+}
+_ATTACKS = {
+    "attacks": [
+        {"name": "worstcase", "params": {"output_dir": "random_forest"}},
+        {"name": "worstcase", "params": {"output_dir": "logistic_regression", **_LOGISTIC}},
+    ]
+}
+"""By the tool's default, and by a smaller model that is fitted better with few images."""
+
 
 def write_target(
     run: str | Path,
@@ -85,14 +98,13 @@ def write_target(
         "features": {},
         "safemodel": [],
     }
-    attack = {"attacks": [{"name": "worstcase", "params": {"output_dir": "outputs"}}]}
     remedy = "Free some, or choose another folder."
     with disk_refusals("export", folder, remedy), new_folder(folder, mode=0o700) as folder_of:
         for part, (what, store, row_N) in parts.items():
             probability_NK = _probabilities(classifier, store, row_N, partial(progress, what))
             name = target[f"proba_{part}_path"] = f"proba_{part}.csv"
             np.savetxt(folder_of / name, probability_NK, fmt="%.9g", delimiter=",")
-        files = {"target.yaml": target, "attack.yaml": attack}  # JSON is YAML too
+        files = {"target.yaml": target, "attack.yaml": _ATTACKS}  # JSON is YAML too
         if not classifier.confidential:
             files["statement.json"] = stated(run)
         for name, value in files.items():
