@@ -190,7 +190,7 @@ def test_tuning_other_runs_and_attacks_stand_at_the_headline(
     page, history = html.unescape(pages["report"]), make_statement(finished_run)["history"]
     for part in ("tuning", "other_runs", "audits"):
         place = page.index(history[part]["text"])
-        assert page.index('<ul class="facts"') < place < page.index("strongest attacker")
+        assert page.index("<h2>What is promised") < place < page.index("strongest attacker")
 
 
 def test_what_was_declared_is_shown_and_what_was_not_is_left_to_fill_in(

@@ -70,7 +70,7 @@ def _key_errors(where: str, kind: str, remedy: str) -> Iterator[None]:
             "openssl pkey -in FILE -out OTHER, and delete that file after signing."
         ) from None
     except (ValueError, UnsupportedAlgorithm):
-        raise ConfigError(f"{where}: holds another kind of file; {expected}. {remedy}") from None
+        raise ConfigError(f"{where}: another kind of file; {expected}. {remedy}") from None
 
 
 def fingerprint(key: Ed25519PublicKey) -> str:
