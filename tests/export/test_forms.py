@@ -9,8 +9,9 @@ import pytest
 
 from dpvision.cli import main
 from dpvision.errors import ConfigError
-from dpvision.export.forms import Declared, cyclonedx_bom, opendp_entry, read_declared, write_form
+from dpvision.export.forms import cyclonedx_bom, opendp_entry, write_form
 from dpvision.files import write_json
+from dpvision.statement.declarations import Declared, read_declared
 from dpvision.statement.statement import make_statement
 
 from ..statement.runs import PRIVACY, PUBLIC_SCORES, make_run, make_store
@@ -149,7 +150,7 @@ def test_the_command_writes_the_form_with_its_statement(
     assert main([*line, "--declared", str(declared)]) == 2
     assert "expected it with opendp or cyclonedx alone" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="is not empty"):
-        write_form(run, "opendp", tmp_path / "opendp", read_declared(declared))
+        write_form(run, "opendp", tmp_path / "opendp", read_declared(declared, "export"))
 
 
 @pytest.mark.parametrize(
@@ -163,13 +164,16 @@ def test_the_command_writes_the_form_with_its_statement(
         ({"publication_date": "20261126"}, "expected YYYY-MM-DD"),
         ({"sector": "Hospital"}, "expected one of Technology, Healthcare"),
         ({"more": "x"}, "more; expected each field once"),
+        ({"organisation": " "}, "organisation=' '; expected a text. Fill it in, or leave"),
         ("region", "region; expected each field once"),
         ("all", "expected a JSON object"),
         ("list", "expected each field once"),
         ("missing", "No such file"),
     ],
 )
-def test_a_wrong_declaration_is_one_clear_error(change: Any, problem: str, tmp_path: Path) -> None:
+def test_a_wrong_declaration_is_one_clear_error(
+    change: Any, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "declared.json"
     value: Any = dict(vars(DECLARED))
     if isinstance(change, dict):
@@ -179,4 +183,6 @@ def test_a_wrong_declaration_is_one_clear_error(change: Any, problem: str, tmp_p
     if change != "missing":
         file.write_text("{" if change == "all" else json.dumps(value))
     with pytest.raises(ConfigError, match=problem):
-        read_declared(file)
+        read_declared(file, "export")
+    assert main(["report", str(tmp_path), "--declared", str(file)]) == 2
+    assert "error: report: --declared" in capsys.readouterr().err

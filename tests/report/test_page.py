@@ -26,15 +26,26 @@ from dpvision.eval.class_scores import class_scores
 from dpvision.eval.score import Visibility
 from dpvision.files import write_json
 from dpvision.privacy.plan import make_plan
-from dpvision.privacy.printed import up
+from dpvision.privacy.printed import percent_up, up
 from dpvision.report.operator_page import make_operator_page
 from dpvision.report.page import _score_groups, make_report, recompute_code
 from dpvision.report.reconstructions import reconstruct_some
+from dpvision.statement.declarations import Declared
 from dpvision.statement.statement import make_statement
 
 from ..statement.runs import POISSON, PRIVACY, PUBLIC_SCORES, make_run, make_store, score_entry
 
 SENTINEL = "31.4159265"
+DECLARED = Declared(
+    "Sorter <1>",
+    ["A hospital", "B & C"],
+    "sorting scans",
+    "EU",
+    "2026-11-26",
+    "Healthcare",
+    "set by the board",
+    data_set="scans of one ward",
+)
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
 
@@ -78,7 +89,10 @@ def pages(
     (run / "confidential" / "metrics.jsonl").write_text(
         "\n".join(lines) + "\n" + '{"step": 61, "lo'
     )  # cut by a crash
-    written = {"report": make_report(run, scenes), "operator": make_operator_page(run, scenes)}
+    written = {
+        "report": make_report(run, scenes, declared=DECLARED),
+        "operator": make_operator_page(run, scenes),
+    }
     assert written["operator"].parent.name == "confidential"
     return {name: path.read_text() for name, path in written.items()}
 
@@ -168,6 +182,64 @@ def test_the_guarantee_comes_in_words_before_figures_and_settings(pages: dict[st
         for text in ("strongest attacker", "<h2>Figures", "Settings", "The full statement")
     ]
     assert places == sorted(places)
+
+
+def test_tuning_other_runs_and_attacks_stand_at_the_headline(
+    finished_run: Path, pages: dict[str, str]
+) -> None:
+    page, history = html.unescape(pages["report"]), make_statement(finished_run)["history"]
+    for part in ("tuning", "other_runs", "audits"):
+        place = page.index(history[part]["text"])
+        assert page.index("<h2>What is promised") < place < page.index("strongest attacker")
+
+
+def test_what_was_declared_is_shown_and_what_was_not_is_left_to_fill_in(
+    pages: dict[str, str],
+) -> None:
+    page = pages["report"]
+    own, officer = page.index("Declared by the operator"), page.index("Questions of EDPB")
+    for told in ("Sorter &lt;1&gt;", "A hospital; B &amp; C", "2026-11-26", "scans of one ward"):
+        assert own < page.index(told) < page.index('<ul class="facts"')
+    assert "Sorter <1>" not in page
+    blank = '<span class="blank">to fill in</span>'  # organisation, held by, kept until
+    assert page[:officer].count(blank) == 3 == page[officer:].count(blank)
+
+
+def test_questions_of_law_have_facts_of_the_statement_and_open_judgements(
+    finished_run: Path, pages: dict[str, str]
+) -> None:
+    page, statement = pages["report"], make_statement(finished_run)
+    titles = ["Questions of EDPB Opinion 28/2024", "Draft data protection impact assessment"]
+    titles += ["(a) Desc", "(b) Nec", "(c) Risks", "(d) Measures", "How to check it"]
+    places = [page.index(title) for title in titles]
+    assert places == sorted(places)
+    opinion, assessment = page[places[0] : places[1]], page[places[1] : places[-1]]
+    attack = statement["guarantee"]["attack"]
+    for part in (opinion, assessment):
+        assert statement["headline"] in part and part.count('<p class="judge">') >= 7
+        figures = re.findall(r"[\d.]+%", re.sub(r"<[^>]*>", "", part))
+        stated = [percent_up(attack[name]) for name in ("tpr_at_fpr_0.01", "auc")]
+        assert figures == [stated[0], "1%", stated[1], "50%"]
+    for heading in ("Privacy parameters", "Unit of privacy", "Algorithms and correctness"):
+        assert page.index("NIST SP 800-226") < page.index(f"<h3>{heading}") < places[0]
+
+
+def test_without_declarations_there_are_no_questions_of_law(copy_of: Callable[[], Path]) -> None:
+    page = make_report(copy_of()).read_text()
+    assert "EDPB" not in page and "to fill in" not in page and "judge" not in body(page)
+
+
+def body(page: str) -> str:
+    return page[page.index("<body>") :]
+
+
+def test_settings_are_those_that_the_run_read(finished_run: Path, pages: dict[str, str]) -> None:
+    settings = make_statement(finished_run)["settings"]
+    shown = set(re.findall(r"<dt>((?:model|data|optim|hardware)\.[\w.]+)</dt>", pages["report"]))
+    assert settings["optim"]["name"] == "adamw" and settings["optim"]["momentum"] == 0.9
+    assert "optim.betas" in shown and "optim.momentum" not in shown  # read by SGD alone
+    assert settings["optim"]["ema_decay"] is None and "optim.ema_decay" not in shown
+    assert {"model.encoder.patch_size", "optim.learning_rate", "data.crop_scale"} <= shown
 
 
 def test_the_page_shows_every_text_of_the_statement(
@@ -327,9 +399,9 @@ def test_a_report_of_a_run_without_a_guarantee_says_so_first(
 ) -> None:
     make_store(tmp_path / "store", "public")
     privacy = replace(small_privacy, guarantee="none", noise_multiplier=None, max_grad_norm=None)
-    page = make_report(
-        make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=2)
-    ).read_text()
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=2)
+    assert "can be identified" not in make_report(run, declared=DECLARED).read_text()
+    page = make_report(run).read_text()
     assert re.search(r"<h1>(.*?)</h1>", page, re.DOTALL)[1] == "This run guarantees nothing."  # type: ignore[index]
     assert "epsilon" not in page.split("</h1>")[1].split("Settings")[0]
 

@@ -22,6 +22,8 @@ def report(
     gallery_num: int = 8,
     tuning: Tuning = "not_covered",
     stop: Stop = "not_declared",
+    declared: Path | None = None,
+    sign: Path | None = None,
     json: bool = False,
 ) -> None:
     """Write the statement (statement.json), the report (report.html) and the operator's page
@@ -52,6 +54,11 @@ def report(
             private images, released or confidential, had an influence on where it ended (a crash, a
             deadline set beforehand). The statement repeats the declaration and gives the epsilon of
             the executed steps beside that of the plan.
+        declared: JSON file of what only you know, as for `dpvision export --to opendp`. The report
+            then also has questions of EDPB Opinion 28/2024 and a draft impact assessment (GDPR,
+            art. 35), with facts filled in and judgements left open.
+        sign: PEM file with an ed25519 private key. Signs the statement in statement.json.sig, which
+            `dpvision verify --public-key` checks.
         json: Print JSON.
     """
     if not gallery_num >= 1:
@@ -66,7 +73,11 @@ def report(
     from dpvision.report.gallery import gallery_of_run
     from dpvision.report.operator_page import make_operator_page
     from dpvision.report.page import make_report
+    from dpvision.statement.declarations import read_declared
+    from dpvision.statement.signature import fingerprint, read_private_key, write_signature
 
+    told = None if declared is None else read_declared(declared, "report")
+    key = None if sign is None else read_private_key(sign)
     made = None if gallery is None else gallery_of_run(run, gallery, beside, count=gallery_num)
     operator = make_operator_page(run, store, gallery=made)
     page = make_report(
@@ -76,9 +87,14 @@ def report(
         tuning=tuning,
         stop=stop,
         gallery=None if made is None else made.public_part(),
+        declared=told,
     )
     written = {"statement": run / "statement.json", "report": page, "operator": operator}
+    if key is not None:
+        written["signature"] = write_signature(written["statement"], key)
     text = "\n".join(f"{name:10} {path}" for name, path in written.items())
+    if key is not None:
+        text += f"\nsigned by  the key {fingerprint(key.public_key())}"
     if made is not None:
         text += f"\n{gallery_places(made)}"
     emit({name: str(path) for name, path in written.items()}, json, text)

@@ -20,6 +20,7 @@ def verify(
     statement: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="STATEMENT")],
     run: Path | None = None,
     store: Path | None = None,
+    public_key: Path | None = None,
     json: bool = False,
 ) -> None:
     """Check a guarantee statement: its schema and figures, and epsilon by a second accountant that
@@ -27,17 +28,20 @@ def verify(
 
     --run adds the hashes of weights, config and code, the ledger's hash chain, and the lineage in
     ledger, manifest and weights. --store adds that the store's ledgers match its own record of
-    them, and which other runs used the same records.
+    them, and which other runs used the same records. --public-key first requires the signature
+    statement.json.sig (`dpvision report --sign`).
 
     Every value is recomputed from the statement's plan and steps, whatever version wrote it, or
     listed as declared. Each check is ok, declared, not checked with a reason, unverified (a figure
     that could not be confirmed), or failed. The exit status is 0 if no check failed and no figure
-    is unverified, 1 otherwise, 2 if the statement cannot be read.
+    is unverified, 1 otherwise, 2 if the statement cannot be read or was not signed with the key.
 
     Args:
         statement: statement.json, written by `dpvision report`.
         run: Run folder, or its released files.
         store: The store that the run was trained on, with its LEDGERS folder beside it.
+        public_key: PEM file with the signer's ed25519 public key. Its fingerprint is printed:
+            compare it with one that you have from the signer.
         json: Print JSON.
     """
     if statement.is_dir():
@@ -49,7 +53,7 @@ def verify(
         )
     from dpvision.statement.verify import verify_statement
 
-    checks = verify_statement(statement, run, store)
+    checks = verify_statement(statement, run, store, public_key)
     bad, unverified = (
         sum(check.status == status for check in checks) for status in ("failed", "unverified")
     )

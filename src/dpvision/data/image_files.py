@@ -3,7 +3,7 @@ stores.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -86,7 +86,9 @@ def find_images(
     for store in filter(None, stores):
         check_declared(window, False, store, where, f"the images that the {model} was trained on")
     parts = [
-        _store_images(store) if store else _file_images(place, workers, where, unit_from)
+        store_images(store, range(store.num_records))
+        if store
+        else _file_images(place, workers, where, unit_from)
         for store, place in zip(stores, places, strict=True)
     ]
     public = all(store is not None and store.results_visibility == "public" for store in stores)
@@ -113,8 +115,9 @@ def _num_files(path: Path) -> int | None:
     return num or None
 
 
-def _store_images(store: Store) -> Iterator[ImageFile]:
-    for row in range(store.num_records):
+def store_images(store: Store, rows: Iterable[int]) -> Iterator[ImageFile]:
+    """Yield the images of a store's rows, in order."""
+    for row in rows:
         record = store.record(row)
         yield ImageFile(record.key, record.image, stored=True, person=record.unit)
 

@@ -9,88 +9,20 @@ Every figure and sentence on privacy is the statement's own.
 import json
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dpvision.config.unit import Stated
 from dpvision.errors import ConfigError
 from dpvision.export.card import PIPELINES
-from dpvision.export.product import stated
+from dpvision.export.product import require_new, stated
 from dpvision.files import disk_refusals, new_folder
 from dpvision.privacy.printed import up
-from dpvision.strict_json import parse_json
+from dpvision.statement.declarations import Declared
 
 Form = Literal["opendp", "cyclonedx"]
 FORMS: tuple[Form, ...] = get_args(Form)
-Sector = Literal["Technology", "Healthcare", "Education", "Government", "Energy", "Finance"]
 _KINDS = {"head": "classifier", "classifier": "classifier", "captioner": "captioner"}
-
-
-@dataclass(frozen=True)
-class Declared:
-    """What only the operator knows."""
-
-    name: str
-    """Name of the model."""
-    curators: list[str]
-    """Who is responsible for the images and publishes the model."""
-    intended_use: str
-    region: str
-    """What region the images are from, or whose law applies."""
-    publication_date: str
-    """YYYY-MM-DD."""
-    sector: Sector
-    justification: str
-    """Why these parameters were chosen, and by whom."""
-
-
-def read_declared(file: Path) -> Declared:
-    """Read the declarations from a JSON object with the fields of ``Declared``.
-
-    Raises:
-        ConfigError: the file cannot be read, or a field is missing, unknown, empty or of another
-            kind.
-    """
-    names = [field.name for field in fields(Declared)]
-    example = {name: [] if name == "curators" else "" for name in names}
-    remedy = f"Fill in {json.dumps(example)}."
-    try:
-        found = parse_json(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"export: --declared {file}: {error}; expected a JSON object. {remedy}"
-        ) from None
-    if not isinstance(found, dict) or set(found) != set(names):
-        given = set(found) if isinstance(found, dict) else set()
-        wrong = ", ".join(sorted(given ^ set(names)))
-        raise ConfigError(
-            f"export: --declared {file}: {wrong}; expected each field once, no others. {remedy}"
-        )
-    for name, value in found.items():
-        parts = value if name == "curators" else [value]
-        texts = isinstance(parts, list) and all(isinstance(p, str) and p.strip() for p in parts)
-        if not (parts and texts):
-            raise ConfigError(
-                f"export: --declared {file}: {name}={value!r}; expected "
-                f"{'a list of names' if name == 'curators' else 'a text'}. Fill it in."
-            )
-    try:
-        day = date.fromisoformat(found["publication_date"]).isoformat()
-    except ValueError:
-        day = None
-    if day != found["publication_date"]:
-        raise ConfigError(
-            f"export: --declared {file}: publication_date={found['publication_date']!r}; expected "
-            "YYYY-MM-DD. Correct it."
-        )
-    if found["sector"] not in get_args(Sector):
-        raise ConfigError(
-            f"export: --declared {file}: sector={found['sector']!r}; expected one of "
-            f"{', '.join(get_args(Sector))}. Choose the nearest."
-        )
-    return Declared(**found)
 
 
 def write_form(run: str | Path, to: Form, folder: str | Path, declared: Declared) -> Path:
@@ -102,11 +34,7 @@ def write_form(run: str | Path, to: Form, folder: str | Path, declared: Declared
         CheckpointError: there is no run or checkpoint, it was altered, or the disk refuses.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"export: {folder} is not empty; expected a new folder. Choose another name, or remove "
-            "it."
-        )
+    require_new(folder)
     statement = stated(Path(run))
     name, make = _MADE[to]
     made = make(statement, declared)

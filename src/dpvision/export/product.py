@@ -273,6 +273,15 @@ def stated(run: Path) -> dict[str, Any]:
     return make_statement(run, tuning=tuning, stop=stop or "not_declared")
 
 
+def require_new(folder: Path) -> None:
+    """Raise ConfigError for a folder that has files already."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"export: {folder} is not empty; expected a new folder. Choose another name, or remove "
+            "it."
+        )
+
+
 def refused(to: str, part: str, remedy: str) -> ConfigError:
     """Return the error for a model that a format cannot hold.
 

@@ -15,7 +15,7 @@ import torch
 from dpvision.data.transform import LibraryData
 from dpvision.errors import ConfigError
 from dpvision.export.card import model_card
-from dpvision.export.product import Product, dumped, open_product, refused
+from dpvision.export.product import Product, dumped, open_product, refused, require_new
 from dpvision.files import disk_refusals, new_folder
 from dpvision.runs.folder import require_confidential
 
@@ -67,11 +67,7 @@ def export(
         PrivacyError: the run cannot be stated (``make_statement``).
     """
     run, folder = Path(run), Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"export: {folder} is not empty; expected a new folder. Choose another name, or remove "
-            "it."
-        )
+    require_new(folder)
     product = open_product(run, ema=ema, encoder=encoder)
     if product.statement is None:
         require_confidential(

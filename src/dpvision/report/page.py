@@ -6,6 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from dpvision.config.resolve import unread
 from dpvision.config.unit import Stated
 from dpvision.data.open import open_store
 from dpvision.errors import PrivacyError
@@ -20,11 +21,14 @@ from dpvision.report.html import render, setting_rows, write_page
 from dpvision.report.learned import learned_of, predict_some
 from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
+from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import runs_on
+from dpvision.statement.declarations import Declared
 from dpvision.statement.schema import Stop, Tuning
 from dpvision.statement.statement import Evidence, read_evidence, require_declarations, statement_of
 
 _CURVE_POINTS = 12
+_OFF = ("none", "False", "")
 
 
 def make_report(
@@ -35,6 +39,7 @@ def make_report(
     tuning: Tuning = "not_covered",
     stop: Stop = "not_declared",
     gallery: Gallery | None = None,
+    declared: Declared | None = None,
 ) -> Path:
     """Write RUN/statement.json and RUN/report.html, a page without scripts or network requests, and
     return the page's path.
@@ -45,6 +50,8 @@ def make_report(
             page; if None, no images.
         store_dir, tuning, stop: as in ``statement.make_statement``.
         gallery: public part (``Gallery.public_part``) of a gallery of captioned images.
+        declared: what only the operator knows. The page then has questions of data protection law
+            too, with these facts and the statement's filled in and judgements left open.
 
     Raises:
         PrivacyError: the run may not be reported (``make_statement``), or ``public_store`` or
@@ -101,9 +108,17 @@ def make_report(
         gallery=gallery,
         scale=0.0 if said is None else _place_on_scale(said.epsilon),
         recompute=recompute_code(evidence.plan, statement),
-        settings=setting_rows(statement["settings"]),
+        settings=_settings_in_use(root, statement),
+        declared=declared,
     )
     return write_page(root / "report.html", html)
+
+
+def _settings_in_use(root: Path, statement: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the settings that the run read, without those that are off."""
+    left_out = unread(read_run(root)[1])
+    rows = setting_rows(statement["settings"])
+    return [(name, value) for name, value in rows if name not in left_out and value not in _OFF]
 
 
 def _public_class_scores(root: Path) -> dict[str, dict[str, Any]]:

@@ -33,6 +33,12 @@ from dpvision.statement.check import (
 )
 from dpvision.statement.other_runs import check_other_runs
 from dpvision.statement.recompute import check_epsilons, check_figures, check_schema
+from dpvision.statement.signature import (
+    fingerprint,
+    read_public_key,
+    require_signature,
+    signature_of,
+)
 from dpvision.statement.statement import (
     read_evidence,
     settings_of,
@@ -44,10 +50,14 @@ from dpvision.weights import lineage_digest, unpack
 
 NO_RUN = "no run given: give its folder with --run"
 NO_STORE = "no store given: give its folder with --store"
+NO_KEY = "no key given: give the signer's public key with --public-key"
 
 
 def verify_statement(
-    path: str | Path, run_dir: str | Path | None = None, store_dir: str | Path | None = None
+    path: str | Path,
+    run_dir: str | Path | None = None,
+    store_dir: str | Path | None = None,
+    public_key: str | Path | None = None,
 ) -> list[Check]:
     """Check a statement.
 
@@ -56,11 +66,14 @@ def verify_statement(
         run_dir: the run's folder, or its released files: run.json, config.json, ledger.jsonl and
             the checkpoint.
         store_dir: the store that it was trained on, with the LEDGERS folder next to it.
+        public_key: PEM file of the key that must have signed the statement (``signature``).
 
     Raises:
-        DataError: the statement cannot be read, or a folder does not exist.
+        DataError: the statement cannot be read or was not signed with the key, or a folder does
+            not exist.
+        ConfigError: the key cannot be read.
     """
-    statement = _read(Path(path))
+    statement, signed = _read(Path(path), None if public_key is None else Path(public_key))
     for folder in (run_dir, store_dir):
         if folder is not None and not Path(folder).is_dir():
             raise DataError(
@@ -69,8 +82,12 @@ def verify_statement(
             )
     schema = check_schema(statement)
     if schema.status == "failed":
-        return [schema, not_checked("everything else", "the statement does not fit its schema")]
-    checks = [schema, *check_figures(statement), *check_epsilons(statement)]
+        return [
+            *signed,
+            schema,
+            not_checked("everything else", "the statement does not fit its schema"),
+        ]
+    checks = [*signed, schema, *check_figures(statement), *check_epsilons(statement)]
     copy = manifest = None
     if run_dir is None:
         checks.append(not_checked("run, weights, config, code, ledger, lineage, scores", NO_RUN))
@@ -97,14 +114,23 @@ def verify_statement(
     return checks
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, public_key: Path | None) -> tuple[Any, list[Check]]:
+    """Read a statement, and check the signature of the bytes that are read if there is a key."""
+    key = None if public_key is None else read_public_key(public_key)
     try:
-        return parse_json(path.read_bytes())
+        data = path.read_bytes()
+        statement = parse_json(data)
     except (OSError, ValueError) as error:
         raise DataError(
             f"verify: {path}: {error}; expected a statement.json. Make one with `dpvision report "
             "RUN`."
         ) from None
+    if key is not None:
+        require_signature(path, data, key)
+        return statement, [ok("signature", f"of these bytes, by the key {fingerprint(key)}")]
+    if signature_of(path).exists():
+        return statement, [not_checked("signature", NO_KEY)]
+    return statement, []
 
 
 def _run(
