@@ -1,7 +1,5 @@
 """``dpvision predict``: classify images."""
 
-import contextlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,24 +68,19 @@ def predict(
     )
     private = classifier.confidential or found.visibility == "private"
     release.check(csv, "predict", "predictions on private images", private, name="csv")
-    with contextlib.ExitStack() as stack:
-        write: Callable[[Prediction], None] | None = None
-        if csv is not None:
-            write = stack.enter_context(predictions_writer(classifier, csv))
-        elif not json:
-            write = partial(_print_line, classifier=classifier)
-        done = for_each(
-            predict_files(
-                classifier, found.samples, batch_size=reading.batch_size, workers=reading.workers
-            ),
-            write,
-            command="predict",
-            what="predictions",
-            total=found.total,
-            private=private,
-            prints=csv is None and not json,
-            keep=json,
-        )
+    done = for_each(
+        predict_files(
+            classifier, found.samples, batch_size=reading.batch_size, workers=reading.workers
+        ),
+        csv,
+        partial(predictions_writer, classifier),
+        partial(_print_line, classifier=classifier),
+        command="predict",
+        what="predictions",
+        total=found.total,
+        private=private,
+        json=json,
+    )
     if json:
         result: dict[str, Any] = {
             "predictions": [_plain(one, classifier) for one in done.made],
