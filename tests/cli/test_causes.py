@@ -98,12 +98,16 @@ def test_resuming_a_run_that_is_not_there_names_those_that_are(
     argv = [*command.split(), "--resume", "--name", "nosuch"]
     said = _error(argv, capsys)
     assert "runs/nosuch holds no run" in said and "There is no run in runs" in said
-    write_folder(
-        Path("runs"),
-        {"first/config.json": b"{}", "secret/confidential/config.json": b"{}", "other/x": b""},
-    )
+    hub = {"hub/config.json": b"{}"}  # what save_pretrained writes
+    runs = {
+        f"{base}/{name}.json": b"{}"
+        for base in ("first", "secret/confidential")
+        for name in ("config", "run")
+    }
+    write_folder(Path("runs"), runs | hub | {"other/x": b""})
     said = _error(argv, capsys)
     assert "runs/nosuch holds no run" in said and "The runs in runs are first, secret:" in said
+    assert "runs/hub holds no run" in _error(["export", "runs/hub", "out", "--to", "onnx"], capsys)
 
 
 def test_verify_of_a_run_gets_the_command(capsys: pytest.CaptureFixture[str]) -> None:

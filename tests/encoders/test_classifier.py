@@ -36,6 +36,7 @@ from dpvision.models import make_model
 from dpvision.models.classifier import Classifier
 
 from ..adapt.runs_of_heads import head_config, run_head, write_digits
+from ..hub_folders import write_folder
 
 VIT = ViTConfig(image_size=8, patch_size=2, depth=2, width=32, num_heads=2)
 RESNET = ResNetConfig(image_size=8, depths=(1, 1), widths=(16, 32))
@@ -182,12 +183,18 @@ def test_trained_classifiers_can_be_traced_and_exported(name: str, tmp_path: Pat
         pytest.param("timm:tf_efficientnet_lite0", 64, "stages", marks=pytest.mark.slow),
         pytest.param("timm:test_vit", None, "stages", marks=pytest.mark.slow),
         pytest.param("torchvision:resnet18", 64, "stages", marks=pytest.mark.slow),
+        pytest.param("hf:vit", None, "mean", marks=pytest.mark.slow),
+        pytest.param("hf:convnext", None, "mean", marks=pytest.mark.slow),
+        pytest.param("hf:swin", None, "mean", marks=pytest.mark.slow),
     ],
 )
 def test_frozen_encoders_can_be_traced_and_exported(
-    spec: str, side: int | None, pooling: str
+    spec: str, side: int | None, pooling: str, tmp_path: Path
 ) -> None:
     """Patches see images of two resolutions: which one an image has must not be recorded."""
+    if spec.startswith("hf:"):
+        pytest.importorskip("transformers", reason="transformers is of an extra")
+        spec = f"hf:{write_folder(tmp_path / 'hub', spec.removeprefix('hf:'))}"
     encoder = open_encoder(spec, image_size=side)
     side = encoder.image_size
     x_BCHW = torch.rand(5, 3, side, side, generator=torch.Generator().manual_seed(0))

@@ -83,6 +83,8 @@ HEADS: dict[str, tuple[str, bool]] = {
     "head on patches and scattering": ("patches+scattering", True),
     "head on `hf:`, ViT": ("hf:{vit}", True),
     "head on `hf:`, CLIP": ("hf:{clip}", True),
+    "head on `hf:`, ConvNeXt": ("hf:{convnext}", True),
+    "head on `hf:`, Swin": ("hf:{swin}", True),
 }
 """Name of a row -> the encoder of a head (``dpvision adapt``), and whether features are scaled to
 length 1.
@@ -130,7 +132,7 @@ def make_head(root: Path, name: str, mae: Path) -> Path:
         save_file(timm.create_model(name_of_model).state_dict(), files["timm"])
     if "{torchvision}" in spec:
         save_file(torchvision.models.resnet18().state_dict(), files["torchvision"])
-    for kind in ("vit", "clip"):
+    for kind in ("vit", "clip", "convnext", "swin"):
         files[kind] = root.parent / f"{root.name}-{kind}"
         if f"{{{kind}}}" in spec:
             write_folder(files[kind], kind)

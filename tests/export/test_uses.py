@@ -13,6 +13,8 @@ from sklearn.datasets import load_sample_images
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig
 from dpvision.data.transform import preprocess_of
+from dpvision.encoders.calibration import Calibration, save_calibration, weights_of
+from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.trained import load_model
 from dpvision.export.to_onnx import pixels_code
 from dpvision.export.write import export
@@ -22,7 +24,8 @@ from dpvision.models.mae import MAE, losses
 from dpvision.runs.folder import read_run
 
 from ..captioners import image, make_tokenizer
-from .models_to_export import MODELS, Copies, Made, make_exportable
+from .models_to_export import CLASSES, MODELS, Copies, Made, make_exportable
+from .test_formats import modelling
 
 CAPTIONER, MAE_RUN = "captioner (`dpcap.*`)", "masked autoencoder (`vip.*`)"
 
@@ -81,6 +84,40 @@ IMAGES = [
     Image.fromarray(load_sample_images().images[0]).crop(box)
     for box in ((0, 0, 300, 300), (5, 9, 205, 327), (100, 40, 171, 82))
 ]
+
+
+@pytest.mark.parametrize(
+    "to", ["safetensors", "timm", pytest.param("onnx", marks=pytest.mark.slow)]
+)
+def test_a_calibrated_run_leaves_with_its_temperature_offset_and_thresholds(
+    to: Any, tmp_path: Path
+) -> None:
+    """The probabilities are those of ``dpvision predict``; timm gives scores, the card the rest."""
+    run, thresholds = make_exportable(tmp_path / "run", "classifier on our ViT, mean"), (0.2, 0.5)
+    weights = weights_of(load_checkpoint(run), ema=False)
+    x_BCHW = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    before = load_classifier(run).probabilities(x_BCHW)
+    made = Calibration(weights, 2.5, 0.75, (*thresholds, 0.9), "of largest F1", {}, 1.0, 0.5)
+    save_calibration(load_checkpoint(run), made)
+    expected = load_classifier(run).probabilities(x_BCHW)
+    assert (expected - before).abs().max() > 0.05
+    if to == "onnx":
+        pytest.importorskip("onnxscript", reason="onnxscript is of an extra")
+    export(run, to, folder := tmp_path / "out")
+    if to == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(folder / "model.onnx")
+        found = torch.from_numpy(session.run(["probabilities"], {"images": x_BCHW.numpy()})[0])
+    elif to == "timm":
+        model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        found = (model(x_BCHW) / 2.5).sigmoid()
+    else:
+        found = modelling(folder).load(folder).probabilities(x_BCHW)
+    torch.testing.assert_close(found.detach(), expected, atol=1e-6, rtol=0)
+    card = (folder / "README.md").read_text()
+    assert "the sigmoid of the scores divided by 2.5; a class is predicted above" in card
+    assert f"0. {CLASSES[0]}, above 0.2\n1. {CLASSES[1]}, above 0.5\n" in card
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,18 @@ def test_labels_that_cannot_be_learnt_are_refused_before_anything_is_charged(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("num_classes", [7, 9])
+def test_a_class_list_of_another_length_is_refused(
+    config: RunConfig, tmp_path: Path, num_classes: int
+) -> None:
+    """The names are declared, so the error needs no count of private labels."""
+    wrong = tuned(config, None, num_classes=num_classes)
+    words = f"has 8 class names; expected {num_classes}, .* Pass --model.num-classes 8, or import"
+    with pytest.raises(DataError, match=words) as raised, new_session(wrong, tmp_path / "run"):
+        pass
+    assert "operator only" not in str(raised.value) and not (tmp_path / "run").exists()
+
+
 def tuned(config: RunConfig, parent: Path | None, **model: object) -> RunConfig:
     """The conftest's run with a classifier on its encoder."""
     encoder = config.model.encoder
@@ -302,6 +314,12 @@ def tuned(config: RunConfig, parent: Path | None, **model: object) -> RunConfig:
         model=ClassifierConfig(**settings),
         init_from=None if parent is None else str(parent),
     )
+
+
+def on(store: Store, config: RunConfig) -> RunConfig:
+    """Digits have no class names, so any number of classes from 10 on fits them."""
+    privacy = replace(config.privacy, dataset_size=store.num_records)
+    return replace(config, privacy=privacy, data=replace(config.data, store=str(store.path)))
 
 
 def test_fine_tuning_takes_the_encoder_of_an_autoencoder_and_nothing_else(
@@ -337,24 +355,25 @@ def test_weights_that_predict_something_else_are_refused_though_shapes_agree(
 
 
 def test_the_pixel_head_of_an_autoencoder_is_never_taken_for_a_class_head(
-    config: RunConfig, autoencoder: Path, tmp_path: Path
+    config: RunConfig, digits: Store, autoencoder: Path, tmp_path: Path
 ) -> None:
     # Decoder width 16 = encoder width, 48 numbers of a patch: the two heads have one shape and one
     # name.
     parent = load_checkpoint(autoencoder)
-    with new_session(tuned(config, autoencoder, num_classes=48), tmp_path / "tuned") as session:
+    many = on(digits, tuned(config, autoencoder, num_classes=48))
+    with new_session(many, tmp_path / "tuned") as session:
         head = session.model.state_dict()["head.weight"]
         assert head.shape == parent.model["head.weight"].shape and not head.any()
 
 
 def test_a_classifier_takes_a_head_of_as_many_classes_only(
-    config: RunConfig, tmp_path: Path
+    config: RunConfig, digits: Store, tmp_path: Path
 ) -> None:
     parent = load_checkpoint(train(tuned(config, None), tmp_path / "one"))
-    for num_classes in (8, 9):
-        with new_session(
-            tuned(config, tmp_path / "one", num_classes=num_classes), tmp_path / f"to{num_classes}"
-        ) as session:
+    for num_classes in (8, 10):
+        made = tuned(config, tmp_path / "one", num_classes=num_classes)
+        made = made if num_classes == 8 else on(digits, made)
+        with new_session(made, tmp_path / f"to{num_classes}") as session:
             weights = session.model.state_dict()
         assert torch.equal(weights["encoder.norm.weight"], parent.model["encoder.norm.weight"])
         assert weights["head.weight"].shape == (num_classes, 16)

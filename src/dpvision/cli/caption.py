@@ -1,7 +1,5 @@
 """``dpvision caption``: caption images."""
 
-import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -82,30 +80,25 @@ def caption(
     found = find_images(images, workers=reading.workers, window=captioner.window)
     private = captioner.confidential or found.visibility == "private"
     release.check(out, "caption", "captions of private images", private, name="out")
-    with contextlib.ExitStack() as stack:
-        write: Callable[[Captioned], object] | None = None
-        if out is not None:
-            write = stack.enter_context(captions_writer(out))
-        elif not json:
-            write = _print_lines
-        done = for_each(
-            caption_files(
-                captioner,
-                found.samples,
-                replace(settings, prompt=prompt_ids(captioner, prompt)),
-                fit=fit,
-                seed=seed,
-                batch_size=reading.batch_size,
-                workers=reading.workers,
-            ),
-            write,
-            command="caption",
-            what="captions",
-            total=found.total,
-            private=private,
-            prints=out is None and not json,
-            keep=json,
-        )
+    done = for_each(
+        caption_files(
+            captioner,
+            found.samples,
+            replace(settings, prompt=prompt_ids(captioner, prompt)),
+            fit=fit,
+            seed=seed,
+            batch_size=reading.batch_size,
+            workers=reading.workers,
+        ),
+        out,
+        captions_writer,
+        _print_lines,
+        command="caption",
+        what="captions",
+        total=found.total,
+        private=private,
+        json=json,
+    )
     if json:
         result = {
             "captions": [one.to_dict() for one in done.made],

@@ -1,7 +1,9 @@
 """Shared by the commands that compute something for each image: predict and caption."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -56,29 +58,38 @@ class Results(Generic[R]):
 
 def for_each(
     results: Iterable[R],
-    write: Callable[[R], object] | None,
+    out: Path | None,
+    writer: Callable[[Path], AbstractContextManager[Callable[[R], object]]],
+    print_one: Callable[[R], None],
     *,
     command: str,
     what: str,
     total: int | None,
     private: bool,
-    prints: bool,
-    keep: bool,
+    json: bool,
 ) -> Results[R]:
-    """Write each result, show progress, and name the images that could not be read.
+    """Write each result to ``out`` or print it, show progress, and name the images that could not
+    be read.
 
     Args:
-        write: called with every result; None writes nothing.
+        writer: opens ``out``, and gives the function that is called with every result.
+        print_one: prints a result, without ``out`` and ``json``. No progress then on the same
+            terminal.
         what: name of the results, for the progress.
         total: expected number of images, if known.
-        prints: whether ``write`` prints. No progress then on the same terminal.
-        keep: whether to return the results of readable images.
+        json: whether to return the results of readable images.
 
     Raises:
-        DataError: no image could be read.
+        DataError: no image could be read, or ``out`` cannot be written.
     """
     made, unreadable, num_done = list[R](), list[R](), 0
-    with ProgressLine(quiet=prints and (sys.stdout.isatty() or not sys.stderr.isatty())) as line:
+    prints = out is None and not json
+    quiet = prints and (sys.stdout.isatty() or not sys.stderr.isatty())
+    with contextlib.ExitStack() as stack:
+        write: Callable[[R], object] | None = print_one if prints else None
+        if out is not None:
+            write = stack.enter_context(writer(out))
+        line = stack.enter_context(ProgressLine(quiet=quiet))
         for one in results:
             if write is not None:
                 write(one)
@@ -86,14 +97,14 @@ def for_each(
                 unreadable.append(one)
                 continue
             num_done += 1
-            if keep:
+            if json:
                 made.append(one)
             line.count(what, num_done, total)
-    if num_done == 0:
-        raise DataError(
-            f"{command}: {unreadable_text(unreadable) or 'no images'}; expected at least one "
-            "readable image. Give other paths."
-        )
+        if num_done == 0:
+            raise DataError(
+                f"{command}: {unreadable_text(unreadable) or 'no images'}; expected at least one "
+                "readable image. Give other paths."
+            )
     if unreadable:
         print((OPERATOR_ONLY if private else "") + unreadable_text(unreadable), file=sys.stderr)
     return Results(num_done, made, unreadable)

@@ -1,7 +1,6 @@
 """``dpvision predict``: classify images."""
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,40 +87,32 @@ def predict(
     release.check(csv, "predict", "predictions on private images", private, name="csv")
     persons = Persons(classifier)
 
-    def remembered(one: "Prediction") -> "Prediction":
-        persons.add(one)
-        return one
-
-    with contextlib.ExitStack() as stack:
-        write: Callable[[Prediction], object] | None = None
-        if csv is not None:
-            write = stack.enter_context(predictions_writer(classifier, csv))
-        elif not json:
-            write = partial(_print_line, classifier=classifier)
-        done = for_each(
-            map(
-                remembered,
-                predict_files(
-                    classifier,
-                    found.samples,
-                    batch_size=reading.batch_size,
-                    workers=reading.workers,
-                ),
-            ),
-            write,
-            command="predict",
-            what="predictions",
-            total=found.total,
-            private=private,
-            prints=csv is None and not json,
-            keep=json,
-        )
-        if unit_from is not None and not persons:
+    def remembered() -> Iterator["Prediction"]:
+        read = False
+        for one in predict_files(
+            classifier, found.samples, batch_size=reading.batch_size, workers=reading.workers
+        ):
+            persons.add(one)
+            read = read or one.problem is None
+            yield one
+        if read and unit_from is not None and not persons:
             raise DataError(
                 f"predict: --unit-from {unit_from}: no image has it; expected the field that names "
                 "the person: a column of the table, or parent for the folder's name. Correct it, "
                 "or drop it."
             )
+
+    done = for_each(
+        remembered(),
+        csv,
+        partial(predictions_writer, classifier),
+        partial(_print_line, classifier=classifier),
+        command="predict",
+        what="predictions",
+        total=found.total,
+        private=private,
+        json=json,
+    )
     of_persons = None
     if csv is not None and persons:
         of_persons = csv.with_name(f"{csv.stem}-persons.csv")

@@ -116,7 +116,15 @@ def _preprocessing(product: Product) -> str:
 
 
 def _classes(product: Product) -> str:
-    names = product.class_names
-    text = "\n".join(f"{k}. {name}" for k, name in enumerate(names[:_SHOWN]))
+    names, thresholds_K = product.class_names, product.thresholds_K
+    above = (
+        [""] * len(names) if thresholds_K is None else [f", above {t:.6g}" for t in thresholds_K]
+    )
+    text = "\n".join(f"{k}. {name}{above[k]}" for k, name in enumerate(names[:_SHOWN]))
     more = f"\n\nand {len(names) - _SHOWN:,} more." if len(names) > _SHOWN else ""
-    return f"## Classes\n\nIn the order of the scores:\n\n{text}{more}"
+    over = "" if product.temperature == 1 else f" divided by {product.temperature:.6g}"
+    rule = "" if thresholds_K is None else "; a class is predicted above its threshold"
+    return (
+        "## Classes\n\nIn the order of the scores. Probabilities are the "
+        f"{product.loss} of the scores{over}{rule}:\n\n{text}{more}"
+    )

@@ -228,9 +228,9 @@ def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
         CheckpointError: there is no run, or its files cannot be read.
     """
     base = run_base(root)
-    if base is None:
+    if base is None or not (base / "run.json").exists():  # a model hub's folder has config.json
         raise CheckpointError(
-            f"run: {root} holds no run; expected a run's folder, with config.json. "
+            f"run: {root} holds no run; expected a run's folder, with config.json and run.json. "
             f"{_runs_in(root.parent)}"
         )
     try:
@@ -256,7 +256,8 @@ def _runs_in(folder: Path) -> str:
     """Name the runs in a folder, for an error."""
     names = []
     with contextlib.suppress(OSError):
-        names = sorted(path.name for path in folder.iterdir() if run_base(path) is not None)
+        bases = {path.name: run_base(path) for path in folder.iterdir()}
+        names = sorted(n for n, base in bases.items() if base and (base / "run.json").exists())
     if not names:
         return (
             f"There is no run in {folder}: correct the path (with --resume: --runs and --name), or "

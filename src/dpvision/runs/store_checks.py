@@ -130,10 +130,10 @@ def check_labels(
         multi_label: whether records may have several labels.
 
     Raises:
-        DataError: the store has one label per record and several are expected, or the reverse; a
-            record is unlabelled (an empty list is a label) and the import was without
-            --unknown-classes unlabelled; a label is not a class of the model; or all records have
-            the same labels.
+        DataError: the store has one label per record and several are expected, or the reverse; it
+            names more or fewer classes than the model has; a record is unlabelled (an empty list is
+            a label) and the import was without --unknown-classes unlabelled; a label is not a class
+            of the model; or all records have the same labels.
     """
     where = f"store: {store.path}"
     if store.multi_label != multi_label:
@@ -146,6 +146,13 @@ def check_labels(
         raise DataError(
             f"{where} has {got} a record; expected {rule} with multi_label={multi_label}. "
             f"{change}, or import other labels."
+        )
+    if store.label_names is not None and len(store.label_names) != num_classes:
+        num = len(store.label_names)
+        raise DataError(
+            f"{where} has {num} class names; expected {num_classes}, as many as the model has "
+            f"classes. Pass --model.num-classes {num}, or import with --classes FILE, which lists "
+            f"all {num_classes}."
         )
     missing = int((~store.labelled[rows]).sum())
     # With --unknown-classes unlabelled at the import such a record is drawn, and its contribution
