@@ -39,7 +39,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision in which operands of ``dtype`` are accumulated: float32, or float64 for
     float64.
     """
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widest(*dtypes: torch.dtype) -> torch.dtype:
+    """``wide`` of the widest of several."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -54,7 +59,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return total
     if a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16) and a.is_cuda:
         return torch.bmm(a, b, out_dtype=torch.float32)
-    dtype = wide(torch.promote_types(a.dtype, b.dtype))
+    dtype = widest(a.dtype, b.dtype)
     return torch.bmm(a.to(dtype), b.to(dtype))
 
 
@@ -65,7 +70,7 @@ def accumulated(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16) and a.is_cuda:
         part = torch.mm(a, b, out_dtype=torch.float32)
         return part if total is None else total.add_(part)
-    dtype = wide(torch.promote_types(a.dtype, b.dtype))
+    dtype = widest(a.dtype, b.dtype)
     return a.to(dtype) @ b.to(dtype) if total is None else total.addmm_(a.to(dtype), b.to(dtype))
 
 
@@ -77,10 +82,10 @@ def scaled(value_NTP: Tensor, factor_N: Tensor) -> Tensor:
     u x sum of |l_t| |r_t|: that is added to the norm before the factor is chosen, so that the
     rounded contribution is no longer than C.
     """
-    wide_NTP = (
-        value_NTP * factor_N[:, None, None]
-    )  # factors are float32 or wider, so is the product
-    return wide_NTP.to(value_NTP.dtype) if rounding(value_NTP.dtype, value_NTP.device) else wide_NTP
+    factor_N11 = factor_N[:, None, None]
+    if rounding(value_NTP.dtype, value_NTP.device):  # computed in float32, rounded as it is written
+        return torch.mul(value_NTP, factor_N11, out=torch.empty_like(value_NTP))
+    return value_NTP * factor_N11  # factors are float32 or wider, so is the product
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:
@@ -337,11 +342,7 @@ class OuterProducts:
             here = [slice(piece.start - rows.start, piece.stop - rows.start) for piece in pieces]
             fresh = total is None
             if total is None:
-                dtype = sum_dtype(
-                    len(blocks),
-                    blocks[-1].stop,
-                    torch.promote_types(wide(left.dtype), wide(right.dtype)),
-                )
+                dtype = sum_dtype(len(blocks), blocks[-1].stop, widest(left.dtype, right.dtype))
                 total = torch.empty(
                     self.left.width, self.right.width, dtype=dtype, device=self.device
                 )
