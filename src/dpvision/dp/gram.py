@@ -30,12 +30,12 @@ from torch import Tensor
 from dpvision.devices import send
 from dpvision.dp.outer_products import (
     GRAM_NUMBERS,
-    MOST_TERMS,
     OneHot,
     OuterProducts,
     Recomputed,
     Side,
     chunks,
+    most_terms_at_once,
     product,
     wide,
 )
@@ -165,13 +165,14 @@ def written_square_norms(outer: OuterProducts, rows: slice, value_N: Tensor) -> 
 @dataclass(frozen=True, eq=False)
 class PlaceSums:
     """What value and bound need of two Gram matrices, by place: L of the left rows (the sum of
-    those of several weights), and R of the right rows. (N, T), float32 or wider.
+    those of several weights), and R of the right rows. (N, T), float32 or wider. By panels, a
+    number above the diagonal counts at the place of its mirror image.
     """
 
     value_NT: Tensor
     """Sums of the rows of L o R."""
     norm_l_NT: Tensor
-    """Norms of the rows of L."""
+    """Norms of the rows of L: their squares add up to the squared norm of L."""
     norm_r_NT: Tensor
     square_l_NT: Tensor
     """The diagonal of L: squared lengths of the left rows."""
@@ -196,14 +197,10 @@ def place_sums(lefts: list[Side], right: Side) -> PlaceSums:
         for rows in chunks(right.num_records, numbers, GRAM_NUMBERS, right.device)
     ]
     made = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+    terms = max(_blocked(left.width, left.dtype, left.device) for left in lefts) + len(lefts)
     dtype = wide(right.dtype)
-    left_width = max(left.width for left in lefts)
-    return PlaceSums(
-        *made,
-        off_l=gamma(_blocked(left_width) + len(lefts), dtype),
-        off_r=gamma(_blocked(right.width), dtype),
-        dtype=dtype,
-    )
+    off_r = gamma(_blocked(right.width, right.dtype, right.device), dtype)
+    return PlaceSums(*made, gamma(terms, dtype), off_r, dtype)
 
 
 def _by_place(lefts_NTP: list[Tensor], right_NTQ: Tensor, panel: int) -> tuple[Tensor, ...]:
@@ -307,15 +304,16 @@ def _cross_gram(a: Side, b: Side, rows: slice) -> Tensor:
     return product(a.rows(rows), b.rows(rows).mT)
 
 
-def _blocked(width: int) -> int:
+def _blocked(width: int, dtype: torch.dtype, device: torch.device) -> int:
     """Roundings of a term of an inner product in ``product``: inside its block, and as the blocks
     are added up.
     """
-    return width if width <= MOST_TERMS else MOST_TERMS + -(-width // MOST_TERMS)
+    most = most_terms_at_once(dtype, device)
+    return width if width <= most else most + -(-width // most)
 
 
 def _terms(side: Side) -> int:
-    return 1 if isinstance(side, OneHot) else _blocked(side.width)
+    return 1 if isinstance(side, OneHot) else _blocked(side.width, side.dtype, side.device)
 
 
 def _lost(dtype: torch.dtype) -> float:
