@@ -196,11 +196,21 @@ def place_sums(lefts: list[Side], right: Side) -> PlaceSums:
         _by_place([left.rows(rows) for left in lefts], right.rows(rows), panel)
         for rows in chunks(right.num_records, numbers, GRAM_NUMBERS, right.device)
     ]
-    made = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+    whole = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    value_NT, norm_l_NT, norm_r_NT, square_l_NT, square_r_NT = whole
     terms = max(_blocked(left.width, left.dtype, left.device) for left in lefts) + len(lefts)
     dtype = wide(right.dtype)
     off_r = gamma(_blocked(right.width, right.dtype, right.device), dtype)
-    return PlaceSums(*made, gamma(terms, dtype), off_r, dtype)
+    return PlaceSums(
+        value_NT,
+        norm_l_NT,
+        norm_r_NT,
+        square_l_NT,
+        square_r_NT,
+        gamma(terms, dtype),
+        off_r,
+        dtype,
+    )
 
 
 def _by_place(lefts_NTP: list[Tensor], right_NTQ: Tensor, panel: int) -> tuple[Tensor, ...]:
