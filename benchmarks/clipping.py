@@ -185,6 +185,8 @@ class Subject:
                 max_grad_norm=clip_norm,
                 method=method,
                 chunk_size=self.piece if method == "vmap" else None,
+                # Made once for a model, here for each variant's copy: half a minute on a GPU.
+                check_separability=False,
                 **settings,
             )
 

@@ -180,6 +180,8 @@ def time_rounds(
     seconds: dict[str, list[float]] = {variant: [] for variant in steps}
     shuffle = random.Random(0).shuffle
     compared = bench.rounds // 2 | 1
+    gc.collect()
+    gc.freeze()  # as training does: the collector would go through what compilers left
     for number in range(bench.rounds):
         # After the first, rounds come in pairs.
         if number % 2 and time.monotonic() > (deadline if number >= 3 else bench.end):

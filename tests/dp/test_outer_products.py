@@ -9,13 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dpvision.dp import gram, outer_products
-from dpvision.dp.gram import square_norms, square_norms_of_shared
+from dpvision.dp.gram import _by_place, square_norms, square_norms_of_shared
 from dpvision.dp.outer_products import (
     Dense,
     OneHot,
     OuterProducts,
     Patches,
     Recomputed,
+    aligned_rows,
     product,
     scaled,
 )
@@ -214,6 +215,31 @@ def test_the_error_of_a_float32_gram_is_within_its_bound(places, common):
     torch.testing.assert_close(found.work_B, ((places + 1) * lengths_B).square(), rtol=1e-4, atol=0)
     assert ((found.value_B - true_B).abs() <= found.error_B).all()
     assert common or (found.error_B <= 1e-3 * found.value_B).all()
+
+
+@pytest.mark.parametrize("places", [1, 47, 97])
+def test_panels_of_gram_matrices_give_the_sums_of_whole_ones(places):
+    """A GPU takes whole matrices, a CPU panels of columns from the diagonal on."""
+    generator = torch.Generator().manual_seed(places)
+    lefts = [draw(generator, 3, places, width) for width in (20, 30)]
+    right = draw(generator, 3, places, 40)
+    for panel in (16, 48):
+        parts, whole = _by_place(lefts, right, panel), _by_place(lefts, right, 512)
+        for i, power in enumerate((1, 2, 2, 1, 1)):
+            ours, theirs = (made[i].pow(power).sum(1) for made in (parts, whole))
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    value_NT, _, norm_r_NT, square_l_NT, _ = _by_place(lefts, right, 512)
+    gram_l = sum(left @ left.mT for left in lefts)
+    torch.testing.assert_close(value_NT, (gram_l * (right @ right.mT)).sum(2))
+    torch.testing.assert_close(norm_r_NT, (right @ right.mT).norm(dim=2))
+    torch.testing.assert_close(square_l_NT, gram_l.diagonal(dim1=1, dim2=2))
+
+
+def test_rows_of_products_on_a_gpu_are_aligned():
+    room = aligned_rows(3, 5, 197, torch.device("cpu"))
+    assert room.shape == (3, 5, 197) and room.stride() == (1000, 200, 1)
+    torch.bmm(torch.ones(3, 5, 2), torch.ones(3, 2, 197), out=room)
+    assert (room == 2).all()
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-15, 1e-8, 1.0])

@@ -13,31 +13,38 @@ Where outer products cancel, this is no longer small beside the value. Underflow
 the least normal number from an entry; it is covered by adding ``_lost`` to squared lengths, since
 gamma_P _lost is more than that.
 
-Legend: B records, N records of a chunk, T, S places, P, Q widths.
+A model has about a hundred weights, and on a GPU the host would not keep up with a dozen small
+operations for each. So a weight leaves numbers per place only (``PlaceSums``); value and bound of
+all weights with as many places are then computed together (``summed_squares``).
+
+Legend: B records, N records of a chunk, G weights, T, S places, P, Q widths.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpvision.devices import send
 from dpvision.dp.outer_products import (
     GRAM_NUMBERS,
-    MOST_TERMS,
     OneHot,
     OuterProducts,
     Recomputed,
     Side,
     chunks,
+    most_terms_at_once,
     product,
     wide,
 )
 from dpvision.dp.rounding import UNIT, gamma
 
-_PANEL = 48
-"""Columns of a symmetric Gram matrix computed at a time: with 197 places, 0.61 of the arithmetic of
-the whole matrix. A multiple of 16, the float32 numbers of a vector register, so that products have
-no remainder but in the last panel.
+_PANEL = {"cpu": 48, "cuda": 512}
+"""Columns of a symmetric Gram matrix computed at a time. On a CPU, with 197 places, 0.61 of the
+arithmetic of the whole matrix; a multiple of 16, the float32 numbers of a vector register, so that
+products have no remainder but in the last panel. On a GPU few launches count for more.
 """
 
 
@@ -63,6 +70,16 @@ class SquareNorms:
     def __add__(self, other: "SquareNorms") -> "SquareNorms":
         return SquareNorms(
             *(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__)
+        )
+
+    @staticmethod
+    def total(parts: Sequence["SquareNorms"]) -> "SquareNorms":
+        """The squared norms of gradients for disjoint parameters, one part or more."""
+        return SquareNorms(
+            *(
+                torch.stack([getattr(part, field.name) for part in parts]).sum(0)
+                for field in fields(SquareNorms)
+            )
         )
 
     @staticmethod
@@ -123,16 +140,7 @@ def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
     """Return the sum of ||G_ui||^2 over weights u with the same input, whose Gram matrix is
     computed once.
     """
-    parts = [
-        _symmetric_dot([left.rows(rows) for left in lefts], right.rows(rows))
-        for rows in chunks(
-            right.num_records,
-            2 * right.places * min(right.places, _PANEL),
-            GRAM_NUMBERS,
-            right.device,
-        )
-    ]
-    return SquareNorms.joined(parts)
+    return summed_squares([place_sums(lefts, right)])
 
 
 def written_square_norms(outer: OuterProducts, rows: slice, value_N: Tensor) -> SquareNorms:
@@ -154,63 +162,131 @@ def written_square_norms(outer: OuterProducts, rows: slice, value_N: Tensor) -> 
     )
 
 
-def _symmetric_dot(lefts_NTP: list[Tensor], right_NTQ: Tensor) -> SquareNorms:
-    """sum over t, t' of (sum over lefts of l l^T) o (r r^T), by panels of columns, each from its
-    diagonal block on.
+@dataclass(frozen=True, eq=False)
+class PlaceSums:
+    """What value and bound need of two Gram matrices, by place: L of the left rows (the sum of
+    those of several weights), and R of the right rows. (N, T), float32 or wider. By panels, a
+    number above the diagonal counts at the place of its mirror image.
+    """
+
+    value_NT: Tensor
+    """Sums of the rows of L o R."""
+    norm_l_NT: Tensor
+    """Norms of the rows of L: their squares add up to the squared norm of L."""
+    norm_r_NT: Tensor
+    square_l_NT: Tensor
+    """The diagonal of L: squared lengths of the left rows."""
+    square_r_NT: Tensor
+    off_l: float
+    """Relative error of an entry of L (``rounding.gamma``)."""
+    off_r: float
+    dtype: torch.dtype
+    """Precision of the matrices."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.value_NT, self.norm_l_NT, self.norm_r_NT, self.square_l_NT, self.square_r_NT
+
+
+def place_sums(lefts: list[Side], right: Side) -> PlaceSums:
+    """Sums by place of the Gram matrices of weights with the same input."""
+    panel = _PANEL.get(right.device.type, _PANEL["cuda"])
+    numbers = 2 * right.places * min(right.places, panel)
+    parts = [
+        _by_place([left.rows(rows) for left in lefts], right.rows(rows), panel)
+        for rows in chunks(right.num_records, numbers, GRAM_NUMBERS, right.device)
+    ]
+    whole = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    value_NT, norm_l_NT, norm_r_NT, square_l_NT, square_r_NT = whole
+    terms = max(_blocked(left.width, left.dtype, left.device) for left in lefts) + len(lefts)
+    dtype = wide(right.dtype)
+    off_r = gamma(_blocked(right.width, right.dtype, right.device), dtype)
+    return PlaceSums(
+        value_NT,
+        norm_l_NT,
+        norm_r_NT,
+        square_l_NT,
+        square_r_NT,
+        gamma(terms, dtype),
+        off_r,
+        dtype,
+    )
+
+
+def _by_place(lefts_NTP: list[Tensor], right_NTQ: Tensor, panel: int) -> tuple[Tensor, ...]:
+    """The tensors of ``PlaceSums`` for some records, by panels of columns, each from its diagonal
+    block on.
     """
     # Both Gram matrices are symmetric, so only panels of columns from the diagonal block down are
-    # computed: a number below that block counts twice. A panel gives its part of the value, of both
-    # Frobenius norms, and from its diagonal the lengths |l_t|^2 and |r_t|^2: all that the bound at
-    # the top of this file needs, without a whole Gram matrix in memory.
-    num, places, width = right_NTQ.shape
-    value_N, square_l_N, square_r_N = torch.zeros(
-        3, num, dtype=torch.float64, device=right_NTQ.device
+    # computed: a number below that block counts twice, once for the mirrored column. A panel gives
+    # its part of the rows' sums and squared norms, and from its diagonal the squared lengths, so
+    # that no whole Gram matrix is in memory.
+    num, places, _ = right_NTQ.shape
+    if places <= panel:
+        gram_l, gram_r = _panel(lefts_NTP, 0, places), _panel([right_NTQ], 0, places)
+        norms = [torch.linalg.vector_norm(gram, dim=2) for gram in (gram_l, gram_r)]
+        squares = [gram.diagonal(dim1=1, dim2=2).clone() for gram in (gram_l, gram_r)]
+        return gram_l.mul_(gram_r).sum(2), *norms, *squares
+    double = {"dtype": torch.float64, "device": right_NTQ.device}
+    value_NT, sum_l_NT, sum_r_NT = torch.zeros(3, num, places, **double)  # type: ignore[call-overload]
+    length_l_NT, length_r_NT = torch.empty(2, num, places, **double)  # type: ignore[call-overload]
+    for start in range(0, places, panel):
+        own = slice(start, min(start + panel, places))
+        gram_l, gram_r = (_panel(side, start, own.stop) for side in (lefts_NTP, [right_NTQ]))
+        for gram, sum_NT, length_NT in (
+            (gram_l, sum_l_NT, length_l_NT),
+            (gram_r, sum_r_NT, length_r_NT),
+        ):
+            length_NT[:, own] = gram[:, : own.stop - start].diagonal(dim1=1, dim2=2)
+            _fold(sum_NT, torch.linalg.vector_norm(gram, dim=2).double().square_(), own)
+        _fold(value_NT, gram_l.mul_(gram_r).sum(2).double(), own)
+    return value_NT, sum_l_NT.sqrt_(), sum_r_NT.sqrt_(), length_l_NT, length_r_NT
+
+
+def _fold(total_NT: Tensor, part_NS: Tensor, own: slice) -> None:
+    """Add numbers of a panel's rows: once in its diagonal block, twice below it."""
+    size = own.stop - own.start
+    total_NT[:, own] += part_NS[:, :size]
+    total_NT[:, own.stop :] += part_NS[:, size:].mul_(2)
+
+
+def summed_squares(parts: Sequence[PlaceSums]) -> SquareNorms:
+    """Squared norms over one weight or more, with the bound at the top of this file."""
+    alike: dict[Any, list[PlaceSums]] = {}
+    for part in parts:
+        alike.setdefault((part.value_NT.shape[1], part.value_NT.dtype, part.dtype), []).append(part)
+    return SquareNorms.total([_squares(same) for same in alike.values()])
+
+
+def _squares(parts: list[PlaceSums]) -> SquareNorms:
+    """Squared norms over weights with as many places."""
+    dtype, places = parts[0].dtype, parts[0].value_NT.shape[1]
+    value_GNT, norm_l_GNT, norm_r_GNT, square_l_GNT, square_r_GNT = (
+        torch.stack(kind).double() for kind in zip(*(part.tensors for part in parts), strict=True)
     )
-    length_l_NT, length_r_NT = torch.empty(
-        2, num, places, dtype=torch.float64, device=right_NTQ.device
-    )
-    dtype = wide(right_NTQ.dtype)
-    left_width = max(left.shape[2] for left in lefts_NTP)
-    for start in range(0, places, _PANEL):
-        stop = min(start + _PANEL, places)
-        gram_l, gram_r = _panel(lefts_NTP, start, stop), _panel([right_NTQ], start, stop)
-        own = (
-            stop - start
-        )  # rows of the diagonal block; those below it stand for the columns to its right, too
-        for gram, length_NT in ((gram_l, length_l_NT), (gram_r, length_r_NT)):
-            length_NT[:, start:stop] = gram[:, :own].diagonal(dim1=1, dim2=2)
-        square_l_N += _symmetric_sum(
-            torch.linalg.vector_norm(gram_l, dim=2).double().square_(), own
-        )
-        square_r_N += _symmetric_sum(
-            torch.linalg.vector_norm(gram_r, dim=2).double().square_(), own
-        )
-        value_N += _symmetric_sum(gram_l.mul_(gram_r).sum(2).double(), own)
-    lost = _lost(dtype)
-    length_l_NT += lost
-    length_r_NT += lost
-    length_N, sum_l_N, sum_r_N = (
-        (length_l_NT * length_r_NT).sqrt_().sum(1),
-        length_l_NT.sum(1),
-        length_r_NT.sum(1),
-    )
+    square_l_GNT += _lost(dtype)
+    square_r_GNT += _lost(dtype)
+    length_GN = (square_l_GNT * square_r_GNT).sqrt_().sum(2).square_()
+    sum_l_GN, sum_r_GN = square_l_GNT.sum(2), square_r_GNT.sum(2)
     # Squares of numbers below 2^-63 are lost to a norm; no Frobenius norm exceeds the sum of
     # squared lengths.
-    norm_l_N = torch.minimum(square_l_N.sqrt() + places * 2.0**-60, sum_l_N)
-    norm_r_N = torch.minimum(square_r_N.sqrt() + places * 2.0**-60, sum_r_N)
-    off_l_N, off_r_N = (
-        gamma(_blocked(left_width) + len(lefts_NTP), dtype) * sum_l_N,
-        gamma(_blocked(width), dtype) * sum_r_N,
+    norm_l_GN, norm_r_GN = (
+        torch.minimum(norm_GNT.square_().sum(2).sqrt_() + places * 2.0**-60, sum_GN)
+        for norm_GNT, sum_GN in ((norm_l_GNT, sum_l_GN), (norm_r_GNT, sum_r_GN))
     )
-    error_N = (
-        norm_l_N * off_r_N
-        + norm_r_N * off_l_N
-        + off_l_N * off_r_N
-        + gamma(places + 1, dtype) * norm_l_N * norm_r_N
+    offs = torch.tensor([[part.off_l, part.off_r] for part in parts], dtype=torch.float64)
+    off_l_G1, off_r_G1 = send(offs.T.contiguous(), value_GNT.device)[:, :, None]
+    off_l_GN, off_r_GN = off_l_G1 * sum_l_GN, off_r_G1 * sum_r_GN
+    error_GN = (
+        norm_l_GN * off_r_GN
+        + norm_r_GN * off_l_GN
+        + off_l_GN * off_r_GN
+        + gamma(places + 1, dtype) * norm_l_GN * norm_r_GN
     )
     # A tenth more, for the bound's own numbers, which are float32 too.
-    length_N = length_N.square()
-    return SquareNorms(value_N, 1.1 * error_N, length_N, (places + 1) ** 2 * length_N)
+    error_N, length_N = 1.1 * error_GN.sum(0), length_GN.sum(0)
+    value_N = value_GNT.sum(2).sum(0)
+    return SquareNorms(value_N, error_N, length_N, (places + 1) ** 2 * length_N)
 
 
 def _panel(sides_NTP: list[Tensor], start: int, stop: int) -> Tensor:
@@ -221,14 +297,6 @@ def _panel(sides_NTP: list[Tensor], start: int, stop: int) -> Tensor:
     for side in sides_NTP[1:]:
         gram_NSO += product(side[:, start:], side[:, start:stop].mT)
     return gram_NSO
-
-
-def _symmetric_sum(value_NS: Tensor, own: int) -> Tensor:
-    """Sum of numbers per row of a panel, float64 (N,): twice those below its diagonal block, for
-    the mirrored part.
-    """
-    total_N = value_NS.sum(1)
-    return total_N if own == value_NS.shape[1] else 2 * total_N - value_NS[:, :own].sum(1)
 
 
 def _cross_gram(a: Side, b: Side, rows: slice) -> Tensor:
@@ -246,15 +314,16 @@ def _cross_gram(a: Side, b: Side, rows: slice) -> Tensor:
     return product(a.rows(rows), b.rows(rows).mT)
 
 
-def _blocked(width: int) -> int:
+def _blocked(width: int, dtype: torch.dtype, device: torch.device) -> int:
     """Roundings of a term of an inner product in ``product``: inside its block, and as the blocks
     are added up.
     """
-    return width if width <= MOST_TERMS else MOST_TERMS + -(-width // MOST_TERMS)
+    most = most_terms_at_once(dtype, device)
+    return width if width <= most else most + -(-width // most)
 
 
 def _terms(side: Side) -> int:
-    return 1 if isinstance(side, OneHot) else _blocked(side.width)
+    return 1 if isinstance(side, OneHot) else _blocked(side.width, side.dtype, side.device)
 
 
 def _lost(dtype: torch.dtype) -> float:

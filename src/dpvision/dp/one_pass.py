@@ -46,9 +46,11 @@ from dpvision.dp.weight_grads import (
     groups_of,
     most_terms,
     pull_back,
+    small_written,
     sum_of_squares,
     summed,
     total_square_norms,
+    weighted_sums,
     written_out,
 )
 from dpvision.precision import autocast_dtype
@@ -339,22 +341,31 @@ def _add_up(passed: Passed, weighed: Weighed, num_records: int, how: How) -> dic
     params, factor_B = passed.params, weighed.factor_B / how.loss_scale
 
     @torch.no_grad()
-    def add_up(piece: tuple[list[Slot], list[slice]]) -> dict[str, Tensor]:
-        group, cut = piece
-        sums = [slot.weighted_sum(factor_B, weighed.kept, cut) for slot in group]
-        part = pull_back(group, sums, params, batched=False)
-        for i in weighed.apart:
-            for name, grad in written_out(group, params, slice(i, i + 1)).items():
-                part[name] = part[name].double().add_(grad[0].double() * factor_B[i].double())
-        for slot in group:
-            slot.release()
-        return {name: _rounded(value, params[name], num_records) for name, value in part.items()}
+    def add_up(piece: tuple[list[list[Slot]], list[slice]]) -> dict[str, Tensor]:
+        groups, cut = piece
+        # One group, or small ones together.
+        sums = (
+            [[slot.weighted_sum(factor_B, weighed.kept, cut) for slot in groups[0]]]
+            if len(groups) == 1
+            else [[part] for part in weighted_sums(groups, factor_B, weighed.kept, cut)]
+        )
+        made: dict[str, Tensor] = {}
+        for group, own in zip(groups, sums, strict=True):
+            part = pull_back(group, own, params, batched=False)
+            for i in weighed.apart:
+                for name, grad in written_out(group, params, slice(i, i + 1)).items():
+                    part[name] = part[name].double().add_(grad[0].double() * factor_B[i].double())
+            for slot in group:
+                slot.release()
+            for name, value in part.items():
+                made[name] = _rounded(value, params[name], num_records)
+        return made
 
-    pieces = [
-        (group, cut)
-        for members, cut in zip(weighed.parts, weighed.cuts, strict=True)
-        for group in members
-    ]
+    pieces = []
+    for members, cut in zip(weighed.parts, weighed.cuts, strict=True):
+        small = small_written(members, params)
+        pieces += [([group], cut) for group in members if group not in small]
+        pieces += [(small, cut)] if small else []
     total: dict[str, Tensor] = {}
     with torch.autocast(factor_B.device.type, enabled=False), torch.no_grad():
         for part in map_pieces(add_up, pieces, factor_B.device):

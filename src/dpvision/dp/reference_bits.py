@@ -16,6 +16,7 @@ Legend: B records (rows), N records of a chunk.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -246,13 +247,14 @@ def _hashed(value_BX: Tensor) -> Tensor:
     flat_BX = value_BX.detach().reshape(len(value_BX), -1).contiguous()
     if flat_BX.dtype != torch.bool:
         flat_BX = flat_BX.view(_BITS[flat_BX.element_size()])
-    factor_X = (
-        torch.randint(
-            -(2**63), 2**63 - 1, (flat_BX.shape[1],), generator=torch.Generator().manual_seed(0)
-        )
-        | 1
-    )
-    return (flat_BX.long() * factor_X.to(flat_BX.device)).sum(1).cpu()
+    return (flat_BX.long() * _factors(flat_BX.shape[1], flat_BX.device)).sum(1).cpu()
+
+
+@functools.lru_cache(maxsize=8)
+def _factors(num: int, device: torch.device) -> Tensor:
+    """Fixed random odd numbers, int64. Weights of one shape share them."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**63), 2**63 - 1, (num,), generator=generator) | 1).to(device)
 
 
 @contextlib.contextmanager

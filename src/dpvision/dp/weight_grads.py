@@ -12,7 +12,7 @@ Legend: B records, N records of a chunk, W the dimensions of a weight.
 import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpvision.dp.gram import SquareNorms, square_norms, square_norms_of_shared, written_square_norms
+from dpvision.dp.gram import (
+    PlaceSums,
+    SquareNorms,
+    place_sums,
+    square_norms,
+    summed_squares,
+    written_square_norms,
+)
 from dpvision.dp.outer_products import OUTER_NUMBERS, Dense, OuterProducts, chunks, wide
 from dpvision.dp.rounding import sum_dtype
 from dpvision.errors import PrivacyError
@@ -28,6 +35,8 @@ from dpvision.threads import map_pieces
 
 _PIECE = 64
 """Numbers whose squares are summed in the gradient's own precision, before float64 takes over."""
+_SMALL = 2**16
+"""Most numbers of a record's gradient that is copied beside others, to be normed with them."""
 
 
 @dataclass(eq=False)
@@ -133,16 +142,7 @@ class Slot:
         parts = [outer.weighted_sum(factor_B, keep_B, blocks) for outer in self.outers]
         if self.written_BW is not None:
             grad_BN = self.written_BW.reshape(len(self.written_BW), -1)
-            if keep_B is not None:
-                grad_BN = grad_BN.masked_fill(~keep_B[:, None], 0.0)
-            factor_B = factor_B.to(grad_BN.dtype)
-            sums = (factor_B[block] @ grad_BN[block] for block in blocks)
-            total = next(sums)
-            if len(blocks) > 1:
-                total = total.to(sum_dtype(len(blocks), blocks[-1].stop, total.dtype))
-                for part in sums:
-                    total += part
-            parts.append(total.view(self.weight.shape))
+            parts.append(weighted_rows(grad_BN, factor_B, keep_B, blocks).view(self.weight.shape))
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -176,6 +176,24 @@ def sum_of_squares(grad_BW: Tensor) -> Tensor:
     return part_BN.double().square().sum(1)
 
 
+def weighted_rows(
+    grad_BN: Tensor, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]
+) -> Tensor:
+    """Return the sum over i of factor_i times row i, (N,); arguments as for
+    ``Slot.weighted_sum``.
+    """
+    if keep_B is not None:
+        grad_BN = grad_BN.masked_fill(~keep_B[:, None], 0.0)
+    factor_B = factor_B.to(grad_BN.dtype)
+    sums = (factor_B[block] @ grad_BN[block] for block in blocks)
+    total = next(sums)
+    if len(blocks) > 1:
+        total = total.to(sum_dtype(len(blocks), blocks[-1].stop, total.dtype))
+        for part in sums:
+            total += part
+    return total
+
+
 def summed(grad_BW: Tensor, factor_B: Tensor, finite_B: Tensor) -> Tensor:
     """Return the sum over i of factor_i times a materialised gradient, in float64, record by
     record; non-finite ones are left out.
@@ -189,19 +207,53 @@ def summed(grad_BW: Tensor, factor_B: Tensor, finite_B: Tensor) -> Tensor:
 
 def groups_of(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Group slots that have parameters in common, directly or through other slots."""
-    groups: list[tuple[set[str], list[Slot]]] = []
     # Each slot joins all groups that share a parameter with it so far into one.
+    group_of: dict[str, list[Slot]] = {}
+    names_of: dict[int, set[str]] = {}
+    groups: dict[int, list[Slot]] = {}
     for slot in slots:
-        names, members = set(slot.names), [slot]
-        apart = []
-        for group in groups:
-            if group[0] & names:
-                names |= group[0]
-                members = group[1] + members
-            else:
-                apart.append(group)
-        groups = [*apart, (names, members)]
-    return [members for _, members in groups]
+        members, names = [slot], set(slot.names)
+        for group in {
+            id(group_of[name]): group_of[name] for name in names if name in group_of
+        }.values():
+            names |= names_of.pop(id(group))
+            members = groups.pop(id(group)) + members
+        groups[id(members)], names_of[id(members)] = members, names
+        group_of.update(dict.fromkeys(names, members))
+    return list(groups.values())
+
+
+def small_written(groups: list[list[Slot]], params: dict[str, Tensor]) -> list[list[Slot]]:
+    """Return the groups of one parameter whose gradients are written out and small: biases, norms,
+    tokens. Together they are one matrix (``joined``), whose norms and sum take one operation each.
+    """
+    found = [
+        group
+        for group in groups
+        if len(group) == 1
+        and group[0].written_BW is not None
+        and not group[0].outers
+        and group[0].weight is params.get(next(iter(group[0].names)))
+        and group[0].weight.numel() <= _SMALL
+        and group[0].weight.numel() % (_PIECE // 2) == 0  # few pieces, in ``sum_of_squares``
+    ]
+    dtypes = {group[0].written_BW.dtype for group in found}  # type: ignore[union-attr]
+    return found if len(found) > 1 and len(dtypes) == 1 else []
+
+
+def joined(groups: list[list[Slot]]) -> Tensor:
+    """The gradients of ``small_written`` beside one another, (B, all their numbers)."""
+    return torch.cat([group[0].written_BW.flatten(1) for group in groups], 1)  # type: ignore[union-attr]
+
+
+def weighted_sums(
+    groups: list[list[Slot]], factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]
+) -> list[Tensor]:
+    """``Slot.weighted_sum`` of each group of ``small_written``."""
+    total = weighted_rows(joined(groups), factor_B, keep_B, blocks)
+    weights = [group[0].weight for group in groups]
+    sums = total.split([weight.numel() for weight in weights])
+    return [part.view(weight.shape) for part, weight in zip(sums, weights, strict=True)]
 
 
 def by_places(groups: list[list[Slot]]) -> list[list[list[Slot]]]:
@@ -235,20 +287,31 @@ def total_square_norms(
     input share its Gram matrix.
     """
     # Weights with the same input (queries, keys and values, say) are normed together, so that its
-    # Gram matrix is computed once. All other groups are normed on their own. The pieces run on
-    # several threads, and are added up in this order, whichever finishes first.
+    # Gram matrix is computed once, and small gradients that are written out as one matrix. All
+    # other groups are normed on their own. The pieces run on several threads, and are added up in
+    # this order, whichever finishes first.
     sharing: dict[Any, list[Slot]] = {}
     alone = []
+    small = small_written(groups, params)
     for group in groups:
         shared = group[0].shared_input() if len(group) == 1 and norm_is_own(group, params) else None
-        if shared is None:
-            alone.append(group)
-        else:
+        if shared is not None:
             sharing.setdefault(shared, []).append(group[0])
-    pieces = [partial(shared_square_norms, slots) for slots in sharing.values()]
+        elif group not in small:
+            alone.append(group)
+    pieces: list[Callable[[], PlaceSums | SquareNorms]] = [
+        partial(_shared_sums, slots) for slots in sharing.values()
+    ]
     pieces += [partial(group_square_norms, group, params, num_records) for group in alone]
-    zero = SquareNorms.certain(torch.zeros(num_records, dtype=torch.float64, device=device))
-    return sum(map_pieces(torch.no_grad()(operator.call), pieces, device), start=zero)
+    made = map_pieces(torch.no_grad()(operator.call), pieces, device)
+    by_place = [part for part in made if isinstance(part, PlaceSums)]
+    parts = [part for part in made if isinstance(part, SquareNorms)]
+    if by_place:
+        parts.append(summed_squares(by_place))
+    if small:
+        parts.append(SquareNorms.certain(sum_of_squares(joined(small))))
+    zero_B = torch.zeros(num_records, dtype=torch.float64, device=device)
+    return SquareNorms.total([SquareNorms.certain(zero_B), *parts])
 
 
 def group_square_norms(
@@ -286,9 +349,9 @@ def written_out(group: list[Slot], params: dict[str, Tensor], rows: slice) -> di
     return pull_back(group, [slot.write_out(rows) for slot in group], params, batched=True)
 
 
-def shared_square_norms(slots: list[Slot]) -> SquareNorms:
-    """Return the sum of squared norms of slots with the same ``shared_input``."""
-    return square_norms_of_shared([slot.outers[0].left for slot in slots], slots[0].outers[0].right)
+def _shared_sums(slots: list[Slot]) -> PlaceSums:
+    """Sums by place over slots with the same ``shared_input``."""
+    return place_sums([slot.outers[0].left for slot in slots], slots[0].outers[0].right)
 
 
 def pull_back(

@@ -6,6 +6,7 @@ step can run.
 """
 
 import contextlib
+import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,7 @@ def fit(
                 _log(session.run, quiet=quiet, show_confidential=show_confidential)
             )
         )
+        settled = False
         while (step := _charge(session)) is not None:  # before anything is computed
             try:
                 total, metrics = step_sum(step, session, secrets.draw)
@@ -120,6 +122,13 @@ def fit(
                 update_average(session.ema, session.model, session.config.optim, session.updates)
             del total, gradient  # 12 bytes a parameter that would live through the next step
             session.updates += 1
+            if not settled:
+                # What the imports, the checks and the compiler made stays. Python's collector
+                # would look through it every few passes, which takes up to half a second.
+                gc.collect()
+                gc.freeze()
+                stack.callback(gc.unfreeze)
+                settled = True
             if log is not None:
                 log.step(step, metrics)
             stopping, due = _any(
