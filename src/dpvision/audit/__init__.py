@@ -1,0 +1,1 @@
+"""Audits of the mechanism that runs, on canaries (docs/audits.md)."""
