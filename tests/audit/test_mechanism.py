@@ -14,6 +14,7 @@ from scipy import stats
 from dpvision.audit.canaries import NORM, network_run
 from dpvision.audit.mechanism import (
     FALSE_ALARM,
+    Check,
     accept,
     mechanism_plan,
     noise_interval,
@@ -158,6 +159,10 @@ def test_a_missing_clip_is_found_by_the_shift(
     assert found["shift"]["value"] > 0.9 * NORM
 
 
+def checks_of(drawn_TN: np.ndarray, rate: float) -> dict[str, Check]:
+    return sampling_checks(drawn_TN.sum(1), drawn_TN.sum(0), rate)
+
+
 def coins(num_steps: int, num: int, rate: float, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).random((num_steps, num)) < rate
 
@@ -172,7 +177,7 @@ def test_draws_by_coins_are_accepted(num_steps: int, num: int, rate: float) -> N
     alarms = sum(
         not check.passed
         for seed in range(300)
-        for check in sampling_checks(coins(num_steps, num, rate, seed), rate).values()
+        for check in checks_of(coins(num_steps, num, rate, seed), rate).values()
     )
     assert alarms <= 6
 
@@ -185,7 +190,7 @@ def test_other_draws_are_refused() -> None:
     again = np.tile(coins(5, 300, rate, 2), (10, 1))
 
     def refused(drawn_TN: np.ndarray) -> set[str]:
-        return {n for n, check in sampling_checks(drawn_TN, rate).items() if not check.passed}
+        return {n for n, check in checks_of(drawn_TN, rate).items() if not check.passed}
 
     assert refused(coins(50, 300, rate, 3)) == set()
     assert refused(sizes) == {"batch_sizes"}
@@ -193,5 +198,5 @@ def test_other_draws_are_refused() -> None:
     assert "batch_sizes" in refused(together)
     assert "record_draws" in refused(again)
     assert "draws" in refused(coins(50, 300, 0.15, 4))
-    assert sampling_checks(np.ones((3, 5), dtype=bool), 1.0)["draws"].passed
-    assert not sampling_checks(np.arange(15).reshape(3, 5) > 0, 1.0)["draws"].passed
+    assert checks_of(np.ones((3, 5), dtype=bool), 1.0)["draws"].passed
+    assert not checks_of(np.arange(15).reshape(3, 5) > 0, 1.0)["draws"].passed

@@ -8,12 +8,14 @@ record has the same gradient in every step.
 Legend: N records, P coordinates of all trained parameters, B rows, V views, L tokens.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpvision.config import (
@@ -46,7 +48,7 @@ from dpvision.train.step import Training, check_reference_bits, step_sum
 NORM = 10.0
 """Norm of a canary's gradient before the clip, in clipping norms."""
 _ROWS = 512
-"""Rows of a pass over a table of numbers."""
+"""Rows of a pass of ``weights_run``."""
 
 
 class CanaryStore(Store):
@@ -115,15 +117,19 @@ class _Scaled:
 
 
 @dataclass(frozen=True)
-class _OneNumber:
-    """A loss that moves one number of a table by record: orthogonal gradients of one norm."""
+class _OneWeight:
+    """A loss that moves one weight of a linear layer by record: orthogonal gradients of one
+    norm.
+    """
 
     norm: float
 
     def __call__(self, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
-        assert isinstance(model, nn.Embedding)
-        place_B = (batch.record_id_B - 1).clamp(0, model.num_embeddings - 1)
-        return self.norm * model(place_B)[:, 0]
+        assert isinstance(model, nn.Linear)
+        place_B = (batch.record_id_B - 1).clamp(0, model.weight.numel() - 1)
+        input_BD = F.one_hot(place_B % model.in_features, model.in_features).float()
+        output_BD = F.one_hot(place_B // model.in_features, model.out_features).float()
+        return self.norm * (model(input_BD) * output_BD).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +138,8 @@ class CanaryRun:
 
     training: Training
     clipped_NP: np.ndarray
-    """float64: what each record adds to a sum, computed alone by autograd; of a table of numbers
-    only the norm, (N, 1).
+    """float64: what each record adds to a sum, computed alone by autograd, (N, P); of
+    ``weights_run`` only the norm, (N, 1).
     """
     num_canaries: int
     """Records, the first ones, whose gradients have the norm ``NORM`` C before the clip."""
@@ -203,28 +209,26 @@ def network_run(
     return CanaryRun(training, clipped_NP, num_canaries, parameters)
 
 
-def table_run(config: RunConfig, privacy: PrivacyConfig, num_more: int, group: Group) -> CanaryRun:
-    """Make a run in which each record moves one number of a table, by C after the clip.
+def weights_run(
+    config: RunConfig, privacy: PrivacyConfig, num_more: int, group: Group
+) -> CanaryRun:
+    """Make a run in which each record moves one weight of a linear layer, by C after the clip.
 
     Args:
-        num_more: numbers of the table that no record moves.
+        num_more: weights, after those of the records, that no record moves.
     """
     num, clip = privacy.dataset_size, float(privacy.max_grad_norm or 0.0)
-    tiny = MAEConfig(
-        encoder=ViTConfig(image_size=4, patch_size=4, depth=1, width=4, num_heads=1),
-        decoder_depth=1,
-        decoder_width=4,
-        decoder_num_heads=1,
-    )
-    config = _config(config, privacy, tiny)
-    config = replace(
-        config, data=DataConfig(), hardware=replace(config.hardware, physical_batch_size=_ROWS)
-    )
+    side = math.isqrt(num + num_more - 1) + 1
+    vit = ViTConfig(image_size=4, patch_size=4, depth=1, width=4, num_heads=1)
+    config = _config(config, privacy, MAEConfig(encoder=vit))  # for the size of the images
+    hardware = replace(config.hardware, physical_batch_size=_ROWS)
+    config = replace(config, data=DataConfig(), hardware=hardware)
     store = CanaryStore(np.zeros((num, 1, 3, 4, 4), dtype=np.uint8), example_batch(config, 1))
-    table = nn.Embedding(num + num_more, 1, _weight=torch.zeros(num + num_more, 1))
-    training = _training(config, store, None, table, _OneNumber(NORM * clip), group)
+    layer = nn.Linear(side, side, bias=False)
+    nn.init.zeros_(layer.weight)
+    training = _training(config, store, None, layer, _OneWeight(NORM * clip), group)
     clipped_N1 = np.full((num, 1), clip * (1 - reserve(torch.float32)))
-    return CanaryRun(training, clipped_N1, num, {"weight": slice(0, num + num_more)})
+    return CanaryRun(training, clipped_N1, num, {"weight": slice(0, side * side)})
 
 
 def _config(config: RunConfig, privacy: PrivacyConfig, model: ModelConfig) -> RunConfig:

@@ -145,7 +145,7 @@ def _regression(run: CanaryRun, say: Say) -> tuple[Check, Check, Check, str]:
     )
 
 
-def sampling_checks(drawn_TN: np.ndarray, rate: float) -> dict[str, Check]:
+def sampling_checks(size_T: np.ndarray, count_N: np.ndarray, rate: float) -> dict[str, Check]:
     """Check that every record was drawn by coins of its own.
 
     The number of draws shows another rate. The spread of the batches' sizes shows coins that
@@ -153,16 +153,19 @@ def sampling_checks(drawn_TN: np.ndarray, rate: float) -> dict[str, Check]:
     draws shows draws that repeat (too large) and batches in turn (too small).
 
     Args:
-        drawn_TN: bool, which records were in each step.
+        size_T: number of records in each step.
+        count_N: number of steps that each record was in.
         rate: of the plan.
     """
-    num_steps, num = drawn_TN.shape
-    low, high = stats.binom.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], drawn_TN.size, rate)
-    mean = max(drawn_TN.size * rate, 1e-300)
-    checks = {"draws": Check(float(drawn_TN.sum() / mean), float(low / mean), float(high / mean))}
+    num_steps, num = len(size_T), len(count_N)
+    coins = num_steps * num
+    low, high = stats.binom.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], coins, rate) / (
+        coins * rate
+    )
+    checks = {"draws": Check(float(size_T.sum() / (coins * rate)), float(low), float(high))}
     if rate < 1:
-        checks["batch_sizes"] = _spread(drawn_TN.sum(1), num, rate)
-        checks["record_draws"] = _spread(drawn_TN.sum(0), num_steps, rate)
+        checks["batch_sizes"] = _spread(size_T, num, rate)
+        checks["record_draws"] = _spread(count_N, num_steps, rate)
     return checks
 
 
