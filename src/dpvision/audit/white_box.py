@@ -15,9 +15,8 @@ from dpvision.privacy.ledger import read_ledger
 from dpvision.privacy.plan import DPPlan, draft_plan
 from dpvision.runs.folder import read_run
 from dpvision.runs.run import code_versions
+from dpvision.statement.audits import FORMAT
 from dpvision.train import distributed
-
-FORMAT = "dpvision-audit-1"
 
 
 def finished_run(root: Path) -> tuple[RunConfig, DPPlan]:

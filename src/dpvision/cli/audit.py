@@ -87,6 +87,7 @@ def audit(
     from dpvision.audit import finished_run
     from dpvision.audit import white_box as run_audit
     from dpvision.files import write_json
+    from dpvision.statement.audits import FILE
 
     if run is not None:
         config, plan = finished_run(run)
@@ -98,7 +99,7 @@ def audit(
 
         result = run_audit(config, say, plan)
     if main_process:
-        path = out or (Path() if run is None else run) / "audit.json"
+        path = out or (Path() if run is None else run) / FILE
         write_json(path, result)
         emit(result, json, f"{_text(result)}\nResult: {path}")
     if not result["passed"]:
