@@ -47,6 +47,7 @@ def test_a_thousand_scores_have_the_stated_false_alarm_and_power() -> None:
     assert accepted(1.0) == pytest.approx(1 - FALSE_ALARM, abs=1e-9)
     assert accepted(0.7) < 1e-3
     assert accepted(2**0.5) < 1e-3  # noise of two ranks
+    assert accepted(0.9) < 0.15 and accepted(1.1) < 0.15
 
 
 def test_the_mechanism_is_accepted(checks: Callable[[], dict[str, Any]]) -> None:
