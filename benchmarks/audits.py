@@ -38,7 +38,16 @@ PAGE = ROOT / "docs" / "audits.md"
 BEGIN, END = "<!-- {}: written by benchmarks/audits.py -->", "<!-- end of {} -->"
 RECIPES = ("vip.micro", "dpcap.micro", "supervised.micro")
 EPSILONS = (1.0, 2.0, 8.0)
-CHECKS = ("noise", "shift", "parameter", "draws", "batch_sizes", "record_draws")
+CHECKS = (
+    "noise",
+    "shift",
+    "parameter",
+    "all_noise",
+    "all_shift",
+    "draws",
+    "batch_sizes",
+    "record_draws",
+)
 
 
 def config_of(recipe: str, epsilon: float, **more: Any) -> RunConfig:
@@ -96,7 +105,7 @@ def rows_of(
     case: str, variant: str, result: dict[str, Any], seconds: float
 ) -> list[dict[str, Any]]:
     """Return the figures of an audit as rows."""
-    checks, bound = {**result["mechanism"], **result["bound"]["draws"]}, result["bound"]
+    checks, bound = {**result["mechanism"], **result["bound"]["checks"]}, result["bound"]
     found = {
         "passed": float(result["passed"]),
         "epsilon": bound["epsilon"],

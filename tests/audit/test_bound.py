@@ -122,7 +122,7 @@ def test_the_real_step_is_within_the_bound(config: RunConfig, plan: DPPlan) -> N
     found = lower_bound(config, plan, ALONE, lambda *_: None)
     assert found["passed"] and found["scores"] == 3300
     assert found["floor"] <= found["epsilon_low"] <= plan.epsilon
-    assert all(check["passed"] for check in found["draws"].values())
+    assert all(check["passed"] for check in found["checks"].values())
 
 
 def test_half_the_noise_is_beyond_the_bound(
@@ -136,6 +136,8 @@ def test_half_the_noise_is_beyond_the_bound(
     )
     found = lower_bound(config, plan, ALONE, lambda *_: None)
     assert found["epsilon_low"] > plan.epsilon and not found["passed"]
+    assert found["checks"]["all_noise"]["value"] == pytest.approx(0.5, abs=0.02)
+    assert not found["checks"]["all_noise"]["passed"]
 
 
 def test_batches_of_one_size_are_refused(
@@ -151,4 +153,4 @@ def test_batches_of_one_size_are_refused(
     monkeypatch.setattr(bound, "_LEAST", 400)
     long = draft_plan(PrivacyConfig(**{**vars(config.privacy), "steps": 12}))
     found = lower_bound(config, long, ALONE, lambda *_: None)
-    assert not found["draws"]["batch_sizes"]["passed"]
+    assert not found["checks"]["batch_sizes"]["passed"]

@@ -19,7 +19,7 @@ import numpy as np
 from scipy import optimize, stats
 
 from dpvision.audit.canaries import weights_run
-from dpvision.audit.mechanism import FALSE_ALARM, Say, sampling_checks
+from dpvision.audit.mechanism import FALSE_ALARM, Check, Say, noise_interval, sampling_checks
 from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.privacy import accountant
 from dpvision.privacy.plan import DPPlan
@@ -66,24 +66,33 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
     """Execute the plan's steps on canaries, each with coins of its own, and bound epsilon.
 
     Returns:
-        The bound and what it was computed from, and the checks of the draws.
+        The bound and what it was computed from, and the checks of all steps: noise where no canary
+        is, the shift of those that are drawn, and the draws.
     """
     settings = bound_plan(plan)
     num = settings.dataset_size
     run = weights_run(config, settings, num, group)
     made, score = run.training.plan, np.zeros(2 * num)
     size_T, count_M = [], np.zeros(num, dtype=np.int64)
+    moved = squares = 0.0
     assert made.epsilon is not None, "a plan with a guarantee"
     for step, (released, drawn_M) in enumerate(run.steps()):
+        inside, outside = np.split(released[: 2 * num], 2)
+        moved += float(inside[drawn_M].sum())
+        squares += float(np.square(outside / made.noise.std(step)).sum())
         score += log_ratio(released[: 2 * num] / (made.max_grad_norm or 1.0), made, step)
         size_T.append(int(drawn_M.sum()))
         count_M += drawn_M
         say("bound", step + 1, made.steps)
     area = area_above(score[:num], score[num:])
     least_area = wilson_low(area, num)
-    low = epsilon_of_area(made, least_area)
-    floor = floor_of(made, num)
-    draws = sampling_checks(np.array(size_T), count_M, made.sample_rate)
+    low, floor = epsilon_of_area(made, least_area), floor_of(made, num)
+    scores = num * made.steps
+    checks = {
+        "all_noise": Check(math.sqrt(squares / scores), *noise_interval(scores)),
+        **shift_check(moved / float(run.clipped_NP[0, 0]), int(count_M.sum()), made),
+        **sampling_checks(np.array(size_T), count_M, made.sample_rate),
+    }
     return {
         "epsilon_low": low,
         "epsilon": made.epsilon,
@@ -96,8 +105,18 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
         "sample_rate": made.sample_rate,
         "area": area,
         "area_low": least_area,
-        "draws": {name: check.to_dict() for name, check in draws.items()},
+        "checks": {name: check.to_dict() for name, check in checks.items()},
     }
+
+
+def shift_check(moved: float, draws: int, plan: DPPlan) -> dict[str, Check]:
+    """Check the mean shift of ``draws`` canaries whose numbers add up to ``moved`` clipped norms;
+    none if none was drawn.
+    """
+    if not draws:
+        return {}
+    reach = float(stats.norm.isf(FALSE_ALARM / 2)) * plan.noise.multiplier / math.sqrt(draws)
+    return {"all_shift": Check(moved / draws, 1 - reach, 1 + reach)}
 
 
 def floor_of(plan: DPPlan, num: int) -> float:

@@ -192,13 +192,7 @@ def network_run(
         )
     scale_N = torch.ones(num, dtype=torch.float64)
     scale_N[:num_canaries] = NORM * clip / norm_N[:num_canaries]
-    usable = clip * (1 - reserve(torch.float32))
-    norm_N = norm_N * scale_N
-    factor_N = (
-        usable / (norm_N + AUTOMATIC_GAMMA)
-        if privacy.clipping == "automatic"
-        else (usable / norm_N).clamp(max=1.0)
-    )
+    factor_N = _factors(norm_N * scale_N, privacy)
     words = None
     if batch.token_BVL is not None:
         tokens = batch.token_BVL.numpy()
@@ -227,8 +221,19 @@ def weights_run(
     layer = nn.Linear(side, side, bias=False)
     nn.init.zeros_(layer.weight)
     training = _training(config, store, None, layer, _OneWeight(NORM * clip), group)
-    clipped_N1 = np.full((num, 1), clip * (1 - reserve(torch.float32)))
+    norm_N = torch.full((num,), NORM * clip, dtype=torch.float64)
+    clipped_N1 = (norm_N * _factors(norm_N, privacy))[:, None].numpy()
     return CanaryRun(training, clipped_N1, num, {"weight": slice(0, side * side)})
+
+
+def _factors(norm_N: Tensor, privacy: PrivacyConfig) -> Tensor:
+    """Return the factors of gradients of these norms, as docs/clipping.md has them, not by the code
+    that is audited.
+    """
+    usable = float(privacy.max_grad_norm or 0.0) * (1 - reserve(torch.float32))
+    if privacy.clipping == "automatic":
+        return usable / (norm_N + AUTOMATIC_GAMMA)
+    return (usable / norm_N).clamp(max=1.0)
 
 
 def _config(config: RunConfig, privacy: PrivacyConfig, model: ModelConfig) -> RunConfig:

@@ -70,7 +70,7 @@ def white_box(config: RunConfig, say: Say, plan: DPPlan | None = None) -> dict[s
     return {
         "format": FORMAT,
         "kind": "white-box",
-        "passed": all(check["passed"] for check in [*checks, bound, *bound["draws"].values()]),
+        "passed": all(check["passed"] for check in [*checks, bound, *bound["checks"].values()]),
         "recipe": config.recipe,
         "plan": plan.to_dict(),
         "mechanism": mechanism,

@@ -19,6 +19,8 @@ _CHECKS = {
     "noise": "noise, of the plan's",
     "shift": "canary's shift, in clipping norms",
     "parameter": "noise in one parameter",
+    "all_noise": "noise, all steps",
+    "all_shift": "canary's shift, all steps",
     "draws": "records drawn, of those expected",
     "batch_sizes": "spread of the batches' sizes",
     "record_draws": "spread of the records' draws",
@@ -108,7 +110,7 @@ def audit(
 
 def _text(result: dict[str, Any]) -> str:
     mechanism, bound, plan = result["mechanism"], result["bound"], result["plan"]
-    checks = {**mechanism, **bound["draws"]}
+    checks = {**mechanism, **bound["checks"]}
     rows = [
         (title, shown(checks[name]["value"]), _between(checks[name]), _verdict(checks[name]))
         for name, title in _CHECKS.items()
