@@ -18,8 +18,8 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """300 scores, which see noise x 0.7 with a power above 0.999 too."""
-    monkeypatch.setattr(mechanism, "_STEPS", 15)
+    """200 scores, which see noise x 0.7 with a power above 0.999 too."""
+    monkeypatch.setattr(mechanism, "_STEPS", 10)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,15 @@
 """Acceptance of the mechanism: noise, canary shift and draws of executed steps, against the plan.
 
 Each check compares one figure with the interval in which it lies, if the plan is executed, except
-with probability ``FALSE_ALARM``. A step's release times the public divisor, minus the known part of
-the records that are no canaries, is  shift x (sum of the canaries' clipped gradients) + noise.  On
-orthonormal directions that span the canaries' gradients this is a regression with one coefficient:
-its estimate is the shift (1 if every canary moves the sum by C), its residuals give the noise.
+with probability ``FALSE_ALARM``. A step's release times the public divisor is
 
-Legend: N records, P coordinates, K canaries and directions, T steps.
+    shift x (the canaries' clipped gradients) + (those of the other records) + noise.
+
+On orthonormal directions that span the canaries' gradients this is a regression on two known sums.
+The coefficient of the first is the shift: 1 if every canary moves the sum by C. The residuals give
+the noise.
+
+Legend: N records, P coordinates, K canaries and directions, G parameters.
 """
 
 import math
@@ -102,45 +105,35 @@ def accept(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict[str,
 
 def _regression(run: CanaryRun, say: Say) -> tuple[Check, Check, Check, str]:
     """Return the checks of shift and noise, and of the noise in the least likely parameter."""
-    plan, known_NP = run.training.plan, run.clipped_NP
-    canary_KP, other_NP = np.split(known_NP, [run.num_canaries])
+    plan = run.training.plan
+    canary_KP, other_NP = np.split(run.clipped_NP, [run.num_canaries])
     direction_PK = np.linalg.qr(canary_KP.T)[0]
     parts = list(run.parameters.values())
-    y_T, x_T, sums_T = [], [], []
+    gram_33, gram_G33 = np.zeros((3, 3)), np.zeros((len(parts), 3, 3))
     for step, (released_P, drawn_N) in enumerate(run.steps()):
         drawn_K, drawn_others = np.split(drawn_N, [run.num_canaries])
-        left_P = (released_P - drawn_others @ other_NP) / plan.noise.std(step)
-        moved_P = drawn_K @ canary_KP / plan.noise.std(step)
-        y_T.append(left_P @ direction_PK)
-        x_T.append(moved_P @ direction_PK)
-        sums_T.append(
-            [
-                (
-                    left_P[part] @ left_P[part],
-                    left_P[part] @ moved_P[part],
-                    moved_P[part] @ moved_P[part],
-                )
-                for part in parts
-            ]
-        )
+        known = drawn_K @ canary_KP, drawn_others @ other_NP
+        column_P3 = np.stack([released_P, *known], axis=1) / plan.noise.std(step)
+        score_K3 = direction_PK.T @ column_P3
+        gram_33 += score_K3.T @ score_K3
+        gram_G33 += [column_P3[part].T @ column_P3[part] for part in parts]
         say("mechanism", step + 1, plan.steps)
-    y, x = np.concatenate(y_T), np.concatenate(x_T)
-    weight = float(x @ x)
-    shift = float(x @ y) / weight
-    reach = float(stats.norm.isf(FALSE_ALARM / 2)) / math.sqrt(weight)
-    noise = math.sqrt(float(np.square(y - shift * x).sum()) / (len(y) - 1))
-    square, cross, moved = np.sum(sums_T, axis=0).T
-    residual = square - 2 * shift * cross + shift**2 * moved
-    num = np.array([(part.stop - part.start) * plan.steps for part in parts])
-    tail = np.minimum(stats.chi2.cdf(residual, num), stats.chi2.sf(residual, num))
-    least = int(np.argmin(tail))
+    # Least squares of the release on the two known sums, by their inner products.
+    inverse_22 = np.linalg.inv(gram_33[1:, 1:])
+    fitted_2 = inverse_22 @ gram_33[1:, 0]
+    residual_3 = np.array([1.0, *-fitted_2])
+    num = run.num_canaries * plan.steps - 2
+    noise = math.sqrt(residual_3 @ gram_33 @ residual_3 / num)
+    reach = float(stats.norm.isf(FALSE_ALARM / 2)) * math.sqrt(inverse_22[0, 0])
+    square_G = np.einsum("i,gij,j->g", residual_3, gram_G33, residual_3)
+    num_G = np.array([(part.stop - part.start) * plan.steps for part in parts])
+    tail_G = np.minimum(stats.chi2.cdf(square_G, num_G), stats.chi2.sf(square_G, num_G))
+    least = int(np.argmin(tail_G))
+    of_least = noise_interval(int(num_G[least]), FALSE_ALARM / len(parts))
     return (
-        Check(shift, 1 - reach, 1 + reach),
-        Check(noise, *noise_interval(len(y) - 1)),
-        Check(
-            math.sqrt(residual[least] / num[least]),
-            *noise_interval(int(num[least]), FALSE_ALARM / len(parts)),
-        ),
+        Check(float(fitted_2[0]), 1 - reach, 1 + reach),
+        Check(noise, *noise_interval(num)),
+        Check(math.sqrt(square_G[least] / num_G[least]), *of_least),
         list(run.parameters)[least],
     )
 
