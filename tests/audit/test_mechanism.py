@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
+from dpvision.audit import canaries
 from dpvision.audit.canaries import NORM, network_run
 from dpvision.audit.mechanism import (
     FALSE_ALARM,
@@ -82,6 +83,16 @@ def test_canaries_reach_every_parameter_and_are_clipped_as_the_oracle_has_it(
     torch.testing.assert_close(batch_norm, torch.full((20,), NORM), rtol=1e-3, atol=0.0)
     flat = torch.cat([total.grads[name].flatten() for name in run.parameters]).double().numpy()
     np.testing.assert_allclose(flat, run.clipped_NP.sum(0), atol=2e-5)
+
+
+def test_of_a_large_network_the_last_parameters_are_audited(
+    config: RunConfig, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canaries, "_MOST", 1200)
+    run = network_run(config, mechanism_plan(plan), 20, ALONE)
+    (released_P, _) = next(run.steps())
+    assert run.clipped_NP.shape == (32, len(released_P)) and 600 < len(released_P) <= 1200
+    assert next(iter(run.parameters)).startswith("decoder")
 
 
 def _batch(run):

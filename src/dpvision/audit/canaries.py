@@ -47,6 +47,8 @@ from dpvision.train.step import Training, check_reference_bits, step_sum
 
 NORM = 10.0
 """Norm of a canary's gradient before the clip, in clipping norms."""
+_MOST = 1_000_000
+"""Coordinates of the gradients that are held, of each of 32 records in float64."""
 _ROWS = 512
 """Rows of a pass of ``weights_run``."""
 
@@ -176,6 +178,7 @@ def network_run(
     num = privacy.dataset_size
     config = _config(config, privacy, small_model(config.model))
     model = perturb_zeros(make_model(config.model, config.seed))
+    _freeze_rest(model)
     batch, size = example_batch(config, num), config.model.encoder.image_size
     pixels = np.random.default_rng(config.seed).integers(
         0, 256, (num, config.views, 3, size, size), dtype=np.uint8
@@ -255,6 +258,18 @@ def _training(
     made = Training(config, plan, store, rows, words, model, loss_fn, group)
     check_reference_bits(made)
     return made
+
+
+def _freeze_rest(model: nn.Module) -> None:
+    """Leave the last trained parameters, of at most ``_MOST`` numbers, and freeze the others: for
+    networks that have no small form.
+    """
+    left = _MOST
+    for p in reversed([p for p in model.parameters() if p.requires_grad]):
+        if p.numel() <= left:
+            left -= p.numel()
+        else:
+            p.requires_grad_(False)
 
 
 def _gradients(
