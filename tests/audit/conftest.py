@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpvision.audit import mechanism
+from dpvision.audit import acceptance
 from dpvision.config import HardwareConfig, MAEConfig, PrivacyConfig, RunConfig, ViTConfig
 from dpvision.privacy.plan import DPPlan, make_plan
 
@@ -19,7 +19,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """200 scores, which see noise x 0.7 with a power above 0.999 too."""
-    monkeypatch.setattr(mechanism, "_STEPS", 10)
+    monkeypatch.setattr(acceptance, "_STEPS", 10)
 
 
 @pytest.fixture(scope="session")

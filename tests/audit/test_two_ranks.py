@@ -13,10 +13,10 @@ from dpvision.config import RunConfig, to_dict
 SCRIPT = """
 import json, os
 from pathlib import Path
-from dpvision.audit import mechanism, white_box
+from dpvision.audit import acceptance, white_box
 from dpvision.config import RunConfig, from_dict
 
-mechanism._STEPS = 15
+acceptance._STEPS = 15
 config = from_dict(RunConfig, json.loads(Path("config.json").read_text()))
 result = white_box(config, lambda *_: None)
 Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpvision.audit import bound, mechanism
+from dpvision.audit import acceptance, bound
 from dpvision.cli import main
 from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.statement.statement import make_statement
@@ -17,7 +17,7 @@ from ..statement.runs import PRIVACY, make_run, make_store
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mechanism, "_STEPS", 8)
+    monkeypatch.setattr(acceptance, "_STEPS", 8)
     monkeypatch.setattr(bound, "_MOST", 1000)
     monkeypatch.setattr(bound, "_LEAST", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

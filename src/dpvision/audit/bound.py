@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from scipy import optimize, stats
 
+from dpvision.audit.acceptance import FALSE_ALARM, Check, Say, noise_interval, sampling_checks
 from dpvision.audit.canaries import weights_run
-from dpvision.audit.mechanism import FALSE_ALARM, Check, Say, noise_interval, sampling_checks
 from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.privacy import accountant
 from dpvision.privacy.plan import DPPlan

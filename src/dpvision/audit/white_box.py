@@ -7,8 +7,8 @@ is a function of the run's public settings, of this code and of fresh random num
 from pathlib import Path
 from typing import Any
 
+from dpvision.audit.acceptance import FALSE_ALARM, Say, accept
 from dpvision.audit.bound import lower_bound
-from dpvision.audit.mechanism import FALSE_ALARM, Say, accept
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.errors import ConfigError
 from dpvision.privacy.ledger import read_ledger
