@@ -45,7 +45,7 @@ def test_a_statement_names_the_audit_of_its_plan_and_is_verified(
     assert "audits" not in statuses(before, run)
     path = write_statement(run)
     text = json.loads(path.read_text())["history"]["audits"]["text"]
-    assert "4,300 scores: it passed" in text and "at least 1.23, at confidence 0.999" in text
+    assert "4,300 scores: it passed" in text and "at least 1.239, at confidence 0.999" in text
     found = statuses(path, run)
     assert found["audits"] == found["written again"] == found["figures"] == "ok"
     assert "failed" not in found.values() and "unverified" not in found.values()

@@ -13,7 +13,7 @@ from dpvision.cli.paths import check_run
 from dpvision.cli.progress import ProgressLine
 from dpvision.config.resolve import resolve
 from dpvision.errors import ConfigError
-from dpvision.privacy.printed import up, up_delta
+from dpvision.privacy.printed import down, up, up_delta
 
 _CHECKS = {
     "noise": "noise, of the plan's",
@@ -117,9 +117,7 @@ def _text(result: dict[str, Any]) -> str:
         if name in checks
     ]
     low = {"low": bound["floor"], "high": bound["epsilon"]}
-    rows.append(
-        ("epsilon is at least", shown(bound["epsilon_low"]), _between(low), _verdict(bound))
-    )
+    rows.append(("epsilon is at least", down(bound["epsilon_low"]), _between(low), _verdict(bound)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = [
         f"White-box audit of {result['recipe']}: noise multiplier "

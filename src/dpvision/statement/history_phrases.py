@@ -5,7 +5,6 @@ what else was run on its store, and the guarantees of earlier runs that its weig
 figures of all runs on each.
 """
 
-import math
 from typing import Any
 
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
@@ -13,7 +12,7 @@ from dpvision.config.unit import Stated
 from dpvision.data.store import SHARED_KEPT
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.printed import count, factor, one_in, up, up_delta
+from dpvision.privacy.printed import count, down, factor, one_in, up, up_delta
 from dpvision.statement.phrases import of_every_guarantee, simulated, tier
 from dpvision.statement.schema import Stop, Tuning
 
@@ -34,7 +33,7 @@ NO_AUDITS = (
 AUDITED = (
     "The mechanism of this plan was audited on synthetic records ({kind}), with {scores:,} scores: "
     "it {verdict}. Noise of {noise:.3f} and a shift of {shift:.3f} were measured, 1 being the "
-    "plan's. With Gaussian noise of whatever size epsilon is at least {low:.2f}, at confidence "
+    "plan's. With Gaussian noise of whatever size epsilon is at least {low}, at confidence "
     "{confidence:g}. No attack was run against this model. The bounds on attacks in this statement "
     "are proven and do not rely on the audit."
 )
@@ -161,7 +160,7 @@ def audits(runs: list[dict[str, Any]]) -> str:
         AUDITED.format(
             **run,
             verdict="passed" if run["passed"] else "FAILED",
-            low=math.floor(100 * run["epsilon_low"]) / 100,
+            low=down(run["epsilon_low"]),
         )
         for run in runs
     ]
