@@ -26,6 +26,8 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.train.distributed import Group
 
 FALSE_ALARM = 1e-3
+RARE_ALARM = 1e-4
+"""The same for the checks of all steps, whose figures are far more precise."""
 _CANARIES, _OTHERS, _STEPS = 20, 12, 50
 """1,000 scores: one for each canary direction and step."""
 _FEW = 8
@@ -152,9 +154,7 @@ def sampling_checks(size_T: np.ndarray, count_N: np.ndarray, rate: float) -> dic
     """
     num_steps, num = len(size_T), len(count_N)
     coins = num_steps * num
-    low, high = stats.binom.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], coins, rate) / (
-        coins * rate
-    )
+    low, high = stats.binom.ppf([RARE_ALARM / 2, 1 - RARE_ALARM / 2], coins, rate) / (coins * rate)
     checks = {"draws": Check(float(size_T.sum() / (coins * rate)), float(low), float(high))}
     if rate < 1:
         checks["batch_sizes"] = _spread(size_T, num, rate)
@@ -172,6 +172,6 @@ def _spread(counts: np.ndarray, coins: int, rate: float) -> Check:
     ratio = float(np.square(counts - coins * rate).mean() / variance)
     scale = 1 + (1 / variance - 6 / coins) / 2  # 1 + excess kurtosis / 2
     degrees = len(counts) / scale
-    low, high = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], degrees) / degrees
+    low, high = stats.chi2.ppf([RARE_ALARM / 2, 1 - RARE_ALARM / 2], degrees) / degrees
     # A few whole numbers are all equal by chance more often than that law has it.
     return Check(ratio, float(low) if degrees >= _FEW else 0.0, float(high))

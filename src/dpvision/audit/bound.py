@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 from scipy import optimize, stats
 
-from dpvision.audit.acceptance import FALSE_ALARM, Check, Say, noise_interval, sampling_checks
+from dpvision.audit.acceptance import (
+    FALSE_ALARM,
+    RARE_ALARM,
+    Check,
+    Say,
+    noise_interval,
+    sampling_checks,
+)
 from dpvision.audit.canaries import weights_run
 from dpvision.config import PrivacyConfig, RunConfig
 from dpvision.privacy import accountant
@@ -34,8 +41,8 @@ _EPSILONS = 2001
 
 
 def num_scores(epsilon: float) -> int:
-    """Return the number of scores, half of them of canaries in the data, at which the bound is
-    expected to reach 0.8 of an ``epsilon`` of 1 or more.
+    """Return the number of scores, half of them of canaries in the data. The bound is expected to
+    reach 0.8 of an ``epsilon`` of 1 or more where canaries are drawn often (20 times, say).
     """
     wanted = _MOST * max(epsilon, 1.0) ** -_FALL
     return 2 * math.ceil(max(_LEAST, wanted) / 2)
@@ -89,7 +96,7 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
     low, floor = epsilon_of_area(made, least_area), floor_of(made, num)
     scores = num * made.steps
     checks = {
-        "all_noise": Check(math.sqrt(squares / scores), *noise_interval(scores)),
+        "all_noise": Check(math.sqrt(squares / scores), *noise_interval(scores, RARE_ALARM)),
         **shift_check(moved / float(run.clipped_NP[0, 0]), int(count_M.sum()), made),
         **sampling_checks(np.array(size_T), count_M, made.sample_rate),
     }
@@ -115,7 +122,7 @@ def shift_check(moved: float, draws: int, plan: DPPlan) -> dict[str, Check]:
     """
     if not draws:
         return {}
-    reach = float(stats.norm.isf(FALSE_ALARM / 2)) * plan.noise.multiplier / math.sqrt(draws)
+    reach = float(stats.norm.isf(RARE_ALARM / 2)) * plan.noise.multiplier / math.sqrt(draws)
     return {"all_shift": Check(moved / draws, 1 - reach, 1 + reach)}
 
 
