@@ -20,7 +20,7 @@ ORDER = [
     {"eval", "adapt"},
     {"statement"},
     {"export", "report"},
-    {"demo", "doctor", "tune"},
+    {"audit", "demo", "doctor", "tune"},
     {"cli"},
 ]
 PROGRAMS = {"doctor", "demo", "cli"}

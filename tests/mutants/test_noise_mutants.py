@@ -202,9 +202,9 @@ def test_noise_per_rank(new_run: NewRun) -> None:
             dist.all_reduce(value)
         return released(gradient.grads)
 
-    share = loop._share
+    share = loop.shared_secrets
     check()
-    with planted(loop, "_share", own_noise_key, "other noise than one"):
+    with planted(loop, "shared_secrets", own_noise_key, "other noise than one"):
         check()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "all_reduce_sum", lambda total, group: total)

@@ -53,6 +53,10 @@ COMMANDS = {
         "verify",
         "check a statement: hashes, ledger, lineage, and epsilon by a second accountant",
     ),
+    "audit": (
+        "audit",
+        "check on canaries that the mechanism that runs is the one that is stated",
+    ),
     "doctor": (
         "doctor",
         "check whether a model can be trained privately; measure exactness, memory and overhead",

@@ -30,7 +30,7 @@ COARSE = 0.10
 """How far it may be above: versions differ in the grids of their accountants."""
 _DECLARED = re.compile(
     r"run_id|recipe|settings\b.*|scores\b.*|hashes\b.*|versions\b.*|phrases|guarantee\.accountant\.software"
-    r"|mechanism\.steps_executed|history\.(steps_in_weights|restarts|(tuning|stop)\.declared|other_runs\.(?!text).*)"
+    r"|mechanism\.steps_executed|history\.(steps_in_weights|restarts|(tuning|stop)\.declared|other_runs\.(?!text).*|audits\.runs\b.*)"
     r"|history\.lineage\[\d+\]\.(store_id|visibility|run_id|licence|declared(\.(by|name|source))?|deduplicated(\.(against|methods)\b.*)?)"
     r"|history\.lineage\[\d+\]\.guarantee\.plan\b.*|released_scores\[\d+\]\.(?!text).*"
 )
@@ -207,6 +207,7 @@ def _facts(statement: dict[str, Any]) -> Facts:
         restarts=history["restarts"],
         other_runs=history["other_runs"],
         scores=statement["scores"],
+        audits=history["audits"]["runs"],
         hashes=statement["hashes"],
         versions=statement["versions"],
         tuning=history["tuning"]["declared"],

@@ -12,7 +12,7 @@ from dpvision.config.unit import Stated
 from dpvision.data.store import SHARED_KEPT
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.printed import count, factor, one_in, up, up_delta
+from dpvision.privacy.printed import count, down, factor, one_in, up, up_delta
 from dpvision.statement.phrases import of_every_guarantee, simulated, tier
 from dpvision.statement.schema import Stop, Tuning
 
@@ -29,6 +29,13 @@ OF_A_HEAD = (
 NO_AUDITS = (
     "No attack was run against this model. The bounds on attacks in this statement are proven "
     "and do not rely on one."
+)
+AUDITED = (
+    "The mechanism of this plan was audited on synthetic records ({kind}), with {scores:,} scores: "
+    "it {verdict}. Noise of {noise:.3f} and a shift of {shift:.3f} were measured, 1 being the "
+    "plan's. With Gaussian noise of whatever size epsilon is at least {low}, at confidence "
+    "{confidence:g}. No attack was run against this model. The bounds on attacks in this statement "
+    "are proven and do not rely on the audit."
 )
 TOKENIZER = (
     "Tokenizer: trained on text declared to be public or synthetic; the command that trains it "
@@ -145,6 +152,19 @@ def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
             "depends on the private images."
         ),
     }
+
+
+def audits(runs: list[dict[str, Any]]) -> str:
+    """Return what is known of audits: of the mechanism, or that there was none."""
+    said = [
+        AUDITED.format(
+            **run,
+            verdict="passed" if run["passed"] else "FAILED",
+            low=down(run["epsilon_low"]),
+        )
+        for run in runs
+    ]
+    return " ".join(said) or NO_AUDITS
 
 
 def ledger_source(from_store: bool) -> str:

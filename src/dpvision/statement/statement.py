@@ -26,6 +26,7 @@ from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import held_back, read_run
 from dpvision.runs.lineage import shaped_in_confidence
 from dpvision.statement import history_phrases, phrases, released_scores
+from dpvision.statement.audits import read_audits
 from dpvision.statement.guarantee import guarantee_of, headline, other_runs, other_stores
 from dpvision.statement.schema import Stop, Tuning
 from dpvision.weights import lineage_digest
@@ -59,6 +60,7 @@ class Evidence:
     scores: list[dict[str, Any]]
     releases: list[dict[str, Any]]
     """Of scores on private test stores."""
+    audits: list[dict[str, Any]]
 
     @property
     def plan(self) -> DPPlan:
@@ -95,8 +97,8 @@ def make_statement(
     Raises:
         ConfigError: ``stop`` is declared of a run that did not end early.
         PrivacyError: a run without a guarantee on a private store, a tainted parent, a ledger that
-            was altered or does not lead to this checkpoint, a private score in the public file, or
-            "charged" without a total of the store's runs.
+            was altered or does not lead to this checkpoint, a private score in the public file, an
+            audit of another plan, or "charged" without a total of the store's runs.
         CheckpointError: there is no run or checkpoint, or it was altered.
     """
     evidence = read_evidence(Path(run_dir), None if store_dir is None else Path(store_dir))
@@ -128,6 +130,7 @@ class Facts:
     restarts: int
     other_runs: dict[str, Any]
     scores: list[dict[str, Any]]
+    audits: list[dict[str, Any]]
     hashes: dict[str, Any]
     versions: dict[str, str]
     tuning: Tuning
@@ -157,6 +160,7 @@ def statement_of(
             restarts=ledger.restarts,
             other_runs=other_runs(account, ledger.run_id),
             scores=evidence.scores,
+            audits=evidence.audits,
             hashes={
                 "code": manifest["versions"]["code_sha256"],
                 "config": hashlib.sha256(
@@ -261,7 +265,7 @@ def compose(facts: Facts) -> dict[str, Any]:
             else history_phrases.preprocessing(plan, config),
             "lineage": lineage,
             "heads_and_evaluations": history_phrases.OF_A_HEAD if head else history_phrases.HEADS,
-            "audits": {"runs": [], "text": history_phrases.NO_AUDITS},
+            "audits": {"runs": facts.audits, "text": history_phrases.audits(facts.audits)},
         },
         "side_channels": phrases.side_channels(plan),
         "settings": facts.settings,
@@ -380,6 +384,7 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
         store_dir,
         _public_scores(root / "scores.json"),
         read_releases(root),
+        read_audits(root, ledger.plan),
     )
 
 

@@ -22,6 +22,8 @@ from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import read_run
 from dpvision.runs.run import code_versions
 from dpvision.statement import released_scores
+from dpvision.statement.audits import FILE as AUDIT_FILE
+from dpvision.statement.audits import read_audits
 from dpvision.statement.check import (
     Check,
     compared,
@@ -101,6 +103,8 @@ def verify_statement(
                 check_lineage(statement, Path(run_dir), copy),
                 check_scores(statement, Path(run_dir)),
             ]
+            if statement["history"]["audits"]["runs"] and copy is not None:
+                checks.append(check_audits(statement, Path(run_dir), copy.plan))
     if store_dir is None:
         checks.append(not_checked("store, other runs", NO_STORE))
     else:
@@ -430,6 +434,17 @@ def check_scores(statement: dict[str, Any], root: Path) -> Check:
     )
 
 
+def check_audits(statement: dict[str, Any], root: Path, plan: DPPlan) -> Check:
+    """Check that the audit is in the run's public file. It is not made again."""
+    try:
+        found = read_audits(root, plan)
+    except DPVisionError as error:
+        return failed("audits", str(error))
+    if statement["history"]["audits"]["runs"] != found:
+        return failed("audits", f"not as in {AUDIT_FILE} of the run")
+    return ok("audits", f"as in {AUDIT_FILE}, not made again; audits: {len(found)}")
+
+
 def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | None) -> Check:
     """Compare every field with the statement that the same code writes from the same files."""
     name = "written again"
@@ -439,6 +454,8 @@ def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | No
             "known"
         ]:  # written without the store, which may be given now
             evidence = replace(evidence, from_store=False, store_dir=None)
+        if not statement["history"]["audits"]["runs"]:  # audited since, perhaps
+            evidence = replace(evidence, audits=[])
         if statement["hashes"]["code"] != code_versions()["code_sha256"]:
             return not_checked(
                 name, "the dpvision installed here is not the code that made the checkpoint"

@@ -92,7 +92,7 @@ def fit(
     plan, group = session.plan, session.group
     if group.device.type == "cpu":
         keep_freed_memory()
-    secrets = _share(secrets or Secrets(), group)
+    secrets = shared_secrets(secrets or Secrets(), group)
     saved = time.monotonic()
     with (
         StopRequest("finishing this step, then saving", session.unsaved) as stop,
@@ -191,7 +191,7 @@ def _log(run: Run, *, quiet: bool, show_confidential: bool) -> RunLog:
     )
 
 
-def _share(secrets: Secrets, group: Group) -> Secrets:
+def shared_secrets(secrets: Secrets, group: Group) -> Secrets:
     """Return rank 0's keys on every rank. Those given are then dead: keys are for one start."""
 
     def exchange(secret: bytes) -> bytes:

@@ -1,0 +1,211 @@
+"""A lower bound on epsilon from executed steps.
+
+A canary's score is the log-likelihood ratio of the plan's law with the canary and without it, added
+up over the steps of a run. The share of pairs in which a canary in the data scores above one that
+is not estimates the area under the ROC curve of the best attack. A noise multiplier is refuted if
+its privacy loss distribution allows smaller areas only. The bound is the epsilon of the largest
+noise multiplier that is not refuted.
+
+The bound is model-based: sampler, rate and steps are the plan's, the noise is Gaussian of unknown
+size. For another mechanism it proves nothing.
+
+Legend: M canaries in the data, T steps, E epsilons.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from scipy import optimize, stats
+
+from dpvision.audit.acceptance import (
+    FALSE_ALARM,
+    RARE_ALARM,
+    Check,
+    Say,
+    noise_interval,
+    sampling_checks,
+)
+from dpvision.audit.canaries import weights_run
+from dpvision.config import PrivacyConfig, RunConfig
+from dpvision.privacy import accountant
+from dpvision.privacy.plan import DPPlan
+from dpvision.train.distributed import Group
+
+CONFIDENCE = 1 - FALSE_ALARM
+FLOOR = 0.6
+"""Share of epsilon that the bound must reach."""
+_MOST, _LEAST, _FALL = 40_000, 2_000, 1.2
+"""Scores: 40,000 at epsilon 1, 17,412 at 2, 3,300 at 8. A canary is one weight: cheap."""
+_EPSILONS = 2001
+
+
+def num_scores(epsilon: float) -> int:
+    """Return the number of scores, half of them of canaries in the data. The bound is expected to
+    reach 0.8 of an ``epsilon`` of 1 or more where canaries are drawn often (20 times, say).
+    """
+    wanted = _MOST * max(epsilon, 1.0) ** -_FALL
+    return 2 * math.ceil(max(_LEAST, wanted) / 2)
+
+
+def bound_plan(plan: DPPlan) -> PrivacyConfig:
+    """Return the settings of a run on canaries that has the law, rate, noise and steps of
+    ``plan``, and so its epsilon.
+    """
+    assert plan.epsilon is not None
+    num = num_scores(plan.epsilon) // 2
+    rate, law = plan.sample_rate, plan.sampler.law
+    most = math.ceil(num * rate + 8 * math.sqrt(num * rate) + 8)
+    return PrivacyConfig(
+        dataset_size=num,
+        expected_batch_size=num * rate if plan.sampler.random else num,
+        steps=plan.steps,
+        sampling=law,
+        max_batch_size=min(most, num) if law == "truncated_poisson" else None,
+        noise_multiplier=plan.noise.multiplier,
+        max_grad_norm=plan.max_grad_norm,
+        clipping=plan.clipping,
+        delta=plan.delta,
+    )
+
+
+def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict[str, Any]:
+    """Execute the plan's steps on canaries, each with coins of its own, and bound epsilon.
+
+    Returns:
+        The bound and what it was computed from, and the checks of all steps: noise where no canary
+        is, the shift of those that are drawn, and the draws.
+    """
+    settings = bound_plan(plan)
+    num = settings.dataset_size
+    run = weights_run(config, settings, num, group)
+    made, score = run.training.plan, np.zeros(2 * num)
+    size_T, count_M = [], np.zeros(num, dtype=np.int64)
+    moved = squares = 0.0
+    assert made.epsilon is not None, "a plan with a guarantee"
+    for step, (released, drawn_M) in enumerate(run.steps()):
+        inside, outside = np.split(released[: 2 * num], 2)
+        moved += float(inside[drawn_M].sum())
+        squares += float(np.square(outside / made.noise.std(step)).sum())
+        score += log_ratio(released[: 2 * num] / (made.max_grad_norm or 1.0), made, step)
+        size_T.append(int(drawn_M.sum()))
+        count_M += drawn_M
+        say("bound", step + 1, made.steps)
+    area = area_above(score[:num], score[num:])
+    least_area = wilson_low(area, num)
+    low, floor = epsilon_of_area(made, least_area), floor_of(made, num)
+    scores = num * made.steps
+    checks = {
+        "all_noise": Check(math.sqrt(squares / scores), *noise_interval(scores, RARE_ALARM)),
+        **shift_check(moved / float(run.clipped_NP[0, 0]), int(count_M.sum()), made),
+        **sampling_checks(np.array(size_T), count_M, made.sample_rate),
+    }
+    return {
+        "epsilon_low": low,
+        "epsilon": made.epsilon,
+        "delta": made.delta,
+        "confidence": CONFIDENCE,
+        "floor": floor,
+        "passed": floor <= low <= made.epsilon,
+        "scores": 2 * num,
+        "steps": made.steps,
+        "sample_rate": made.sample_rate,
+        "area": area,
+        "area_low": least_area,
+        "checks": {name: check.to_dict() for name, check in checks.items()},
+    }
+
+
+def shift_check(moved: float, draws: int, plan: DPPlan) -> dict[str, Check]:
+    """Check the mean shift of ``draws`` canaries whose numbers add up to ``moved`` clipped norms;
+    none if none was drawn.
+    """
+    if not draws:
+        return {}
+    reach = float(stats.norm.isf(RARE_ALARM / 2)) * plan.noise.multiplier / math.sqrt(draws)
+    return {"all_shift": Check(moved / draws, 1 - reach, 1 + reach)}
+
+
+def floor_of(plan: DPPlan, num: int) -> float:
+    """Return what the bound must reach: ``FLOOR`` of epsilon; or what it reaches under the plan
+    except with probability ``FALSE_ALARM``, where this is less: at few draws of a canary in all,
+    a small epsilon, or a very large one.
+    """
+    assert plan.epsilon is not None
+    area = area_allowed(plan, plan.noise.multiplier)
+    reach = float(stats.norm.isf(FALSE_ALARM)) * math.sqrt(area * (1 - area) / num)
+    return min(FLOOR * plan.epsilon, epsilon_of_area(plan, wilson_low(area - reach, num)))
+
+
+def log_ratio(value: np.ndarray, plan: DPPlan, step: int) -> np.ndarray:
+    """Return the log-likelihood ratio, with a canary and without it, of released numbers in units
+    of the clipping norm.
+    """
+    noise, rate = plan.noise.std(step) / (plan.max_grad_norm or 1.0), plan.sample_rate
+    moved = (value - 0.5) / noise**2
+    return moved if rate == 1 else np.logaddexp(math.log1p(-rate), math.log(rate) + moved)
+
+
+def area_above(inside: np.ndarray, outside: np.ndarray) -> float:
+    """Return the share of pairs in which the score inside is above that outside (Mann and
+    Whitney), ties counted half.
+    """
+    rank = stats.rankdata(np.concatenate([inside, outside]))[: len(inside)]
+    return float((rank.sum() - len(inside) * (len(inside) + 1) / 2) / len(inside) / len(outside))
+
+
+def wilson_low(area: float, num: int) -> float:
+    """Return the smallest area that is not refuted by ``area``, estimated from ``num`` independent
+    scores of each kind.
+
+    The variance of the estimate is at most area (1 - area) / num, whatever the laws of the scores
+    (Birnbaum and Klose 1957); the normal quantile then gives Wilson's limit.
+    """
+    z2 = float(stats.norm.isf(FALSE_ALARM)) ** 2 / num
+    middle, reach = area + z2 / 2, math.sqrt(z2 * area * (1 - area) + z2**2 / 4)
+    return (middle - reach) / (1 + z2)
+
+
+def area_allowed(plan: DPPlan, noise_multiplier: float) -> float:
+    """Return an upper bound on the area under the ROC curve of any attack that tells whether a
+    record was in the data of ``plan``, were its noise multiplier this one.
+
+    The privacy loss distribution gives delta at each epsilon for removing a record and for adding
+    it: a true-positive rate is at most delta + e^epsilon fpr, and at most
+    1 - e^-epsilon (1 - delta - fpr).
+    """
+    event = plan.sampler.event(noise_multiplier, plan.steps)
+    losses = event.losses(10 * accountant.discretization_interval(event))
+    epsilon_E = np.linspace(0.0, min(losses.epsilon(1e-9), 700.0), _EPSILONS)
+    removing, adding = losses.removing.deltas(epsilon_E), losses.adding.deltas(epsilon_E)
+
+    def tpr(fpr: float) -> float:
+        hit_1 = removing + np.exp(epsilon_E) * fpr
+        hit_2 = 1.0 - np.exp(-epsilon_E) * (1.0 - adding - fpr)
+        return float(min(1.0, hit_1.min(), hit_2.min()))
+
+    return accountant.auc_of(tpr)
+
+
+def epsilon_of_area(plan: DPPlan, area: float) -> float:
+    """Return the epsilon of the largest noise multiplier at which attacks reach ``area``; 0 if that
+    is no more than chance.
+
+    Noise of less than a quarter of the plan's is not distinguished from a quarter.
+    """
+    if not area > 0.5:
+        return 0.0
+    noise = plan.noise.multiplier
+
+    def excess(log_noise: float) -> float:
+        return area_allowed(plan, math.exp(log_noise)) - area
+
+    low, high = math.log(noise / 4), math.log(noise * 64)
+    if excess(low) <= 0:
+        root = low
+    elif excess(high) >= 0:
+        return 0.0
+    else:
+        root = optimize.brentq(excess, low, high, xtol=1e-4)
+    event = plan.sampler.event(math.exp(root), plan.steps)
+    return accountant.epsilon(event, plan.delta)

@@ -1,0 +1,156 @@
+"""The lower bound: its areas against closed forms and simulated attacks, its confidence, and what
+it makes of the real step.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dpvision.audit import bound
+from dpvision.audit.bound import (
+    FLOOR,
+    area_above,
+    area_allowed,
+    epsilon_of_area,
+    floor_of,
+    log_ratio,
+    lower_bound,
+    num_scores,
+    wilson_low,
+)
+from dpvision.config import PrivacyConfig, RunConfig
+from dpvision.privacy.mechanism import IndependentGaussian
+from dpvision.privacy.plan import DPPlan, draft_plan
+from dpvision.train.distributed import Group
+
+ALONE = Group(0, 1, torch.device("cpu"))
+
+
+def plan_of(rate: float, steps: int, epsilon: float) -> DPPlan:
+    return draft_plan(
+        PrivacyConfig(
+            dataset_size=1000,
+            expected_batch_size=1000 * rate,
+            steps=steps,
+            target_epsilon=epsilon,
+            delta=1e-5,
+            sampling="full_batch" if rate == 1 else "poisson",
+        )
+    )
+
+
+def simulated(plan: DPPlan, num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores of ``num`` canaries in the data and of as many outside, by numpy alone."""
+    rng, noise = np.random.default_rng(seed), plan.noise.multiplier
+    scores = np.zeros((2, num))
+    for _ in range(plan.steps):
+        value = noise * rng.standard_normal((2, num))
+        value[0] += rng.random(num) < plan.sample_rate
+        likelihood = 1 + plan.sample_rate * np.expm1((value - 0.5) / noise**2)
+        scores += np.log(likelihood)
+    return scores[0], scores[1]
+
+
+@pytest.mark.parametrize(("steps", "noise"), [(1, 2.0), (9, 3.0), (4, 0.8)])
+def test_the_area_allowed_to_full_batches_is_that_of_two_normal_laws(
+    steps: int, noise: float
+) -> None:
+    allowed = area_allowed(plan_of(1.0, steps, 2.0), noise)
+    exact = stats.norm.cdf(math.sqrt(steps / 2) / noise)
+    assert exact <= allowed <= exact + 2e-3
+
+
+@pytest.mark.parametrize(("rate", "steps", "epsilon"), [(0.3, 6, 8.0), (0.05, 40, 2.0)])
+def test_the_area_allowed_is_that_of_the_best_attack_on_sampled_batches(
+    rate: float, steps: int, epsilon: float
+) -> None:
+    """Four standard deviations of the simulated area, and 0.003 for the grids."""
+    plan, num = plan_of(rate, steps, epsilon), 40_000
+    area = area_above(*simulated(plan, num, 1))
+    spread = math.sqrt(area * (1 - area) / num)
+    allowed = area_allowed(plan, plan.noise.multiplier)
+    assert -4 * spread <= allowed - area <= 4 * spread + 3e-3
+
+
+def test_the_share_of_pairs_is_counted() -> None:
+    rng = np.random.default_rng(0)
+    inside, outside = rng.integers(0, 9, 40), rng.integers(0, 7, 40)
+    pairs = np.sign(inside[:, None] - outside)
+    assert area_above(inside, outside) == pytest.approx((pairs.mean() + 1) / 2)
+
+
+def test_a_score_is_the_log_likelihood_ratio() -> None:
+    plan, value = plan_of(0.3, 6, 8.0), np.linspace(-3, 4, 15)
+    noise = plan.noise.multiplier
+    with_it = 0.3 * stats.norm.pdf(value, 1, noise) + 0.7 * stats.norm.pdf(value, 0, noise)
+    expected = np.log(with_it / stats.norm.pdf(value, 0, noise))
+    np.testing.assert_allclose(log_ratio(value, plan, 0), expected, rtol=1e-9, atol=1e-12)
+    full = plan_of(1.0, 2, 8.0)
+    np.testing.assert_allclose(log_ratio(value, full, 0), (value - 0.5) / full.noise.multiplier**2)
+
+
+def test_the_bound_exceeds_epsilon_no_more_often_than_stated() -> None:
+    """At confidence 0.999, more than 3 of 500 have a probability of 0.002."""
+    plan = plan_of(0.3, 6, 8.0)
+    most = area_allowed(plan, plan.noise.multiplier)
+    low = [wilson_low(area_above(*simulated(plan, 300, seed)), 300) for seed in range(500)]
+    assert sum(area > most for area in low) <= 3
+    assert np.median(low) == pytest.approx(wilson_low(most, 300), abs=0.01)
+
+
+def test_the_epsilon_of_the_plans_own_area_is_its_epsilon() -> None:
+    plan = plan_of(0.05, 40, 2.0)
+    areas = [area_allowed(plan, noise * plan.noise.multiplier) for noise in (1.5, 1.0, 0.8)]
+    low, own, high = (epsilon_of_area(plan, area) for area in areas)
+    assert own == pytest.approx(2.0, rel=2e-3)
+    assert low < 1.4 and high > 2.5
+    assert epsilon_of_area(plan, 0.5) == epsilon_of_area(plan, 0.3) == 0.0
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 2.0, 8.0])
+def test_the_floor_is_reached_by_the_scores_of_an_audit(epsilon: float) -> None:
+    """The plan's own floor is the stated one, not one that few scores would excuse."""
+    plan = plan_of(0.1, 100, epsilon)
+    assert num_scores(epsilon) >= {1.0: 20_000, 2.0: 6_000, 8.0: 600}[epsilon]
+    assert floor_of(plan, num_scores(epsilon) // 2) == pytest.approx(FLOOR * epsilon, rel=1e-3)
+
+
+def test_the_real_step_is_within_the_bound(config: RunConfig, plan: DPPlan) -> None:
+    found = lower_bound(config, plan, ALONE, lambda *_: None)
+    assert found["passed"] and found["scores"] == 3300
+    assert found["floor"] <= found["epsilon_low"] <= plan.epsilon
+    assert all(check["passed"] for check in found["checks"].values())
+
+
+def test_half_the_noise_is_beyond_the_bound(
+    config: RunConfig, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terms = IndependentGaussian.terms
+    monkeypatch.setattr(
+        IndependentGaussian,
+        "terms",
+        lambda self, step: tuple((of, 0.5 * std) for of, std in terms(self, step)),
+    )
+    found = lower_bound(config, plan, ALONE, lambda *_: None)
+    assert found["epsilon_low"] > plan.epsilon and not found["passed"]
+    assert found["checks"]["all_noise"]["value"] == pytest.approx(0.5, abs=0.02)
+    assert not found["checks"]["all_noise"]["passed"]
+
+
+def test_batches_of_one_size_are_refused(
+    config: RunConfig, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dpvision.privacy.sampling import Poisson
+
+    def of_one_size(self, num_records, rng):
+        return rng.subset(num_records, round(num_records * self.sample_rate))
+
+    monkeypatch.setattr(Poisson, "draw", of_one_size)
+    monkeypatch.setattr(bound, "_MOST", 400)
+    monkeypatch.setattr(bound, "_LEAST", 400)
+    long = draft_plan(PrivacyConfig(**{**vars(config.privacy), "steps": 12}))
+    found = lower_bound(config, long, ALONE, lambda *_: None)
+    assert not found["checks"]["batch_sizes"]["passed"]

@@ -1,0 +1,20 @@
+"""The tables of docs/audits.md are those of the newest result of benchmarks/audits.py."""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import audits  # noqa: E402
+
+
+def test_the_page_has_the_tables_of_the_newest_result() -> None:
+    newest = sorted((ROOT / "benchmarks" / "results").glob("*-audits.json"))[-1]
+    tables = audits.tables(json.loads(newest.read_text())["rows"])
+    page = (ROOT / "docs" / "audits.md").read_text()
+    assert [name for name, table in tables.items() if table not in page] == []
+    assert "NO" not in tables["audits"], "an audit failed"
+    refused = {line.split(" | ")[0]: line for line in tables["faults"].splitlines()[2:]}
+    assert [fault for fault, line in refused.items() if "nothing" in line] == ["| none"]

@@ -1,0 +1,97 @@
+"""The audit of a run's plan in its statement."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpvision.errors import CheckpointError, DPVisionError, PrivacyError
+from dpvision.files import write_json
+from dpvision.privacy.ledger import read_ledger
+from dpvision.statement.audits import FORMAT
+from dpvision.statement.history_phrases import NO_AUDITS
+from dpvision.statement.statement import make_statement, write_statement
+from dpvision.statement.verify import verify_statement
+
+
+def audit_of(run: Path, **more: Any) -> dict[str, Any]:
+    """What `dpvision audit RUN` writes, as far as statements read it."""
+    return {
+        "format": FORMAT,
+        "kind": "white-box",
+        "passed": True,
+        "plan": read_ledger(run / "ledger.jsonl").plan.to_dict(),
+        "mechanism": {"noise": {"value": 0.985}, "shift": {"value": 1.02}, "scores": 1000},
+        "bound": {"epsilon_low": 1.2399, "confidence": 0.999, "scores": 3300},
+        "ranks": 1,
+        "code_sha256": "0" * 64,
+    } | more
+
+
+def statuses(path: Path, run: Path) -> dict[str, str]:
+    return {check.name: check.status for check in verify_statement(path, run)}
+
+
+def test_a_statement_names_the_audit_of_its_plan_and_is_verified(
+    copy_of: Callable[[], Path],
+) -> None:
+    run = copy_of()
+    before = write_statement(run)
+    assert json.loads(before.read_text())["history"]["audits"] == {"runs": [], "text": NO_AUDITS}
+    write_json(run / "audit.json", audit_of(run))
+    assert statuses(before, run)["written again"] == "ok", "audited after the statement"
+    assert "audits" not in statuses(before, run)
+    path = write_statement(run)
+    text = json.loads(path.read_text())["history"]["audits"]["text"]
+    assert "4,300 scores: it passed" in text and "at least 1.239, at confidence 0.999" in text
+    found = statuses(path, run)
+    assert found["audits"] == found["written again"] == found["figures"] == "ok"
+    assert "failed" not in found.values() and "unverified" not in found.values()
+
+
+def test_a_failed_audit_is_stated(copy_of: Callable[[], Path]) -> None:
+    run = copy_of()
+    write_json(run / "audit.json", audit_of(run, passed=False))
+    assert "it FAILED" in make_statement(run)["history"]["audits"]["text"]
+
+
+def test_an_altered_audit_fails_verification(copy_of: Callable[[], Path]) -> None:
+    run = copy_of()
+    write_json(run / "audit.json", audit_of(run))
+    path = write_statement(run)
+    stated = json.loads(path.read_text())
+    stated["history"]["audits"]["runs"][0]["epsilon_low"] = 0.1
+    write_json(path, stated)
+    found = statuses(path, run)
+    assert found["audits"] == found["sentences"] == "failed"
+    (run / "audit.json").unlink()
+    assert statuses(path, run)["audits"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"plan": {"noise_multiplier": 1.0}}, CheckpointError),
+        ({"format": "other"}, CheckpointError),
+        ({"kind": "black-box"}, CheckpointError),
+        ({"bound": {}}, CheckpointError),
+        ({"plan": None}, CheckpointError),
+    ],
+)
+def test_other_files_are_refused(
+    copy_of: Callable[[], Path], change: dict[str, Any], error: type[DPVisionError]
+) -> None:
+    run = copy_of()
+    write_json(run / "audit.json", audit_of(run, **change))
+    with pytest.raises(error, match=r"cannot be read.*dpvision audit .* --white-box"):
+        make_statement(run)
+
+
+def test_the_audit_of_another_plan_is_refused(copy_of: Callable[[], Path]) -> None:
+    run = copy_of()
+    plan = audit_of(run)["plan"]
+    write_json(run / "audit.json", audit_of(run, plan=plan | {"noise_multiplier": 13.0}))
+    with pytest.raises(PrivacyError, match="of another plan"):
+        make_statement(run)
