@@ -5,6 +5,7 @@ each other's way.
 import hashlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ torch.set_num_threads(1)
 _PASSED: set[Any] = set()
 
 
-@pytest.fixture
-def gates_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs pass the gates (``train.gates``) once for each model and setting in this process.
+@pytest.fixture(scope="module")
+def gates_once() -> Iterator[None]:
+    """Runs of a module pass the gates (``train.gates``) once for each model and setting in this
+    process, those of its fixtures too.
 
     For tests of something else than the gates, which take half of the time of a run of a few steps.
     The gates of another model, loss, weights, setting or of replaced checks are run.
@@ -44,4 +46,6 @@ def gates_once(monkeypatch: pytest.MonkeyPatch) -> None:
             gates.check_gates(config, model, loss_fn)
             _PASSED.add(case)
 
-    monkeypatch.setattr(start, "check_gates", once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "check_gates", once)
+        yield
