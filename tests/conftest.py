@@ -21,6 +21,26 @@ torch.set_num_threads(1)
 _PASSED: dict[Any, Any] = {}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def textures_once() -> Iterator[None]:
+    """The public textures of ``texture_centre`` are drawn once for each size in this process: each
+    head on a store of its own needs them, and they take a second.
+    """
+    from dpvision.encoders import feature_file
+
+    own, drawn = feature_file.textures, dict[Any, torch.Tensor]()
+
+    def textures(program_N: torch.Tensor, size_px: int) -> torch.Tensor:
+        case = (*program_N.tolist(), size_px)
+        if case not in drawn:
+            drawn[case] = own(program_N, size_px)
+        return drawn[case].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_file, "textures", textures)
+        yield
+
+
 @pytest.fixture(scope="module")
 def gates_once() -> Iterator[None]:
     """Runs of a module, those of its fixtures too, pass the gates (``train.gates``) and the check

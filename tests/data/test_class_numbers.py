@@ -24,8 +24,6 @@ from dpvision.errors import DataError
 
 from .image_files import encode, js, png, write_folder, write_tar
 
-pytestmark = pytest.mark.usefixtures("gates_once")
-
 KINDS = (
     "folders",
     "csv",
