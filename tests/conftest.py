@@ -5,6 +5,7 @@ each other's way.
 import hashlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,77 @@ sys.path.insert(0, str(Path(__file__).parent / "oracles"))
 
 torch.set_num_threads(1)
 
-_PASSED: set[Any] = set()
+_PASSED: dict[Any, Any] = {}
 
 
-@pytest.fixture
-def gates_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs pass the gates (``train.gates``) once for each model and setting in this process.
-
-    For tests of something else than the gates, which take half of the time of a run of a few steps.
-    The gates of another model, loss, weights, setting or of replaced checks are run.
+@pytest.fixture(scope="session", autouse=True)
+def textures_once() -> Iterator[None]:
+    """The public textures of ``texture_centre`` are drawn once for each size in this process: each
+    head on a store of its own needs them, and they take a second.
     """
+    from dpvision.encoders import feature_file
+
+    own, drawn = feature_file.textures, dict[Any, torch.Tensor]()
+
+    def textures(program_N: torch.Tensor, size_px: int) -> torch.Tensor:
+        case = (*program_N.tolist(), size_px)
+        if case not in drawn:
+            drawn[case] = own(program_N, size_px)
+        return drawn[case].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_file, "textures", textures)
+        yield
+
+
+@pytest.fixture(scope="module")
+def gates_once() -> Iterator[None]:
+    """Runs of a module, those of its fixtures too, pass the gates (``train.gates``) and the check
+    of bits (``dp.reference_bits``) once for each model and setting in this process.
+
+    For tests of something else than these checks, which take two thirds of a run of a few steps.
+    They are made for another model, loss, weights or setting, and where a check is replaced.
+    """
+    from dpvision.dp import clip, reference_bits
     from dpvision.train import gates, start
 
-    def once(config: Any, model: torch.nn.Module, loss_fn: Any) -> None:
-        weights = hashlib.sha256(repr(model).encode())
-        for name, value in model.state_dict().items():
-            weights.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            weights.update(value.contiguous().numpy().tobytes())
-        grads = tuple(p.requires_grad for p in model.parameters())
+    def check_once(config: Any, model: torch.nn.Module, loss_fn: Any) -> None:
         functions = gates.check_separable, gates.check_exact, gates.check_at_sizes, gates.make_model
         people = config.privacy.unit.draws_people
         settings = config.model, config.views, people, config.seed
         rows = config.hardware.physical_batch_size
-        case = (repr(settings), rows, weights.digest(), grads, loss_fn, *functions)
+        case = (repr(settings), rows, _digest(model), loss_fn, *functions)
         if case not in _PASSED:
-            gates.check_gates(config, model, loss_fn)
-            _PASSED.add(case)
+            _PASSED[case] = gates.check_gates(config, model, loss_fn)
 
-    monkeypatch.setattr(start, "check_gates", once)
+    def admit_once(
+        loss_fn: Any,
+        model: torch.nn.Module,
+        public: Any,
+        key: Any,
+        sizes: Any,
+        method: str,
+        how: Any,
+    ) -> tuple[int, ...]:
+        shapes = tuple(None if v is None else (v.shape, v.dtype, v.device) for v in public)
+        settings = key, tuple(sizes), method, repr(how), torch.get_num_threads()
+        case = (_digest(model), loss_fn, shapes, settings, reference_bits._digests)
+        name = reference_bits._name(loss_fn, model, public, len(public.record_id_B), method, how)
+        if case not in _PASSED or how.compiled is not None:
+            _PASSED[case] = reference_bits.admit(loss_fn, model, public, key, sizes, method, how)
+        reference_bits._ADMITTED.setdefault(model, {})[name] = _PASSED[case]
+        return _PASSED[case]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "check_gates", check_once)
+        patch.setattr(clip, "admit", admit_once)
+        yield
+
+
+def _digest(model: torch.nn.Module) -> Any:
+    """What a check may depend on in a model: its layers, weights, and which of them are trained."""
+    weights = hashlib.sha256(repr(model).encode())
+    for name, value in model.state_dict().items():
+        weights.update(f"{name} {value.dtype} {tuple(value.shape)} {value.device}".encode())
+        weights.update(value.cpu().contiguous().numpy().tobytes())
+    return weights.digest(), tuple(p.requires_grad for p in model.parameters())

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -64,7 +65,7 @@ def fixed_kernels() -> Iterator[None]:
     torch.set_num_threads(torch.get_num_threads())  # from here on MKL does not use fewer
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # True fills every new tensor
     torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True)
+    _set_deterministic(True)
     try:
         yield
     except RuntimeError as error:
@@ -75,9 +76,19 @@ def fixed_kernels() -> Iterator[None]:
             "inputs only. Use another one in the model."
         ) from None
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        _set_deterministic(deterministic, warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = timed
+
+
+def _set_deterministic(mode: bool, warn_only: bool = False) -> None:
+    """Call ``torch.use_deterministic_algorithms``, which imports PyTorch's compiler for a setting
+    of it, two seconds of every start; not where nothing has imported it, as ``torch.compile`` does.
+    """
+    if "torch._inductor" in sys.modules:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+    else:
+        torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
 
 
 def require_cuda() -> None:

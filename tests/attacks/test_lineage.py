@@ -51,6 +51,8 @@ from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session
 from dpvision.weights import contents
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 NAME = "test_vit"  # timm's own for tests: 160 px, 6 blocks of width 64
 DECLARED = "Test ViT; CC0; drawn at random by this test"
 NUM = 24

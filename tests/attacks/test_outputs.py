@@ -33,6 +33,8 @@ from dpvision.train.start import check_run, new_session, resumed_session
 
 from .test_ranks import config_of
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 TWINS = 7
 
 

@@ -19,6 +19,8 @@ from dpvision.recipes import RECIPES
 from ..adapt.runs_of_heads import write_digits
 from ..cli.test_tune import SPACE, tune_argv
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Store:

@@ -36,6 +36,8 @@ from dpvision.train.start import new_session
 
 from ..adapt.runs_of_heads import head_config, write_digits
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 STEPS = 6
 
 

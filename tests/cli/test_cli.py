@@ -14,6 +14,8 @@ from dpvision.cli import COMMANDS, main
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.recipes import RECIPES
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 ONE_OF_EACH_MODEL = {
     repr(config.model): name for name in RECIPES if (config := RECIPES[name]()).model.kind != "head"
 }

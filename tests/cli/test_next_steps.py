@@ -12,6 +12,8 @@ from dpvision.cli import main
 
 from ..data.image_files import png, write_folder
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 NUM = 24
 SIZES = (
     "--model.encoder.depth 1 --model.encoder.width 32 --model.encoder.num-heads 2 "

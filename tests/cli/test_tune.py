@@ -25,6 +25,8 @@ from ..adapt.lineage_runs import untrained_run
 from ..adapt.runs_of_heads import write_digits
 from ..statement.test_statement import problems
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "statement.schema.json").read_text())
 SPACE = ["--space", "optim.learning_rate=log 1..100", "privacy.max_grad_norm=0.5,1.0"]
 STEPS = 3

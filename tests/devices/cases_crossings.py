@@ -19,6 +19,8 @@ from dpvision.train.start import new_session
 from .cases_strict_device import on_strict
 from .strict_device import DEVICE, crossings
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 WAIT, COPY = "waits: copy to the host", "copy to the device"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "decisions" / "0033-host-and-device.md"
 

@@ -3,6 +3,7 @@ refused; and planted faults that are.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,8 @@ from dpvision.train.start import new_session
 from ..captioners import image, train_captioner, write_run
 from .strict_device import DEVICE, StrictDeviceError, StrictTensor, crossings, without_float64
 
+pytestmark = pytest.mark.usefixtures("gates_once")  # on the CPU, whatever the device
+
 KEY = StepKey(0, 0)
 RECIPES_RUN = (
     "vip.nano",
@@ -57,8 +60,8 @@ RECIPES_RUN = (
 """A masked autoencoder, a captioner with both losses, and labels."""
 
 
-@pytest.fixture(autouse=True)
-def on_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def on_strict() -> Iterator[None]:
     """Runs join on the strict device, and the words of its noise come from the CPU's cipher."""
 
     def chacha_words(key_8: StrictTensor, block: int, num_blocks: int) -> Tensor:
@@ -66,16 +69,16 @@ def on_strict(monkeypatch: pytest.MonkeyPatch) -> None:
         Keystream(Key.for_tests(key_8.held.numpy().astype("<u4").tobytes()), block).fill(word_W)
         return StrictTensor(torch.from_numpy(word_W))
 
-    monkeypatch.setitem(
-        __import__("sys").modules,
-        "dpvision.dp.chacha_triton",
-        SimpleNamespace(chacha_words=chacha_words),
-    )
-    monkeypatch.setattr(
-        distributed,
-        "join",
-        lambda device: Group(0, 1, DEVICE if device == "cuda" else torch.device("cpu")),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(
+            sys.modules, "dpvision.dp.chacha_triton", SimpleNamespace(chacha_words=chacha_words)
+        )
+        patch.setattr(
+            distributed,
+            "join",
+            lambda device: Group(0, 1, DEVICE if device == "cuda" else torch.device("cpu")),
+        )
+        yield
 
 
 def run(
@@ -92,20 +95,39 @@ def train(session: Session) -> None:
     fit(session, secrets=secrets(), quiet=True)
 
 
+def both(name: str, stores: tuple[Path, Path], root: Path) -> Session:
+    """Runs of a recipe on both devices, in ``root / device``; returns the session on the strict
+    one.
+    """
+    config = small(RECIPES[name](), *stores)
+    run(config, root / "cpu", "cpu", train)
+    return run(config, root / "cuda", "cuda", train)
+
+
+@pytest.fixture(scope="module")
+def nano(
+    stores: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Session, Path]:
+    """The session of a masked autoencoder on the strict device, and the folder of its run on both;
+    tests only read them.
+    """
+    root = tmp_path_factory.mktemp("nano")
+    return both("vip.nano", stores, root), root
+
+
 @pytest.mark.parametrize("name", RECIPES_RUN)
 def test_a_run_on_the_device_is_the_cpus_run(
-    name: str, stores: tuple[Path, Path], tmp_path: Path
+    name: str, nano: tuple[Session, Path], stores: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Three private steps from stored files: same draws, same noise, and weights that differ by
     rounding at most.
     """
-    config = small(RECIPES[name](), *stores)
-    ours = run(config, tmp_path / "cuda", "cuda", train)
-    run(config, tmp_path / "cpu", "cpu", train)
+    ours, root = nano if name == "vip.nano" else (both(name, stores, tmp_path), tmp_path)
+    config = ours.config
     assert ours.group.device == DEVICE and all(
         isinstance(p, StrictTensor) for p in ours.model.parameters()
     )
-    saved = [load_checkpoint(tmp_path / device) for device in ("cuda", "cpu")]
+    saved = [load_checkpoint(root / device) for device in ("cuda", "cpu")]
     assert saved[0].optimizer is not None and saved[0].optimizer.keys() == saved[1].optimizer.keys()  # type: ignore[union-attr]
     for part in ("model", "optimizer", "ema"):
         one, other = (getattr(checkpoint, part) or {} for checkpoint in saved)
@@ -117,15 +139,12 @@ def test_a_run_on_the_device_is_the_cpus_run(
     assert max(float(m.abs().max()) for m in moved.values()) > 1e-4, "the run did not train"
 
 
-def test_a_run_of_the_device_goes_on_where_it_stopped(
-    stores: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_run_of_the_device_goes_on_where_it_stopped(nano: tuple[Session, Path]) -> None:
     """Optimizer and averages come back to the device, its fused step counts too."""
-    config = small(RECIPES["vip.nano"](), *stores)
-    session = run(config, tmp_path / "run", "cuda", train)
+    session = nano[0]
     state = session.optimizer.tensors()
     assert all(value.device == DEVICE for value in state.values())
-    again = type(session.optimizer)(config.optim, session.model)
+    again = type(session.optimizer)(session.config.optim, session.model)
     again.load({name: value.cpu() for name, value in state.items()})
     assert all(
         value.device == DEVICE and torch.equal(value.cpu(), state[name].cpu())
@@ -152,22 +171,17 @@ def captions(run: Path, device: Any, method: str) -> list[Any]:
 
 
 def test_evaluation_on_the_device_gives_the_cpus_scores(
-    stores: tuple[Path, Path], tmp_path: Path
+    nano: tuple[Session, Path], stores: tuple[Path, Path]
 ) -> None:
-    session = run(small(RECIPES["vip.nano"](), *stores), tmp_path / "run", "cpu", train)
-    assert session.run is not None
-    assert scores(tmp_path / "run", stores[0], DEVICE) == pytest.approx(
-        scores(tmp_path / "run", stores[0], "cpu"), abs=0.02
-    )
+    one, other = (scores(nano[1] / "cpu", stores[0], device) for device in (DEVICE, "cpu"))
+    assert one == pytest.approx(other, abs=0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["linear_lars", "fine_tune", "few_shot_probe"])
 def test_probes_on_the_device_give_the_cpus_scores(
-    protocol: str, stores: tuple[Path, Path], tmp_path: Path
+    protocol: str, nano: tuple[Session, Path], stores: tuple[Path, Path]
 ) -> None:
-    session = run(small(RECIPES["vip.nano"](), *stores), tmp_path / "run", "cpu", train)
-    assert session.run is not None
     fine_tune = FineTuneSettings(
         draws=1, epochs=2, warmup_epochs=1, learning_rates=(0.01,), auto_augment=False
     )
@@ -183,7 +197,7 @@ def test_probes_on_the_device_give_the_cpus_scores(
         [
             score.value
             for score in evaluate(
-                tmp_path / "run",
+                nano[1] / "cpu",
                 open_store(stores[0]),
                 protocols=(asked,),
                 against=(),
@@ -238,17 +252,18 @@ def test_a_head_on_features_of_the_device_is_the_cpus(
 # Planted faults.
 
 
-@pytest.fixture
-def subject() -> Iterator[tuple[Any, nn.Module, Batch]]:
+@pytest.fixture(scope="module")
+def subject() -> tuple[Any, nn.Module, Batch]:
+    """A loss, model and batch on the strict device, which are accepted."""
     config = RECIPES["vip.micro_random_start"]()
     config = replace(
         config, model=replace(config.model, encoder=replace(config.model.encoder, depth=1))
     )
-    yield (
-        loss_function(config),
-        make_model(config.model, 0).to(DEVICE),
-        step.to_device(example_batch(config, 3), DEVICE),
-    )
+    model = make_model(config.model, 0).to(DEVICE)
+    loss_fn, batch = loss_function(config), step.to_device(example_batch(config, 3), DEVICE)
+    total = clipped_sum(loss_fn, model, batch, KEY, max_grad_norm=0.1)
+    assert total.num_records == 3 and all(isinstance(g, StrictTensor) for g in total.grads.values())
+    return loss_fn, model, batch
 
 
 def planted(loss_fn: Any, fault: Callable[[Tensor], Tensor]) -> Any:
@@ -278,8 +293,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_loss_is_refused(fault: str, subject: tuple[Any, nn.Module, Batch]) -> None:
     loss_fn, model, batch = subject
-    total = clipped_sum(loss_fn, model, batch, KEY, max_grad_norm=0.1)
-    assert total.num_records == 3 and all(isinstance(g, StrictTensor) for g in total.grads.values())
     plant, words = FAULTS[fault]
     with pytest.raises((StrictDeviceError, TypeError, PrivacyError), match=words):
         clipped_sum(
@@ -318,14 +331,13 @@ def edited(module: ModuleType, name: str, cut: str) -> Any:
 
 
 def test_evaluation_that_forgets_the_device_is_refused(
-    stores: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nano: tuple[Session, Path], stores: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(small(RECIPES["vip.nano"](), *stores), tmp_path / "run", "cpu", train)
     monkeypatch.setattr(
         cache, "collect_features", edited(feature_file, "collect_features", ".to(device)")
     )
     with pytest.raises(StrictDeviceError, match="same device"):
-        scores(tmp_path / "run", stores[0], DEVICE)
+        scores(nano[1] / "cpu", stores[0], DEVICE)
 
 
 @pytest.mark.parametrize("forgets", ["caption", "choices"])

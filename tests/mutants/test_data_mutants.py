@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from dpvision.data import importer, person_names
@@ -28,6 +29,8 @@ from dpvision.train.distributed import Group
 from .conftest import NewRun
 from .planting import assert_refused, planted
 from .ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("gates_once")
 
 
 def test_ranks_read_other_records(new_run: NewRun) -> None:

@@ -38,6 +38,8 @@ from dpvision.train.loop import fit, save
 from .conftest import NewRun
 from .planting import assert_refused, planted
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 
 @pytest.fixture
 def new_store(tmp_path: Path):

@@ -47,6 +47,8 @@ from .conftest import NewRun
 from .planting import assert_refused, caught, planted
 from .ranks import Ranks
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 ALONE = Group(0, 1, torch.device("cpu"))
 
 

@@ -29,6 +29,8 @@ from dpvision.train.loop import fit
 from .conftest import NewRun
 from .planting import assert_refused, planted
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 KEY = key()
 N, RATE, DRAWS = 400, 0.1, 4000
 

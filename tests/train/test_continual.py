@@ -20,6 +20,8 @@ from dpvision.statement.statement import make_statement
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 PUBLIC, PRIVATE = 40, 60  # the private store is that of conftest
 SIZES = ("base", "micro")
 

@@ -29,6 +29,8 @@ from dpvision.train.objectives import loss_function
 from dpvision.train.start import new_session
 from dpvision.train.step import step_sum
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 OPTIMIZERS = {
     "adamw": OptimConfig(learning_rate=1e-2),
     "adamw, averaged": OptimConfig(learning_rate=1e-2, ema_decay=0.9),

@@ -32,6 +32,8 @@ from dpvision.train.start import check_run, new_session, resumed_session
 
 from ..encoders import paper_files as files
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 VIT = ViTConfig(image_size=16, patch_size=4, depth=1, width=16, num_heads=2, mlp_ratio=2.0)
 VOCAB_SIZE = 180
 DECLARED = "ViP-Syn; CC-BY-NC 4.0; drawn by this test"

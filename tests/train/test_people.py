@@ -54,6 +54,8 @@ from .people_store import (
     without,
 )
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 KEY = key()
 C = 0.5
 

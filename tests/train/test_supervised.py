@@ -36,6 +36,7 @@ from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.dp.clip import LossFn, clipped_sum
+from dpvision.dp.separable import in_float64
 from dpvision.encoders.trained import run_encoder
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.probes.own_head import score_own_head
@@ -255,7 +256,7 @@ def test_the_gates_see_a_gradient_of_every_parameter_though_the_head_starts_at_z
         gates,
         "check_exact",
         lambda loss_fn, model, batch, key: (
-            seen.append(moving(model, loss_fn, batch, key)),
+            seen.append(moving(model, loss_fn, in_float64(batch), key)),
             real(loss_fn, model, batch, key),
         ),
     )

@@ -26,6 +26,8 @@ from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import check_run, new_session, resumed_session
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 NAME = "test_vit"  # timm's own for tests: 160 px, patches of 16, 6 blocks of width 64
 
 

@@ -41,7 +41,8 @@ def resolve(recipe: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
     config = applied(recipe, asked)
     require_read(config, {name: x for name, x in asked.items() if setting(recipe, name) != x})
     # What the recipe set for another optimizer, say, goes back to its default.
-    unset = {name: _defaults(config, name) for name in unread(config)}
+    plain = _defaults(config)
+    unset = {name: [setting(one, name) for one in plain] for name in unread(config)}
     return with_settings(
         config,
         {name: values[0] for name, values in unset.items() if setting(config, name) not in values},
@@ -142,10 +143,11 @@ def require_read(
     Raises:
         ConfigError: names the first one, and why it is not read.
     """
+    plain = _defaults(config) if asked is None else []
     for name, why in unread(config, textures=textures).items():
         if asked is None:
             value = setting(before or config, name)
-            refused = value not in _defaults(config, name)
+            refused = value not in [setting(one, name) for one in plain]
         else:
             value, refused = asked.get(name), name in asked
         if refused:
@@ -261,9 +263,9 @@ def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
     return found
 
 
-def _defaults(config: RunConfig, name: str) -> list[Any]:
-    """Default values of a setting: with one of these it is not refused, even if the run does not
-    read it.
+def _defaults(config: RunConfig) -> list[RunConfig]:
+    """Configs with default values: a setting with one of these is not refused, even if the run does
+    not read it.
     """
     model: Any = type(config.model)()
     if isinstance(config.model, ClassifierConfig):
@@ -275,7 +277,7 @@ def _defaults(config: RunConfig, name: str) -> list[Any]:
             RunConfig(config.recipe, config.privacy, model, still, head.optim)
             for head in HEADS.values()
         ]
-    return [setting(one, name) for one in plain]
+    return plain
 
 
 def with_head(config: RunConfig, head: str) -> RunConfig:

@@ -253,12 +253,14 @@ class _Recorder(TorchFunctionMode):
             with self:
                 return OPENED[func](*args, **kwargs)
         given, at = list(tensors_in(args, kwargs)), len(self.calls)
-        inputs, sources = self._inputs(at, given), self._sources.of(given)
+        with torch._C.DisableTorchFunction():  # outer modes watch the model, not what is noted here
+            inputs, sources = self._inputs(at, given), self._sources.of(given)
         out = func(*args, **kwargs)
         made = list(tensors_in((out,), {}))
         if counts(func, made):
-            self._sources.note(func, given, made, at)
-            outputs, settings = self._outputs(at, made), _settings(func, args, kwargs)
+            with torch._C.DisableTorchFunction():
+                self._sources.note(func, given, made, at)
+                outputs, settings = self._outputs(at, made), _settings(func, args, kwargs)
             self.calls.append((func, inputs, outputs, settings, sources))
         return out
 

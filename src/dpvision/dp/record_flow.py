@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpvision.dp.batch_dims import MIXED, OPENED, READS, BatchDim, Call, counts, tensors_in
 from dpvision.dp.record_reads import ReadsOfRecords, RecordsRead, reads_harmlessly
+from dpvision.precision import autocast_dtype
 
 
 class Level(IntEnum):
@@ -94,6 +95,11 @@ def follow(run: Callable[[Any], Tensor], batch: Any, calls: list[Call]) -> Level
     return max(level, Level.MOVED) if flow.lost or not flow.knows(losses_B) else level
 
 
+_TRIED: dict[Any, tuple[BatchDim | None, ...] | None] = {}
+"""Call of a function of PyTorch, as far as a trial depends on it -> the trial's result."""
+_MOST_TRIED = 2**12
+
+
 class _Flow(TorchFunctionMode):
     def __init__(self, batch: Any, calls: list[Call], reads: ReadsOfRecords) -> None:
         super().__init__()
@@ -106,8 +112,6 @@ class _Flow(TorchFunctionMode):
         """Storage -> the highest level written into it."""
         self._counting: dict[int, Tensor] = {}
         """Tensors that hold 0, 1, 2, ... whatever the batch."""
-        self._tried: dict[Any, tuple[BatchDim | None, ...] | None] = {}
-        """Call, as far as a trial depends on it -> whether it reaches other records."""
         self.lost = False
         """Whether tensors came by that cannot be followed, as inside ``torch.vmap``."""
         for value in batch:
@@ -119,40 +123,47 @@ class _Flow(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        name, reads = _name(func), getattr(func, "__name__", "") in READS
-        given = list(tensors_in(args, kwargs))
-        highest = max(map(self.level, given), default=Level.PUBLIC)
-        if highest and (reads or (name == "tensor_split" and len(given) > 1)):
-            self._reads.read = func.__name__
-            raise RecordsRead(func.__name__)
-        level_of_parts = [self._level_of_list(value) for value in args]
-        highest = max([highest, *level_of_parts])
-        dims = self._calls[self._at].outputs if self._at < len(self._calls) else ()
-        versions = [t._version for t in given]
-        self._reads.ignored = reads_harmlessly(func, args, kwargs)
+        # Modes around this one watch the model, and need not see what is asked and tried here.
+        with torch._C.DisableTorchFunction():
+            name, reads = _name(func), getattr(func, "__name__", "") in READS
+            given = list(tensors_in(args, kwargs))
+            highest = max(map(self.level, given), default=Level.PUBLIC)
+            if highest and (reads or (name == "tensor_split" and len(given) > 1)):
+                self._reads.read = func.__name__
+                raise RecordsRead(func.__name__)
+            level_of_parts = [self._level_of_list(value) for value in args]
+            highest = max([highest, *level_of_parts])
+            dims = self._calls[self._at].outputs if self._at < len(self._calls) else ()
+            versions = [t._version for t in given]
+            self._reads.harmless = reads_harmlessly(func, args, kwargs)
         out = func(*args, **kwargs)
-        made = list(tensors_in((out,), {}))
-        levels = []
-        if counts(func, made):
-            self._at += 1
-            dims += (MIXED,) * (len(made) - len(dims))
-            levels = [self._result(name, args, kwargs, highest, dim) for dim in dims[: len(made)]]
-        self._reads.ignored = True  # the call is tried on numbers of no record
-        if made and highest == Level.ROWS:
-            ordered = self._tried_dims(func, name, args, kwargs, made, dims)
-            if ordered is None:  # right by ``vmap``, which computes each record alone
-                levels = [max(level, Level.MOVED) for level in levels]
-            dims = ordered or dims
-        for tensor, level, dim in zip(made, levels, dims, strict=False):
-            self._put(tensor, level, dim)
-        self._note_counting(name, args, kwargs, made)
-        written = max(levels) if levels else max(highest, Level.MOVED) if highest else Level.PUBLIC
-        if name == "__setitem__":
-            written = self._level_of_setitem(args, highest)
-        for tensor, version in zip(given, versions, strict=True):
-            if tensor._version != version:  # in place, as out=, or by an operator that returns none
-                self._write(tensor, written)
-        self._reads.ignored = False
+        self._reads.paused = True  # the call is tried on numbers of no record
+        with torch._C.DisableTorchFunction():
+            made = list(tensors_in((out,), {}))
+            levels = []
+            if counts(func, made):
+                self._at += 1
+                dims += (MIXED,) * (len(made) - len(dims))
+                levels = [
+                    self._result(name, args, kwargs, highest, dim) for dim in dims[: len(made)]
+                ]
+            if made and highest == Level.ROWS:
+                ordered = self._tried_dims(func, name, args, kwargs, made, dims)
+                if ordered is None:  # right by ``vmap``, which computes each record alone
+                    levels = [max(level, Level.MOVED) for level in levels]
+                dims = ordered or dims
+            for tensor, level, dim in zip(made, levels, dims, strict=False):
+                self._put(tensor, level, dim)
+            self._note_counting(name, args, kwargs, made)
+            written = (
+                max(levels) if levels else max(highest, Level.MOVED) if highest else Level.PUBLIC
+            )
+            if name == "__setitem__":
+                written = self._level_of_setitem(args, highest)
+            for tensor, version in zip(given, versions, strict=True):
+                if tensor._version != version:  # in place, as out=, or by one that returns none
+                    self._write(tensor, written)
+        self._reads.harmless = self._reads.paused = False
         return out
 
     def level(self, tensor: Tensor) -> Level:
@@ -246,16 +257,23 @@ class _Flow(TorchFunctionMode):
         }
         if not rows or any(t.device.type == "meta" for t in given.values()):
             return dims
+        moved = tensors_in(args[:1], {}) if name in _LAYOUT else ()
+        few = any(not given[key].is_floating_point() for key in rows) or any(
+            not t.is_floating_point() for t in made
+        )
+        trial = _Trial(func, args, kwargs, given, rows, {id(t) for t in moved}, few)
+        precisions = tuple(autocast_dtype(t.device) for t in given.values())
         own = func if name else object()
-        case = own, dims, _case((args, kwargs), {key: i for i, key in enumerate(given)}, rows)
-        if case not in self._tried:
-            moved = tensors_in(args[:1], {}) if name in _LAYOUT else ()
-            few = any(not given[key].is_floating_point() for key in rows) or any(
-                not t.is_floating_point() for t in made
-            )
-            call = _Trial(func, args, kwargs, given, rows, {id(t) for t in moved}, few)
-            self._tried[case] = call.dims(dims)
-        return self._tried[case]
+        places = {key: i for i, key in enumerate(given)}
+        case = own, dims, few, precisions, _case((args, kwargs), places, rows)
+        if case not in _TRIED:
+            found, remembered = trial.dims(dims)
+            if not remembered:
+                return found
+            if len(_TRIED) == _MOST_TRIED:
+                _TRIED.clear()
+            _TRIED[case] = found
+        return _TRIED[case]
 
     def _moves(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether a call on rows may put them in another order."""
@@ -347,12 +365,14 @@ def _case(value: Any, places: dict[int, int], rows: dict[int, Any]) -> Any:
     """What a trial of a call depends on: shapes, types and plain settings. What depends on more
     equals nothing.
     """
-    if isinstance(value, Tensor) and _is_drawn(value):
+    if isinstance(value, Tensor) and id(value) in places:
         return places[id(value)], value.shape, value.dtype, value.device, rows.get(id(value))
     if isinstance(value, dict):
         return tuple((key, _case(item, places, rows)) for key, item in value.items())
     if type(value) in (list, tuple):
         return tuple(_case(item, places, rows) for item in value)
+    if type(value) is slice:
+        return slice, _case([value.start, value.stop, value.step], places, rows)
     return (type(value), value) if type(value) in _PLAIN else object()
 
 
@@ -372,9 +392,12 @@ class _Trial:
     few: bool
     """Whether to try numbers of few values too, which are often equal."""
 
-    def dims(self, dims: tuple[BatchDim | None, ...]) -> tuple[BatchDim | None, ...] | None:
+    def dims(
+        self, dims: tuple[BatchDim | None, ...]
+    ) -> tuple[tuple[BatchDim | None, ...] | None, bool]:
         """Return the batch dimensions of the results with an order of rows in which the second
-        record changes no row of others; None if there is none, or the call takes no numbers tried.
+        record changes no row of others, None if there is none or the call takes no numbers tried;
+        and whether this holds for any numbers of the call's own.
         """
         # 1. Numbers that a function may refuse are followed by others: normal ones by those in
         #    [0, 1) (a probability), these by positive definite matrices; integers of 0 and 1 by the
@@ -384,12 +407,13 @@ class _Trial:
         # 3. A comparison of normal numbers says nothing of equal ones: few values are tried too.
         left: list[list[BatchDim | None]] = [_orders(dim) for dim in dims]
         devices = dict.fromkeys((torch.device("cpu"), *(t.device for t in self.given.values())))
-        tried = itertools.product(devices, _DRAWS, (True, False))
-        if not any(self._keep(left, *case) for case in tried):
-            return None
+        cases = itertools.product(devices, _DRAWS, (True, False))
+        whole = next((case[2] for case in cases if self._keep(left, *case)), None)
+        if whole is None:
+            return None, False
         for seed in range(3 if self.few else 0):
             self._keep(left, torch.device("cpu"), _coins, True, seed)
-        return tuple(found[0] for found in left) if all(left) else None
+        return tuple(found[0] for found in left) if all(left) else None, whole
 
     def _keep(
         self,

@@ -44,17 +44,19 @@ class ReadsOfRecords(TorchDispatchMode):
         super().__init__()
         self.read: str | None = None
         """Name of the first operator that read."""
-        self.ignored = False
-        """Whether the calls to come are trials, or read harmlessly."""
+        self.harmless = False
+        """Whether the next call reads harmlessly."""
+        self.paused = False
+        """Whether the calls to come are trials, on numbers of no record."""
         self._held: dict[int, torch.UntypedStorage] = {}
         self._hold(batch)
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(map(self.holds, _leaves((args, kwargs)))):
+        if self.paused or not any(map(self.holds, _leaves((args, kwargs)))):
             return func(*args, **kwargs)
         sized = func in _UNTAGGED or (_TAGS & {*func.tags} and func not in _MASKABLE)
-        if sized and not self.ignored:
+        if sized and not self.harmless:
             self._note(func)
         out = func(*args, **kwargs)
         if _makes_new(func):

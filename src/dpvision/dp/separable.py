@@ -166,10 +166,10 @@ def check_separable(
 ) -> None:
     """Refuse a model and loss in which one record can change another record's gradient.
 
-    On a float64 copy, at fixed shapes: all other records are perturbed, then removed (``valid_B``
-    False); the gradient of record i's loss must not change by a bit, for the first and the last i.
-    Then the rows are reversed: it may change by rounding only. Then the others hold numbers and
-    labels that no image of the batch has (``_hostile``).
+    In float64 (``model_in_float64``), at fixed shapes: all other records are perturbed, then
+    removed (``valid_B`` False); the gradient of record i's loss must not change by a bit, for the
+    first and the last i. Then the rows are reversed: it may change by rounding only. Then the
+    others hold numbers and labels that no image of the batch has (``_hostile``).
 
     Args:
         batch: two or more valid public records in the run's shapes; the first three are used (a
@@ -183,7 +183,7 @@ def check_separable(
     refuse_backward_hooks(model)
     for name, module in model.named_modules():
         check_module(name, module)
-    copied = copy.deepcopy(model).cpu().double()
+    copied = model_in_float64(model)
     batch = examples(batch)
     others = perturbed(batch), removed(batch)
     num = len(batch.record_id_B)
@@ -314,6 +314,19 @@ def examples(batch: Batch) -> Batch:
             "Give a larger one."
         )
     return in_float64(mapped(take(batch, rows), Tensor.cpu))
+
+
+def model_in_float64(model: nn.Module, device: str | torch.device = "cpu") -> nn.Module:
+    """Return a float64 copy of a model on a device; the model itself if it is there in float64, so
+    that checks one after another share a copy, and the route of its passes.
+    """
+    values = [*model.parameters(), *model.buffers()]
+    found = torch.device(device)
+    if all(v.dtype == torch.float64 for v in values if v.is_floating_point()) and all(
+        v.device == found for v in values
+    ):
+        return model
+    return copy.deepcopy(model).to(found).double()
 
 
 def in_float64(batch: Batch) -> Batch:

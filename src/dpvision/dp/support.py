@@ -10,8 +10,6 @@ which would silently redefine a loss that mixes them, so the *batched* loss is m
 Legend: B records.
 """
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +24,7 @@ from dpvision.dp.separable import (
     examples,
     gradient_of_sum,
     in_float64,
+    model_in_float64,
     perturbed,
     removed,
 )
@@ -45,8 +44,9 @@ def check_exact(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -
     """Refuse a model whose one-pass clipped sum differs from the sum over single records, each with
     its own backward pass.
 
-    On a float64 copy, for three records and for one. This tests, on every model before it sees
-    private data, that batch dimensions, tied weights and repeated uses of a weight were recognised.
+    In float64 (``model_in_float64``), for three records and for one. This tests, on every model
+    before it sees private data, that batch dimensions, tied weights and repeated uses of a weight
+    were recognised.
 
     Args:
         batch: as for ``check_separable`` (a cost of nine backward passes).
@@ -54,7 +54,7 @@ def check_exact(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey) -
     Raises:
         PrivacyError: a norm or a sum differs by more than 1e-9; the message names the parameters.
     """
-    copied = copy.deepcopy(model).cpu().double()
+    copied = model_in_float64(model)
     batch = examples(batch)
     _check_sum(loss_fn, copied, [batch, take(batch, slice(0, 1))], batch, key)
 
@@ -63,10 +63,10 @@ def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
     """Check as ``check_separable`` and ``check_exact`` at the run's physical batch size, and at two
     thirds of it.
 
-    On a float64 copy. At each size the other records are perturbed or removed by padding: the
-    gradients of the first, the middle and the last record must not change by a bit. Between the two
-    sizes they may differ by 1e-10. The one-pass clipped sum of each size must equal the sum over
-    single records. Buckets of other sizes (``dp.buckets``) are not checked.
+    In float64, on the batch's device. At each size the other records are perturbed or removed by
+    padding: the gradients of the first, the middle and the last record must not change by a bit.
+    Between the two sizes they may differ by 1e-10. The one-pass clipped sum of each size must equal
+    the sum over single records. Buckets of other sizes (``dp.buckets``) are not checked.
 
     Args:
         batch: valid public records, as many as the physical batch size; a single record needs no
@@ -81,7 +81,7 @@ def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
     if num < 2:
         return
     device = batch.record_id_B.device
-    copied = copy.deepcopy(model).to(device).double()
+    copied = model_in_float64(model, device)
     batch = in_float64(batch)
     # At each size: the sum of three probes' gradients, which must not move by a bit when all other
     # records are perturbed or removed (every second one each, then the other way round). Then the

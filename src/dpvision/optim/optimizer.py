@@ -1,10 +1,10 @@
 """Optimizers that accept a ``DPGradient`` only, so that everything they do is post-processing."""
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.sgd import sgd
 
 from dpvision.config import OptimConfig
 from dpvision.dp.clipped import require_seal
@@ -48,7 +48,7 @@ class Optimizer:
         self._counting: dict[str, dict[str, Any]] = {}
         """LAMB's parameter groups, one per parameter, which have their own step counts."""
         if config.name == "adamw":
-            self._torch: torch.optim.Optimizer | _SGD = torch.optim.AdamW(
+            self._torch: torch.optim.Optimizer = _without_compiler(torch.optim.AdamW)(
                 groups,
                 lr=config.rate,
                 betas=config.betas,
@@ -73,7 +73,9 @@ class Optimizer:
             self._decay = dict.fromkeys(values, 0.0)
             self._counting = dict(zip(self._params, self._torch.param_groups, strict=True))
         else:
-            self._torch = _SGD(groups, config.momentum, self._fused)
+            self._torch = _without_compiler(torch.optim.SGD)(
+                groups, lr=config.rate, momentum=config.momentum, fused=self._fused or None
+            )
 
     @torch.no_grad()
     def step(self, gradient: DPGradient, learning_rate: float) -> None:
@@ -156,35 +158,12 @@ class Optimizer:
                 self._counting[name]["step"] = self._torch.state[parameter].pop("step")
 
 
-class _SGD:
-    """torch.optim.SGD by torch's function, since the class imports PyTorch's compiler: two seconds
-    of every start.
+def _without_compiler(kind: type[torch.optim.Optimizer]) -> Any:
+    """Return an optimizer of torch whose methods do not import PyTorch's compiler: two seconds of
+    every start, for a decorator that matters to compiled steps only.
     """
-
-    def __init__(self, groups: list[dict[str, Any]], momentum: float, fused: bool) -> None:
-        self.param_groups, self._momentum, self._fused = groups, momentum, fused
-        self.state: dict[Tensor, dict[str, Any]] = {}
-
-    def step(self) -> None:
-        for group in self.param_groups:
-            values = group["params"]
-            buffers = [self.state.get(p, {}).get("momentum_buffer") for p in values]
-            buffers = buffers if self._momentum else []
-            sgd(
-                values,
-                [p.grad for p in values],
-                buffers,
-                fused=self._fused or None,
-                weight_decay=0.0,
-                momentum=self._momentum,
-                lr=group["lr"],
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-            )
-            # torch's function makes the buffers in the first step.
-            for p, buffer in zip(values, buffers, strict=False):
-                self.state[p] = {"momentum_buffer": buffer}
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "step")}
+    return type(kind.__name__, (kind,), methods)
 
 
 def _shortening(gradient: DPGradient, global_clip: float) -> Tensor:

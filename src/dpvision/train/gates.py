@@ -45,12 +45,12 @@ def check_gates(config: RunConfig, model: nn.Module, loss_fn: LossFn) -> None:
         PrivacyError: as ``check_separable``, ``check_exact`` and ``check_at_sizes``.
     """
     key = StepKey(config.seed, 0)
-    perturbed = perturb_zeros(model)
+    perturbed = perturb_zeros(model).double()  # one copy for the three checks
     check_separable(loss_fn, perturbed, example_batch(config), key)
     check_exact(loss_fn, perturbed, example_batch(config), key)
     small = replace(config, model=small_model(config.model))
     if small.model != config.model:
-        perturbed = perturb_zeros(make_model(small.model, config.seed))
+        perturbed = perturb_zeros(make_model(small.model, config.seed)).double()
     check_at_sizes(
         loss_fn, perturbed, example_batch(small, config.hardware.physical_batch_size), key
     )
