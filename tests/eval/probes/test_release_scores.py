@@ -2,6 +2,7 @@
 is refused.
 """
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 from made import key
+from PIL import Image
 from scipy import stats
 from sklearn.datasets import load_digits
 
+from dpvision.data.importer import import_samples
+from dpvision.data.person_names import PersonRule
+from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.dp.noise import privatize
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
@@ -58,6 +63,15 @@ def digits(path: Path, *, public: bool = False) -> Store:
     person = [f"p{i}" for i in range(PERSONS)] + [f"p{i // 3}" for i in range(IMAGES - PERSONS)]
     names = [str(label) for label in labels[1000 : 1000 + IMAGES]]
     return write_store(path, list(grey.repeat(3, axis=3)), names, person, public=public)
+
+
+SHARED = [("a", 0), ("a", 1), ("b", 0), ("b", 2), ("c", 1), ("c", 3)]
+
+
+def png(level: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (level, level, level)).save(file, "PNG")
+    return file.getvalue()
 
 
 def released(run: Path, store: Store, epsilon: float = 4.0, **more: Any) -> dict[str, Any]:
@@ -318,6 +332,18 @@ def test_wrong_numbers_are_refused_before_the_charge(
 def test_a_public_store_needs_no_release(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"may be released as they are\. Drop --release"):
         released(run, digits(tmp_path / "stores" / "test", public=True))
+
+
+def test_a_store_whose_shared_images_went_to_the_first_person_is_refused(
+    run: Path, tmp_path: Path
+) -> None:
+    """Without that person their images are those of others, whose cells then change too."""
+    samples = [Sample(f"{who}{i}", png(i), {"label": "1", "person": who}) for who, i in SHARED]
+    people = PersonRule("person", shared_images="first")
+    store = import_samples(samples, tmp_path / "stores" / "test", public=False, people=people)
+    with pytest.raises(PrivacyError, match=r"import again without --shared-images\.$"):
+        released(run, store, dataset_size=4, num_units=3)
+    assert charged(store) == []
 
 
 def test_the_owners_cap_holds_for_releases(run: Path, test_store: Store) -> None:

@@ -26,7 +26,7 @@ from dpvision.data.class_names import all_names
 from dpvision.data.declared import check_declared, count_units, has_units, rounded_up
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.ordered import ordered_map
-from dpvision.data.store import Store
+from dpvision.data.store import SHARED_KEPT, Store
 from dpvision.dp.clipped import ClippedSum, once, seal
 from dpvision.dp.noise import privatize
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
@@ -287,6 +287,13 @@ def _check(classifier: ImageClassifier, store: Store, epsilon: float) -> None:
             f"evaluate: --release with {store.path}, which was cleared of images of a private "
             "store; expected a private store: the release covers who is in the test store, not "
             "which images were removed. Test on a store that was not cleared."
+        )
+    if SHARED_KEPT in store.meta:
+        raise PrivacyError(
+            f"evaluate: --release with {store.path}, imported with --shared-images first; expected "
+            "a store without: a person's images decide which images of others are in it, and the "
+            "noise is for the person's own. Give each image one person in the source, and import "
+            "again without --shared-images."
         )
     if classifier.confidential:
         raise PrivacyError(
