@@ -120,9 +120,12 @@ def read_releases(root: Path) -> list[dict[str, Any]]:
 
 
 def add_release(root: Path, entry: dict[str, Any]) -> None:
-    """Add a release to a run's file. Raises CheckpointError as ``read_releases``."""
-    releases = [*read_releases(root), entry]
-    files.write_json(root / RELEASED, {"format": _RELEASED_FORMAT, "releases": releases})
+    """Add a release to a run's file, to which other processes may add theirs meanwhile. Raises
+    CheckpointError as ``read_releases``.
+    """
+    with files.locked(root):
+        releases = [*read_releases(root), entry]
+        files.write_json(root / RELEASED, {"format": _RELEASED_FORMAT, "releases": releases})
 
 
 def scored_in_confidence(root: Path, test_data: str) -> bool:

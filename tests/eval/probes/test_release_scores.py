@@ -4,6 +4,7 @@ is refused.
 
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dpvision.data.store import Store
 from dpvision.dp.noise import privatize
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
 from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
+from dpvision.eval import score_file
 from dpvision.eval.class_scores import ALL
 from dpvision.eval.noisy_counts import NUM_BINS
 from dpvision.eval.probes import release_scores as release
@@ -277,6 +279,37 @@ def test_a_second_release_is_charged_again_and_its_total_is_stated(
     both = gaussian.epsilon_at(one / np.sqrt(2), 1e-3)
     assert second["charged"]["after"] == pytest.approx(both, rel=1e-3)
     assert first["tables"] != second["tables"]
+
+
+def test_of_two_releases_at_once_neither_is_lost_and_one_counts_the_other(
+    run: Path, test_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is charged just before the first is, and written just before the first is."""
+    real_open, real_read = release.Ledger.open, score_file.read_releases
+    known, made = len(read_releases(run)), []
+    monkeypatch.setattr(release, "read_releases", real_read)
+
+    def opened(*args: Any, **more: Any) -> Any:
+        monkeypatch.setattr(release.Ledger, "open", real_open)
+        made.append(released(run, test_store, 1.0))
+        return real_open(*args, **more)
+
+    monkeypatch.setattr(release.Ledger, "open", opened)
+    first = released(run, test_store, 1.0)
+    assert (made[0]["charged"]["runs"], first["charged"]["runs"]) == (0, 1)
+
+    def read(root: Path) -> list[dict[str, Any]]:
+        monkeypatch.setattr(score_file, "read_releases", real_read)
+        found = real_read(root)
+        other.start()
+        other.join(0.3)
+        return found
+
+    other = threading.Thread(target=score_file.add_release, args=(run, first))
+    monkeypatch.setattr(score_file, "read_releases", read)
+    score_file.add_release(run, first)
+    other.join()
+    assert len(read_releases(run)) == known + 4
 
 
 def test_an_unreadable_image_counts_as_nothing_and_stops_nothing(

@@ -119,13 +119,15 @@ def release_scores(
     check_store(plan, store, np.arange(store.num_records))
     if plan.unit.draws_people:
         check_people(store)
-    seen, charge = scored_in_confidence(root, store.path.name), charge_of(store.path, plan)
+    seen = scored_in_confidence(root, store.path.name)
 
     run_id = secrets.token_hex(8)
     with Ledger.open(store.path, run_id, plan, resume=False) as ledger:
         name = StoreLedgers.of(store.path).name_path(run_id)
         write_file(name, f"{root} (released scores)".encode())
         step = ledger.append()
+        # Of releases at the same time, each counts what was charged before its own total is made.
+        charge = charge_of(store.path, plan, besides=[run_id])
         cell_NA = _cells(classifier, numbered, row_N, group_NA, hardware)
         total = clipped_counts(cell_NA, units(store)[row_N], tables, num_classes, plan)
         noisy = privatize(
