@@ -34,7 +34,7 @@ from dpvision.encoders.feature_file import Extraction
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
 from dpvision.eval.class_scores import ALL
 from dpvision.eval.groups import read_groups
-from dpvision.eval.noisy_counts import NUM_BINS, NoisyCounts, bin_edges, roc_of, rows_of
+from dpvision.eval.noisy_counts import DECIMALS, NUM_BINS, NoisyCounts, bin_edges, figures_of
 from dpvision.eval.probes.own_head import model_of, scorable
 from dpvision.eval.probes.records import units
 from dpvision.eval.score_file import add_release, read_releases, scored_in_confidence
@@ -56,7 +56,6 @@ ALONE = Extraction(batch_size=1, workers=2, device="cpu")
 _MOST_CELLS = 100_000
 _WHOLE = 2**24
 """A unit's contribution in integers, whose sums are exact."""
-_DECIMALS = 4
 
 Cells = np.ndarray
 """int64 (N, A): each image's cell in each table, flat; -1 for an image without a score."""
@@ -225,42 +224,10 @@ def noisy_counts(
         shape = (len(groups), num_classes, num_classes, NUM_BINS)
         made.append(
             NoisyCounts(
-                name, tuple(groups), count.reshape(shape).round(_DECIMALS), plan.noise_std * scale
+                name, tuple(groups), count.reshape(shape).round(DECIMALS), plan.noise_std * scale
             )
         )
     return made
-
-
-def figures_of(tables: Sequence[NoisyCounts], class_names: Sequence[str]) -> dict[str, Any]:
-    """Return the tables and all that follows from them, ready for JSON."""
-    rows = rows_of(tables, class_names)
-    # A curve where the class has an AUROC.
-    whole_KKJ = tables[0].count_GKKJ.sum(axis=0)
-    known = {r.name for r in rows if r.group == ALL and r.figures["AUROC"] is not None}
-    curves = {
-        name: [one.round(_DECIMALS).tolist() for one in roc_of(whole_KKJ, k)]
-        for k, name in enumerate(class_names)
-        if name in known
-    }
-    return {
-        "class_names": list(class_names),
-        "bin_edges": bin_edges(len(class_names)).tolist(),
-        "tables": [
-            {
-                "attribute": table.attribute,
-                "groups": list(table.groups),
-                "noise_std": table.noise_std,
-                "counts": table.count_GKKJ.tolist(),
-            }
-            for table in tables
-        ],
-        "rows": [
-            asdict(row) | {"figures": {k: v and v._asdict() for k, v in row.figures.items()}}
-            for row in rows
-        ],
-        "confusion": whole_KKJ.sum(axis=2).round(_DECIMALS).tolist(),
-        "roc": curves,
-    }
 
 
 def _scored(checkpoint: Checkpoint, ema: bool) -> dict[str, Any]:
