@@ -12,7 +12,7 @@ in the order of a ROC curve.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -138,6 +138,19 @@ def figures_of(tables: Sequence[NoisyCounts], class_names: Sequence[str]) -> dic
         "confusion": whole_KKJ.sum(axis=2).round(DECIMALS).tolist(),
         "roc": curves,
     }
+
+
+def tables_of(tables: Sequence[Mapping[str, Any]]) -> list[NoisyCounts]:
+    """Return tables as ``figures_of`` wrote them."""
+    return [
+        NoisyCounts(
+            one["attribute"],
+            tuple(one["groups"]),
+            np.array(one["counts"], dtype=float),
+            one["noise_std"],
+        )
+        for one in tables
+    ]
 
 
 def _rows(

@@ -1,16 +1,28 @@
 """What a statement says about scores on private test images that were released with noise."""
 
+import hashlib
 from typing import Any
 
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import count, short, up, up_delta
+from dpvision.weights import canonical
 
 _KEPT = ("run_id", "store_id", "plan", "charged", "confidential_scores_first")
 
 
+def kept(releases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what a statement keeps of a run's releases (``score_file.read_releases``), with the
+    SHA-256 of each whole entry.
+    """
+    return [
+        {name: one[name] for name in _KEPT} | {"sha256": hashlib.sha256(canonical(one)).hexdigest()}
+        for one in releases
+    ]
+
+
 def stated(releases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a statement's entries about a run's releases (``score_file.read_releases``)."""
-    return [{**{name: one[name] for name in _KEPT}, "text": text(one)} for one in releases]
+    """Return a statement's entries about what it keeps of releases."""
+    return [{**one, "text": text(one)} for one in releases]
 
 
 def text(release: dict[str, Any]) -> str:
