@@ -27,6 +27,7 @@ from dpvision.eval.score_file import (
     RELEASED,
     check_out,
     merge_entries,
+    note_scored,
     write_class_scores,
     write_scores,
 )
@@ -316,6 +317,7 @@ def evaluate(
     stores = {"train_data": train.name, "test_data": (test or train).name}
 
     def score(spec: str, line: ProgressLine) -> list[Score]:
+        note_scored(spec, test_store or train_store)
         found = [
             run_suite(
                 spec,
@@ -443,6 +445,7 @@ def _own_heads(
     of_classes: dict[str, ClassScores] = {}
 
     def score(spec: str, line: ProgressLine) -> list[Score]:
+        note_scored(spec, store)
         hardware = Extraction(
             reading.batch_size,
             reading.workers,

@@ -4,6 +4,7 @@ is refused.
 
 import io
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from PIL import Image
 from scipy import stats
 from sklearn.datasets import load_digits
 
+from dpvision.cli import main
 from dpvision.data.importer import import_samples
 from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
@@ -34,7 +36,7 @@ from dpvision.eval.probes.release_scores import (
     release_plan,
     release_scores,
 )
-from dpvision.eval.score_file import RELEASED, read_releases
+from dpvision.eval.score_file import RELEASED, read_releases, scored_in_confidence
 from dpvision.files import write_json
 from dpvision.privacy import gaussian
 from dpvision.privacy.account import set_cap, store_account
@@ -402,6 +404,29 @@ def test_confidential_scores_seen_before_are_noted(run: Path, test_store: Store)
     write_json(kept, {test_store.path.name: rows})
     assert released(run, test_store)["confidential_scores_first"]
     kept.unlink()
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "link", "from within"])
+def test_confidential_scores_are_known_by_the_stores_id(
+    run: Path, test_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    shutil.rmtree(run / "confidential", ignore_errors=True)
+    spec, test = run, test_store.path
+    if how == "checkpoint":
+        (spec,) = (run / "checkpoints").iterdir()
+    elif how == "link":
+        test = tmp_path / "another name"
+        test.symlink_to(test_store.path)
+    else:
+        monkeypatch.chdir(test)
+        test = Path(".")
+    assert not scored_in_confidence(run, test_store)
+    assert main(["evaluate", str(spec), "--test", str(test), "--workers", "1"]) == 0
+    assert scored_in_confidence(run, test_store)
+    (run / "confidential" / "scored_stores.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="Restore it as it was written"):
+        released(run, test_store)
+    shutil.rmtree(run / "confidential")
 
 
 def test_a_damaged_file_of_releases_is_refused_before_the_charge(

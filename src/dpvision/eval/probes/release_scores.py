@@ -118,7 +118,7 @@ def release_scores(
     check_store(plan, store, np.arange(store.num_records))
     if plan.unit.draws_people:
         check_people(store)
-    seen = scored_in_confidence(root, store.path.name)
+    seen = scored_in_confidence(root, store)
 
     run_id = secrets.token_hex(8)
     with Ledger.open(store.path, run_id, plan, resume=False) as ledger:
