@@ -20,6 +20,9 @@ from dpvision.statement.statement import make_statement
 from ..adapt.runs_of_heads import head_config, run_head, write_digits
 
 
+DECLARED = ("--release", "4", "--privacy.dataset-size", "200")
+
+
 @pytest.fixture(scope="module")
 def private(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return write_digits(tmp_path_factory.mktemp("stores") / "private-test", 1000, 1200)
@@ -36,8 +39,7 @@ def evaluate(run: Path, store: Path, *more: str) -> int:
 
 
 def release(run: Path, store: Store, *more: str) -> int:
-    declared = ("--release", "4", "--privacy.dataset-size", "200")
-    return evaluate(run, store.path, *declared, *more)
+    return evaluate(run, store.path, *DECLARED, *more)
 
 
 def test_a_release_is_printed_where_private_scores_are_not(
@@ -174,6 +176,9 @@ def test_verify_finds_altered_tables_and_releases_that_are_left_out(
         (("--release", "1", "--by", "sex"), "one of --by and --groups"),
         (("--release", "1", "--by", "sex", "--groups", "g.csv"), "For example --by sex=A:B."),
         (("--release", "1", "--by", "sex=F:F", "--groups", "g.csv"), "each once"),
+        (("--release", "1", "--by", "sex=F,sex=M", "--groups", "g.csv"), "sex twice"),
+        ((*DECLARED, "--by", "all=x:y", "--groups", "g.csv"), "--by all=x:y; expected neither"),
+        ((*DECLARED, "--by", "sex=F:(other)", "--groups", "g.csv"), "the value '(other)'"),
         (("--per-class", "--by", "sex=F:M", "--groups", "g.csv"), "without --release"),
         (("--release", "1", "--train", "other"), "--release with --train"),
     ],

@@ -100,10 +100,17 @@ class _Classes:
 
     @property
     def declared(self) -> dict[str, tuple[str, ...]]:
-        """Declared values of each attribute; raises ConfigError if there are none, or one twice."""
-        found = {}
+        """Declared values of each attribute; raises ConfigError if there are none, or an attribute
+        or a value is given twice.
+        """
+        found: dict[str, tuple[str, ...]] = {}
         for attribute in self.attributes:
             name, _, values = attribute.partition("=")
+            if name in found:
+                raise ConfigError(
+                    f"evaluate: --by {self.by}: {name} twice; expected each column once. Give all "
+                    f"its values together, for example --by {name}=A:B."
+                )
             found[name] = tuple(value.strip() for value in values.split(":") if value.strip())
             if not found[name] or len(set(found[name])) < len(found[name]):
                 raise ConfigError(

@@ -106,6 +106,12 @@ def release_scores(
     )
     numbered, row_N = scorable(config, store, checkpoint.manifest)
     num_classes = model_of(config).num_classes or 0
+    for name, values in declared.items():
+        if name == ALL or OTHER in values:
+            raise ConfigError(
+                f"evaluate: --by {name}={':'.join(values)}; expected neither a column {ALL!r} nor "
+                f"the value {OTHER!r}, which the release uses itself. Rename it in the table."
+            )
     tables = {name: (*values, OTHER) for name, values in declared.items()} or {ALL: (ALL,)}
     if (cells := max(map(len, tables.values())) * num_classes**2 * NUM_BINS) > _MOST_CELLS:
         raise ConfigError(
