@@ -224,6 +224,19 @@ def test_groups_are_the_declared_ones_and_all_others_are_one(
     assert "not said" not in json.dumps(entry)
 
 
+def test_errors_that_name_a_private_image_or_label_are_for_the_operator(
+    run: Path, test_store: Store, tmp_path: Path
+) -> None:
+    table = tmp_path / "groups.csv"
+    table.write_text("file_name,sex\nk7,F\nk7,M\n")
+    with pytest.raises(DataError, match=r"evaluate: operator only: .* rows of k7 that differ"):
+        released(run, test_store, declared={"sex": ("F", "M")}, groups=table)
+    grey = [np.full((8, 8, 3), i, np.uint8) for i in range(3)]
+    bad = write_store(tmp_path / "stores" / "bad", grey, ["1", "2", "17"], public=False)
+    with pytest.raises(DataError, match=r"own_head: operator only: .* has label=17"):
+        released(run, bad, dataset_size=3, num_units=None)
+
+
 def charged(store: Store) -> list[int]:
     return [one.steps for one in store_account(store.path).runs]
 
