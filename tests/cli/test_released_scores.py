@@ -19,7 +19,6 @@ from dpvision.statement.statement import make_statement
 
 from ..adapt.runs_of_heads import head_config, run_head, write_digits
 
-
 DECLARED = ("--release", "4", "--privacy.dataset-size", "200")
 
 

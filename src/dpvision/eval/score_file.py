@@ -20,6 +20,17 @@ RELEASED = "released_scores.json"
 _SCORED = Path(files.CONFIDENTIAL, "scored_stores.json")
 """Ids of the private test stores that a run was scored on, also if the scores are not kept."""
 _RELEASED_FORMAT = "dpvision-released-scores-1"
+KEPT = (
+    "run_id",
+    "store_id",
+    "weights",
+    "averaged_weights",
+    "calibration",
+    "plan",
+    "charged",
+    "confidential_scores_first",
+)
+"""Entries of a release that a statement keeps (``statement.released_scores``)."""
 NOTHING_FITTED = "nothing"
 """``train_data`` of a score without a fitted probe: a run's own head, or a captioner."""
 
@@ -115,7 +126,7 @@ def read_releases(root: Path) -> list[dict[str, Any]]:
         found = parse_json(path.read_text())
         assert found["format"] == _RELEASED_FORMAT
         for one in found["releases"]:
-            assert {"run_id", "store_id", "plan", "confidential_scores_first"} <= one.keys()
+            assert {*KEPT} <= one.keys()
         return found["releases"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         remedy = remedy_for(error, "Restore it as it was written: its releases are charged.")

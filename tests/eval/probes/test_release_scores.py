@@ -2,6 +2,7 @@
 is refused.
 """
 
+import hashlib
 import io
 import json
 import shutil
@@ -17,12 +18,14 @@ from PIL import Image
 from scipy import stats
 from sklearn.datasets import load_digits
 
+from dpvision.checkpoint import load_checkpoint
 from dpvision.cli import main
 from dpvision.data.importer import import_samples
 from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.dp.noise import privatize
+from dpvision.encoders.calibration import Calibration, save_calibration
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
 from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
 from dpvision.eval import score_file
@@ -40,6 +43,7 @@ from dpvision.eval.score_file import RELEASED, read_releases, scored_in_confiden
 from dpvision.files import write_json
 from dpvision.privacy import gaussian
 from dpvision.privacy.account import set_cap, store_account
+from dpvision.statement.released_scores import text
 
 from ...adapt.runs_of_heads import head_config, run_head, write_digits
 from ..labelled import write_store
@@ -325,6 +329,32 @@ def test_of_two_releases_at_once_neither_is_lost_and_one_counts_the_other(
     score_file.add_release(run, first)
     other.join()
     assert len(read_releases(run)) == known + 4
+
+
+def test_the_entry_and_its_text_name_the_weights_and_the_calibration(
+    run: Path, test_store: Store
+) -> None:
+    checkpoint = load_checkpoint(run)
+    digest = hashlib.sha256((checkpoint.path / "model.safetensors").read_bytes()).hexdigest()
+    made = Calibration(digest, 2.5, 0.125, None, None, {"name": "public"}, 1.0, 0.5)
+    path = save_calibration(checkpoint, made)
+    try:
+        entry = released(run, test_store)
+    finally:
+        path.unlink()
+    assert (entry["weights"], entry["averaged_weights"]) == (digest, False)
+    assert entry["calibration"] == {"temperature": 2.5, "offset": 0.125}
+    said = text(entry)
+    assert f"of the weights {digest[:12]}, calibrated (temperature 2.5, offset 0.125):" in said
+    assert said.endswith(
+        "When it was released, no other run had been charged to that store. Later charges are not "
+        "counted here."
+    )
+    again = released(run, test_store)
+    assert again["calibration"] is None and ", not calibrated:" in text(again)
+    assert "1 other run had been charged to that store: with this release epsilon 6.2" in text(
+        again
+    )
 
 
 def test_an_unreadable_image_counts_as_nothing_and_stops_nothing(

@@ -29,6 +29,7 @@ from dpvision.data.ordered import ordered_map
 from dpvision.data.store import SHARED_KEPT, Store
 from dpvision.dp.clipped import ClippedSum, once, seal
 from dpvision.dp.noise import privatize
+from dpvision.encoders.calibration import read_calibration, weights_of
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
 from dpvision.encoders.feature_file import Extraction
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
@@ -106,6 +107,7 @@ def release_scores(
     )
     numbered, row_N = scorable(config, store, checkpoint.manifest)
     num_classes = model_of(config).num_classes or 0
+    scored = _scored(checkpoint, ema, num_classes)
     for name, values in declared.items():
         if name == ALL or OTHER in values:
             raise ConfigError(
@@ -146,7 +148,7 @@ def release_scores(
         "plan": plan.to_dict(),
         "charged": asdict(charge),
         "confidential_scores_first": seen,
-        **_scored(checkpoint, ema),
+        **scored,
         **figures_of(made, names),
     }
     add_release(root, entry)
@@ -236,12 +238,15 @@ def noisy_counts(
     return made
 
 
-def _scored(checkpoint: Checkpoint, ema: bool) -> dict[str, Any]:
-    """Which weights were scored."""
+def _scored(checkpoint: Checkpoint, ema: bool, num_classes: int) -> dict[str, Any]:
+    """Which weights were scored, and with which calibration."""
+    made = read_calibration(checkpoint, ema, num_classes)
     return {
+        "weights": weights_of(checkpoint, ema),
+        "averaged_weights": ema,
+        "calibration": made and {"temperature": made.temperature, "offset": made.offset},
         "ledger_steps": checkpoint.manifest["ledger_steps"],
         "ledger_digest": checkpoint.manifest["ledger_digest"],
-        "averaged_weights": ema,
     }
 
 
