@@ -108,10 +108,10 @@ def release_scores(
     numbered, row_N = scorable(config, store, checkpoint.manifest)
     num_classes = model_of(config).num_classes or 0
     scored = _scored(checkpoint, ema, num_classes)
-    for name, values in declared.items():
-        if name == ALL or OTHER in values:
+    for attribute, values in declared.items():
+        if attribute == ALL or OTHER in values:
             raise ConfigError(
-                f"evaluate: --by {name}={':'.join(values)}; expected neither a column {ALL!r} nor "
+                f"evaluate: --by {attribute}={':'.join(values)}; expected neither a column {ALL!r} nor "
                 f"the value {OTHER!r}, which the release uses itself. Rename it in the table."
             )
     tables = {name: (*values, OTHER) for name, values in declared.items()} or {ALL: (ALL,)}
