@@ -112,7 +112,8 @@ def release_scores(
         if attribute == ALL or OTHER in values:
             raise ConfigError(
                 f"evaluate: --by {attribute}={':'.join(values)}; expected neither a column "
-                f"{ALL!r} nor the value {OTHER!r}, which the release uses itself. Rename it in the table."
+                f"{ALL!r} nor the value {OTHER!r}, which the release uses itself. "
+                "Rename it in the table."
             )
     tables = {name: (*values, OTHER) for name, values in declared.items()} or {ALL: (ALL,)}
     if (cells := max(map(len, tables.values())) * num_classes**2 * NUM_BINS) > _MOST_CELLS:
