@@ -26,7 +26,7 @@ from dpvision.eval.captions.open_captioner import open_captioner
 from dpvision.eval.captions.zero_shot import ZeroShotSettings, zero_shot_scores
 from dpvision.eval.probes.own_head import score_own_head
 from dpvision.eval.score import Score
-from dpvision.eval.score_file import NOTHING_FITTED, write_scores
+from dpvision.eval.score_file import NOTHING_FITTED, note_scored, write_scores
 from dpvision.privacy.printed import up, up_delta
 from dpvision.recipes import get_recipe
 from dpvision.report.gallery import gallery_of_run
@@ -206,6 +206,7 @@ def _classifier(
             f"{up(plan.epsilon)} at delta {up_delta(plan.delta)}. {charged}"
         )
         adapt(session)
+    note_scored(root, test)
     scores = score_own_head(root, test)
     write_scores(root, scores, train_data=NOTHING_FITTED, test_data=test.path.name)
     public = test.results_visibility == "public"

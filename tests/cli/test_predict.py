@@ -270,6 +270,14 @@ def probabilities(rows: list[dict[str, str]]) -> np.ndarray:
     return np.array([[float(row[name]) for name in names] for row in rows])
 
 
+def test_persons_of_an_earlier_run_do_not_stay_beside_a_new_table(run: Path, photos: Path) -> None:
+    out = photos.parent / "confidential" / "all.csv"
+    (photos / "metadata.csv").write_text("file_name,patient\n0.png,Ann\n")
+    for more, known in ((["--unit-from", "patient"], True), ([], False)):
+        assert main(["predict", str(run), str(photos), *more, "--csv", str(out)]) == 0
+        assert out.exists() and out.with_name("all-persons.csv").exists() == known
+
+
 def test_a_person_has_the_mean_of_their_images_probabilities(
     run: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

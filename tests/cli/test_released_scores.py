@@ -4,16 +4,22 @@ what is refused.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dpvision.cli import main
 from dpvision.data.store import Store
+from dpvision.eval.probes.release_scores import release_plan
 from dpvision.eval.score_file import RELEASED
+from dpvision.files import write_json
+from dpvision.statement.check_releases import check_charges, check_releases
 from dpvision.statement.schema import problems, statement_schema
 from dpvision.statement.statement import make_statement
 
 from ..adapt.runs_of_heads import head_config, run_head, write_digits
+
+DECLARED = ("--release", "4", "--privacy.dataset-size", "200")
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +38,7 @@ def evaluate(run: Path, store: Path, *more: str) -> int:
 
 
 def release(run: Path, store: Store, *more: str) -> int:
-    declared = ("--release", "4", "--privacy.dataset-size", "200")
-    return evaluate(run, store.path, *declared, *more)
+    return evaluate(run, store.path, *DECLARED, *more)
 
 
 def test_a_release_is_printed_where_private_scores_are_not(
@@ -78,12 +83,11 @@ def test_the_statement_the_report_and_verify_have_the_release(
     page = (run / "report.html").read_text()
     assert "Released scores of private images" in page and second["text"] in page
     assert private.path.name not in page
-    # What is released later does not change what was stated.
-    assert release(run, private) == 0
     capsys.readouterr()
     file = run / "statement.json"
     assert main(["verify", str(file), "--run", str(run)]) == 0
-    assert "Nothing failed" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Nothing failed" in printed and "not checked  charge of the released table" in printed
 
     altered = tmp_path / "altered.json"
     for name, value, failed in (
@@ -98,6 +102,59 @@ def test_the_statement_the_report_and_verify_have_the_release(
         lines = [s for s in capsys.readouterr().out.splitlines() if s.startswith("failed")]
         assert any(failed in line and "released_scores[0]" in line for line in lines)
         assert any("not in released_scores.json of the run" in line for line in lines)
+
+
+def test_verify_finds_altered_tables_and_releases_that_are_left_out(
+    run: Path, private: Store, tmp_path: Path
+) -> None:
+    (run / RELEASED).unlink(missing_ok=True)
+    assert release(run, private) == 0
+    statement, whole = make_statement(run), (run / RELEASED).read_text()
+
+    def checks(said: dict[str, Any]) -> str:
+        found = check_releases(json.loads(json.dumps(said)), run)
+        return "; ".join(f"{one.status} {one.detail}" for one in found)
+
+    def altered(entry: dict[str, Any], where: str) -> None:
+        if where == "table":
+            entry["tables"][0]["counts"][0][0][0][0] += 1
+        elif where == "figure":
+            entry["rows"][0]["figures"]["accuracy"]["value"] = 0.99
+        elif where == "curve":
+            entry["roc"] = {"0": [[0.0, 1.0], [1.0, 1.0]]}
+        elif where == "noise":
+            entry["tables"][0]["noise_std"] /= 2
+        elif where == "plan":
+            entry["plan"] = release_plan(0.5, 200).to_dict()
+        else:
+            del entry["tables"]
+
+    assert checks(statement).startswith("ok ")
+    for where, again in (
+        ("table", "not what its table gives: "),
+        ("figure", "not what its table gives: rows[0].figures.accuracy.value"),
+        ("curve", "not what its table gives: roc"),
+        ("noise", "noise_std of all is not the plan's"),
+        ("plan", "noise_std of all is not the plan's"),
+        ("nothing", "cannot be computed from its table (KeyError"),
+    ):
+        found = json.loads(whole)
+        altered(found["releases"][0], where)
+        write_json(run / RELEASED, found)
+        assert f"not in {RELEASED} of the run" in checks(statement), where
+        # A statement that is written again has the altered entry's hash.
+        assert again in checks(make_statement(run)), where
+    (run / RELEASED).write_text(whole)
+    without = {name: value for name, value in statement.items() if name != "released_scores"}
+    assert "write the statement again" in checks(without)
+
+    (one,) = check_charges(statement, private.path)
+    assert one.status == "ok" and [c.status for c in check_charges(statement, None)] == [
+        "not checked"
+    ]
+    statement["released_scores"][0]["plan"] = release_plan(0.5, 200).to_dict()
+    (one,) = check_charges(json.loads(json.dumps(statement)), private.path)
+    assert one.status == "failed" and "not charged with its plan" in one.detail
 
 
 @pytest.mark.parametrize(
@@ -118,6 +175,9 @@ def test_the_statement_the_report_and_verify_have_the_release(
         (("--release", "1", "--by", "sex"), "one of --by and --groups"),
         (("--release", "1", "--by", "sex", "--groups", "g.csv"), "For example --by sex=A:B."),
         (("--release", "1", "--by", "sex=F:F", "--groups", "g.csv"), "each once"),
+        (("--release", "1", "--by", "sex=F,sex=M", "--groups", "g.csv"), "sex twice"),
+        ((*DECLARED, "--by", "all=x:y", "--groups", "g.csv"), "--by all=x:y; expected neither"),
+        ((*DECLARED, "--by", "sex=F:(other)", "--groups", "g.csv"), "the value '(other)'"),
         (("--per-class", "--by", "sex=F:M", "--groups", "g.csv"), "without --release"),
         (("--release", "1", "--train", "other"), "--release with --train"),
     ],

@@ -16,6 +16,7 @@ from dpvision.eval.noisy_counts import (
     NoisyCounts,
     NoisyRow,
     bin_edges,
+    figures_of,
     roc_of,
     rows_of,
 )
@@ -143,6 +144,22 @@ def test_tables_of_several_attributes_are_averaged_by_their_precision() -> None:
     assert whole.name == whole.group == ALL
     assert whole.count == pytest.approx((sums[0] / 3 + sums[1] / 5) / (1 / 3 + 1 / 5))
     assert whole.count_std == pytest.approx(2 * np.sqrt(4 * NUM_BINS / (1 / 3 + 1 / 5)))
+
+
+def test_curve_and_confusion_matrix_are_of_all_tables_and_no_rate_falls() -> None:
+    """The tables differ, and noise makes counts negative."""
+    rng = np.random.default_rng(3)
+    tables = [
+        NoisyCounts(name, groups, rng.normal(9, 8, (len(groups), 3, 3, NUM_BINS)), 1.0)
+        for name, groups in (("sex", ("F", "M")), ("site", ("n", "s", "w")))
+    ]
+    found = figures_of(tables, ["a", "b", "c"])
+    size = {row["name"]: row["count"] for row in found["rows"] if row["group"] == ALL}
+    np.testing.assert_allclose(np.sum(found["confusion"], axis=1), [size[k] for k in "abc"], 1e-4)
+    for false, true in found["roc"].values():
+        for rates in (false, true):
+            assert rates[0] == 0 and rates[-1] == 1 and (np.diff(rates) >= 0).all()
+    assert found["roc"]
 
 
 def sizes_of_the_docs() -> list[tuple[int, float | None, int]]:

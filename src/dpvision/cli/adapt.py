@@ -456,9 +456,10 @@ def _score(args: AdaptArgs, root: Path) -> "list[Score]":
         return []
     from dpvision.data.open import open_store
     from dpvision.eval.probes.own_head import score_own_head
-    from dpvision.eval.score_file import NOTHING_FITTED, write_scores
+    from dpvision.eval.score_file import NOTHING_FITTED, note_scored, write_scores
 
     store = open_store(args.test)
+    note_scored(root, store)
     private = store.results_visibility == "private"
     with ProgressLine(
         "test images", private=private, asked=args.show_confidential, quiet=args.quiet

@@ -27,6 +27,7 @@ from dpvision.eval.score_file import (
     RELEASED,
     check_out,
     merge_entries,
+    note_scored,
     write_class_scores,
     write_scores,
 )
@@ -99,10 +100,17 @@ class _Classes:
 
     @property
     def declared(self) -> dict[str, tuple[str, ...]]:
-        """Declared values of each attribute; raises ConfigError if there are none, or one twice."""
-        found = {}
+        """Declared values of each attribute; raises ConfigError if there are none, or an attribute
+        or a value is given twice.
+        """
+        found: dict[str, tuple[str, ...]] = {}
         for attribute in self.attributes:
             name, _, values = attribute.partition("=")
+            if name in found:
+                raise ConfigError(
+                    f"evaluate: --by {self.by}: {name} twice; expected each column once. Give all "
+                    f"its values together, for example --by {name}=A:B."
+                )
             found[name] = tuple(value.strip() for value in values.split(":") if value.strip())
             if not found[name] or len(set(found[name])) < len(found[name]):
                 raise ConfigError(
@@ -316,6 +324,7 @@ def evaluate(
     stores = {"train_data": train.name, "test_data": (test or train).name}
 
     def score(spec: str, line: ProgressLine) -> list[Score]:
+        note_scored(spec, test_store or train_store)
         found = [
             run_suite(
                 spec,
@@ -443,6 +452,7 @@ def _own_heads(
     of_classes: dict[str, ClassScores] = {}
 
     def score(spec: str, line: ProgressLine) -> list[Score]:
+        note_scored(spec, store)
         hardware = Extraction(
             reading.batch_size,
             reading.workers,

@@ -113,10 +113,12 @@ def predict(
         private=private,
         json=json,
     )
-    of_persons = None
-    if csv is not None and persons:
+    if csv is not None:
         of_persons = csv.with_name(f"{csv.stem}-persons.csv")
-        write_persons(persons, classifier, of_persons)
+        if persons:
+            write_persons(persons, classifier, of_persons)
+        else:  # one of an earlier run is of other images than the new table
+            of_persons.unlink(missing_ok=True)
     if json:
         result: dict[str, Any] = {
             "predictions": [_plain(one, classifier) for one in done.made],
@@ -143,7 +145,7 @@ def predict(
         emit(result, True, "")
     elif csv is not None:
         lines = [f"predictions for {done.num_done:,} images in {csv}"]
-        if of_persons is not None:
+        if persons:
             lines.append(f"and for {len(persons):,} persons in {of_persons}")
         if classifier.multi_label and classifier.thresholds_K is None:
             lines.append(

@@ -36,8 +36,8 @@ def read_groups(
             f"evaluate: --groups {table} without attributes; expected --by COLUMN[,COLUMN]. Name "
             "columns of the table."
         )
-    cells = _cells(table, attributes)
     whose = OPERATOR_ONLY if store.results_visibility == "private" else ""
+    cells = _cells(table, attributes, whose)
     keys = [store.key(row) for row in row_N.tolist()]
     files = {key: key if key in cells else key.rpartition("#")[0] or key for key in keys}
     row_of = {file: row for row, file in join_names(cells, set(files.values())).items()}
@@ -60,8 +60,12 @@ def read_groups(
     return found
 
 
-def _cells(table: Path, attributes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Values of the attributes by the name of the image."""
+def _cells(table: Path, attributes: Sequence[str], whose: str) -> dict[str, tuple[str, ...]]:
+    """Values of the attributes by the name of the image.
+
+    Args:
+        whose: start of errors that name an image.
+    """
     made: dict[str, tuple[str, ...]] = {}
     try:
         with table.open(newline="", encoding="utf-8-sig") as lines:
@@ -79,8 +83,8 @@ def _cells(table: Path, attributes: Sequence[str]) -> dict[str, tuple[str, ...]]
                 values = tuple(row[name].strip() for name in attributes)
                 if made.setdefault(row[key], values) != values:
                     raise DataError(
-                        f"evaluate: --groups {table}: rows of {row[key]} that differ; expected one "
-                        "value for an image. Correct the table."
+                        f"evaluate: {whose}--groups {table}: rows of {row[key]} that differ; "
+                        "expected one value for an image. Correct the table."
                     )
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):

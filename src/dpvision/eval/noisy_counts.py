@@ -12,8 +12,9 @@ in the order of a ROC curve.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from dpvision.eval.class_scores import ALL, Value
 from dpvision.eval.metric import share_of
 
 NUM_BINS = 5
+DECIMALS = 4
+"""Of released numbers."""
 FEWEST = 5.0
 """A figure is given if each count that it divides by has more standard deviations of noise."""
 _GAPS = "calibration error"
@@ -66,20 +69,12 @@ def bin_edges(num_classes: int) -> np.ndarray:
 def rows_of(tables: Sequence[NoisyCounts], class_names: Sequence[str]) -> list[NoisyRow]:
     """Return the figures of each class, over all images and in each group.
 
-    Over all images the tables are averaged, weighted by their precision. Intervals are by a
-    parametric bootstrap: to every count, noise of the release and noise of a Poisson count's
-    variance are added, and the figure computed again. Units that spread over several cells vary
-    less than Poisson counts.
+    Those over all images are of ``whole_of`` the tables. Intervals are by a parametric bootstrap:
+    to every count, noise of the release and noise of a Poisson count's variance are added, and the
+    figure computed again. Units that spread over several cells vary less than Poisson counts.
     """
     rng = np.random.default_rng(0)
-    least = min(table.noise_std for table in tables)
-    weight = [
-        (least / table.noise_std) ** 2 / len(table.groups) if least else 1.0 for table in tables
-    ]
-    whole_KKJ = np.zeros(tables[0].count_GKKJ.shape[1:])
-    for share, table in zip(weight, tables, strict=True):
-        whole_KKJ += share / sum(weight) * table.count_GKKJ.sum(axis=0)
-    rows = _rows(ALL, whole_KKJ, least / math.sqrt(sum(weight)), class_names, rng)
+    rows = _rows(ALL, *whole_of(tables), class_names, rng)
     for table in tables:
         for group, count_KKJ in zip(table.groups, table.count_GKKJ, strict=True):
             if table.attribute != ALL:
@@ -88,13 +83,74 @@ def rows_of(tables: Sequence[NoisyCounts], class_names: Sequence[str]) -> list[N
     return rows
 
 
+def whole_of(tables: Sequence[NoisyCounts]) -> tuple[np.ndarray, float]:
+    """Return the counts over all groups (K, K, J) and the standard deviation of their noise: the
+    mean of the tables, weighted by their precision.
+    """
+    least = min(table.noise_std for table in tables)
+    weight = [
+        (least / table.noise_std) ** 2 / len(table.groups) if least else 1.0 for table in tables
+    ]
+    whole_KKJ = np.zeros(tables[0].count_GKKJ.shape[1:])
+    for share, table in zip(weight, tables, strict=True):
+        whole_KKJ += share / sum(weight) * table.count_GKKJ.sum(axis=0)
+    return whole_KKJ, least / math.sqrt(sum(weight))
+
+
 def roc_of(count_KKJ: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the false and true positive rates of class ``k`` at each threshold, from the highest,
-    (M + 1,) each, limited to 0 to 1.
+    (M + 1,) each, from 0 to 1. Where noise makes a count negative, a rate stays as it is.
     """
-    off_M, on_M = (_ordered(one_KJ, k) for one_KJ in _off_and_on(count_KKJ, k))
-    rates = [np.r_[0.0, one_M[::-1].cumsum()] / one_M.sum() for one_M in (off_M, on_M)]
-    return np.clip(rates[0], 0, 1), np.clip(rates[1], 0, 1)
+    rates = []
+    for one_KJ in _off_and_on(count_KKJ, k):
+        found_M = _ordered(one_KJ, k)[::-1].cumsum()
+        share_M = np.clip(found_M / found_M[-1], 0, 1)
+        rates.append(np.maximum.accumulate(np.r_[0.0, share_M]))
+    return rates[0], rates[1]
+
+
+def figures_of(tables: Sequence[NoisyCounts], class_names: Sequence[str]) -> dict[str, Any]:
+    """Return the tables and all that follows from them, ready for JSON."""
+    rows, (whole_KKJ, _) = rows_of(tables, class_names), whole_of(tables)
+    # A curve where the class has an AUROC.
+    known = {r.name for r in rows if r.group == ALL and r.figures["AUROC"] is not None}
+    curves = {
+        name: [one.round(DECIMALS).tolist() for one in roc_of(whole_KKJ, k)]
+        for k, name in enumerate(class_names)
+        if name in known
+    }
+    return {
+        "class_names": list(class_names),
+        "bin_edges": bin_edges(len(class_names)).tolist(),
+        "tables": [
+            {
+                "attribute": table.attribute,
+                "groups": list(table.groups),
+                "noise_std": table.noise_std,
+                "counts": table.count_GKKJ.tolist(),
+            }
+            for table in tables
+        ],
+        "rows": [
+            asdict(row) | {"figures": {k: v and v._asdict() for k, v in row.figures.items()}}
+            for row in rows
+        ],
+        "confusion": whole_KKJ.sum(axis=2).round(DECIMALS).tolist(),
+        "roc": curves,
+    }
+
+
+def tables_of(tables: Sequence[Mapping[str, Any]]) -> list[NoisyCounts]:
+    """Return tables as ``figures_of`` wrote them."""
+    return [
+        NoisyCounts(
+            one["attribute"],
+            tuple(one["groups"]),
+            np.array(one["counts"], dtype=float),
+            one["noise_std"],
+        )
+        for one in tables
+    ]
 
 
 def _rows(

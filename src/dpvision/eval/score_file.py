@@ -10,13 +10,27 @@ from dpvision.runs.folder import require_confidential, run_base
 from dpvision.strict_json import parse_json
 
 if TYPE_CHECKING:
+    from dpvision.data.store import Store
     from dpvision.eval.class_scores import ClassScores
 
 CLASS_SCORES = "class_scores.json"
 """File of figures per class in a run, by the name of the test store."""
 RELEASED = "released_scores.json"
 """A run's public file of the scores that were released on private stores."""
+_SCORED = Path(files.CONFIDENTIAL, "scored_stores.json")
+"""Ids of the private test stores that a run was scored on, also if the scores are not kept."""
 _RELEASED_FORMAT = "dpvision-released-scores-1"
+KEPT = (
+    "run_id",
+    "store_id",
+    "weights",
+    "averaged_weights",
+    "calibration",
+    "plan",
+    "charged",
+    "confidential_scores_first",
+)
+"""Entries of a release that a statement keeps (``statement.released_scores``)."""
 NOTHING_FITTED = "nothing"
 """``train_data`` of a score without a fitted probe: a run's own head, or a captioner."""
 
@@ -112,7 +126,7 @@ def read_releases(root: Path) -> list[dict[str, Any]]:
         found = parse_json(path.read_text())
         assert found["format"] == _RELEASED_FORMAT
         for one in found["releases"]:
-            assert {"run_id", "store_id", "plan", "confidential_scores_first"} <= one.keys()
+            assert {*KEPT} <= one.keys()
         return found["releases"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         remedy = remedy_for(error, "Restore it as it was written: its releases are charged.")
@@ -120,16 +134,50 @@ def read_releases(root: Path) -> list[dict[str, Any]]:
 
 
 def add_release(root: Path, entry: dict[str, Any]) -> None:
-    """Add a release to a run's file. Raises CheckpointError as ``read_releases``."""
-    releases = [*read_releases(root), entry]
-    files.write_json(root / RELEASED, {"format": _RELEASED_FORMAT, "releases": releases})
+    """Add a release to a run's file, to which other processes may add theirs meanwhile. Raises
+    CheckpointError as ``read_releases``.
+    """
+    with files.locked(root):
+        releases = [*read_releases(root), entry]
+        files.write_json(root / RELEASED, {"format": _RELEASED_FORMAT, "releases": releases})
 
 
-def scored_in_confidence(root: Path, test_data: str) -> bool:
-    """Return whether a run's folder has confidential scores on a test store of this name."""
-    folder = root / "confidential"
-    kept = [entry["test_data"] for entry in read_scores(folder / "scores.json")]
-    return test_data in kept or test_data in read_class_scores(folder)
+def note_scored(spec: str | Path, test_store: "Store") -> None:
+    """Record the id of a private test store in the run whose weights, at ``spec`` (the run or a
+    checkpoint), are scored on it: in confidential/scored_stores.json. Do nothing for other weights.
+
+    Raises:
+        CheckpointError: the file there cannot be read or written.
+    """
+    path = Path(spec).resolve()
+    # RUN/checkpoints/STEP, or RUN/confidential/checkpoints/STEP
+    root = next((one for one in (path, *path.parents[:3]) if run_base(one) is not None), None)
+    if path.exists() and root is not None and test_store.results_visibility == "private":
+        with files.locked(root):
+            ids = sorted({*_scored_ids(root), test_store.store_id})
+            files.write_json(root / _SCORED, ids)
+
+
+def scored_in_confidence(root: Path, test_store: "Store") -> bool:
+    """Return whether a run had confidential scores on a test store, known by its id; or, since
+    older versions noted no ids, on one of its name.
+    """
+    folder, name = root / files.CONFIDENTIAL, test_store.path.resolve().name
+    named = [entry["test_data"] for entry in read_scores(folder / "scores.json")]
+    return test_store.store_id in _scored_ids(root) or name in [*named, *read_class_scores(folder)]
+
+
+def _scored_ids(root: Path) -> list[str]:
+    path = root / _SCORED
+    if not path.exists():
+        return []
+    try:
+        found = parse_json(path.read_text())
+        assert isinstance(found, list) and all(isinstance(one, str) for one in found)
+        return found
+    except (OSError, ValueError, AssertionError) as error:
+        remedy = remedy_for(error, "Restore it as it was written.")
+        raise CheckpointError(f"scores: {path} cannot be read ({error!r}). {remedy}") from None
 
 
 def check_out(out: Path, private: bool) -> None:

@@ -1,15 +1,14 @@
 """Locate the ledgers of a store, and verify them against the marks of its family."""
 
-import fcntl
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dpvision.errors import ConfigError, DataError, PrivacyError
-from dpvision.files import write_json
+from dpvision.files import locked, write_json
 from dpvision.privacy.ledger_format import LedgerContents, read_ledger
 from dpvision.privacy.marks import Cap, Mark, Marks, place, read_json, read_marks, write_marks
 
@@ -95,17 +94,11 @@ class StoreLedgers:
         except (OSError, ValueError):
             return None
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Hold the ledger folder's lock (waits for other processes): opening a ledger and updating
         a mark are exclusive.
         """
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return locked(self.folder)
 
     def family_marks(self) -> dict[Path, Marks]:
         """Read every file of marks of the family: the shared one, this store's own, and those in

@@ -212,7 +212,10 @@ def _facts(statement: dict[str, Any]) -> Facts:
         versions=statement["versions"],
         tuning=history["tuning"]["declared"],
         stop="not_declared" if stop is None else stop["declared"],
-        releases=statement.get("released_scores", []),
+        releases=[
+            {name: value for name, value in one.items() if name != "text"}
+            for one in statement.get("released_scores", [])
+        ],
     )
 
 

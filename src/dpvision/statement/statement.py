@@ -136,7 +136,7 @@ class Facts:
     tuning: Tuning
     stop: Stop
     releases: list[dict[str, Any]]
-    """Of scores on private test stores (``score_file.read_releases``)."""
+    """Of scores on private test stores (``released_scores.kept``)."""
 
 
 def statement_of(
@@ -173,7 +173,7 @@ def statement_of(
             versions=versions_of(manifest),
             tuning=tuning,
             stop=stop,
-            releases=evidence.releases,
+            releases=released_scores.kept(evidence.releases),
         )
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpvision.checkpoint import find_checkpoint, list_checkpoints, read_manifest
 from dpvision.errors import CheckpointError, DataError, DPVisionError, PrivacyError
-from dpvision.eval.score_file import read_releases, read_scores
+from dpvision.eval.score_file import read_scores
 from dpvision.privacy.ledger import LedgerContents, read_ledger
 from dpvision.privacy.ledger_format import Line
 from dpvision.privacy.plan import DPPlan
@@ -21,7 +21,6 @@ from dpvision.privacy.printed import count
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import read_run
 from dpvision.runs.run import code_versions
-from dpvision.statement import released_scores
 from dpvision.statement.audits import FILE as AUDIT_FILE
 from dpvision.statement.audits import read_audits
 from dpvision.statement.check import (
@@ -33,6 +32,7 @@ from dpvision.statement.check import (
     ok,
     unverified,
 )
+from dpvision.statement.check_releases import check_charges, check_releases
 from dpvision.statement.other_runs import check_other_runs
 from dpvision.statement.recompute import check_epsilons, check_figures, check_schema
 from dpvision.statement.signature import (
@@ -102,6 +102,7 @@ def verify_statement(
                 *found,
                 check_lineage(statement, Path(run_dir), copy),
                 check_scores(statement, Path(run_dir)),
+                *check_releases(statement, Path(run_dir)),
             ]
             if statement["history"]["audits"]["runs"] and copy is not None:
                 checks.append(check_audits(statement, Path(run_dir), copy.plan))
@@ -109,6 +110,7 @@ def verify_statement(
         checks.append(not_checked("store, other runs", NO_STORE))
     else:
         checks += check_store(statement, Path(store_dir), copy, manifest)
+    checks += check_charges(statement, None if store_dir is None else Path(store_dir))
     if copy is not None and run_dir is not None:
         checks.append(
             check_every_word(
@@ -420,15 +422,11 @@ def check_scores(statement: dict[str, Any], root: Path) -> Check:
     """Check that the scores are in the run's public file. They are not measured again."""
     try:
         found = read_scores(root / "scores.json")
-        releases = released_scores.stated(read_releases(root))
     except DPVisionError as error:
         return failed("scores", str(error))
     missing = [score["name"] for score in statement["scores"] if score not in found]
     if missing:
         return failed("scores", f"not in scores.json of the run: {', '.join(missing)}")
-    missing = [one["run_id"] for one in statement.get("released_scores", []) if one not in releases]
-    if missing:
-        return failed("scores", f"not in released_scores.json of the run: {', '.join(missing)}")
     return ok(
         "scores", f"as in scores.json, not measured again; scores: {len(statement['scores'])}"
     )
@@ -467,10 +465,6 @@ def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | No
                 "names",
             )
         stop = (statement["history"].get("stop") or {"declared": "not_declared"})["declared"]
-        # Releases may have been added since, like scores and runs.
-        stated = [one["run_id"] for one in statement.get("released_scores", [])]
-        releases = [one for one in evidence.releases if one["run_id"] in stated]
-        evidence = replace(evidence, releases=releases)
         again = json.loads(
             json.dumps(statement_of(evidence, statement["history"]["tuning"]["declared"], stop))
         )

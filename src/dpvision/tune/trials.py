@@ -300,10 +300,11 @@ def _score(study: Study, folder: Path) -> float:
     from dpvision.eval.probes.protocols import make_protocols
     from dpvision.eval.probes.suite import evaluate
     from dpvision.eval.score import is_of_the_run
-    from dpvision.eval.score_file import NOTHING_FITTED, write_scores
+    from dpvision.eval.score_file import NOTHING_FITTED, note_scored, write_scores
 
     assert study.asked.test is not None
     store, workers = open_store(study.asked.test), study.config.hardware.workers or 2
+    note_scored(folder, store)
     if study.objective == OWN_HEAD:
         scores, fitted = score_own_head(folder, store, workers=workers), NOTHING_FITTED
     else:

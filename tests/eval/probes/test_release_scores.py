@@ -2,7 +2,11 @@
 is refused.
 """
 
+import hashlib
+import io
 import json
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +14,21 @@ import numpy as np
 import pytest
 import torch
 from made import key
+from PIL import Image
 from scipy import stats
 from sklearn.datasets import load_digits
 
+from dpvision.checkpoint import load_checkpoint
+from dpvision.cli import main
+from dpvision.data.importer import import_samples
+from dpvision.data.person_names import PersonRule
+from dpvision.data.sources import Sample
 from dpvision.data.store import Store
 from dpvision.dp.noise import privatize
+from dpvision.encoders.calibration import Calibration, save_calibration
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
 from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
+from dpvision.eval import score_file
 from dpvision.eval.class_scores import ALL
 from dpvision.eval.noisy_counts import NUM_BINS
 from dpvision.eval.probes import release_scores as release
@@ -27,10 +39,11 @@ from dpvision.eval.probes.release_scores import (
     release_plan,
     release_scores,
 )
-from dpvision.eval.score_file import RELEASED, read_releases
+from dpvision.eval.score_file import RELEASED, read_releases, scored_in_confidence
 from dpvision.files import write_json
 from dpvision.privacy import gaussian
 from dpvision.privacy.account import set_cap, store_account
+from dpvision.statement.released_scores import text
 
 from ...adapt.runs_of_heads import head_config, run_head, write_digits
 from ..labelled import write_store
@@ -58,6 +71,15 @@ def digits(path: Path, *, public: bool = False) -> Store:
     person = [f"p{i}" for i in range(PERSONS)] + [f"p{i // 3}" for i in range(IMAGES - PERSONS)]
     names = [str(label) for label in labels[1000 : 1000 + IMAGES]]
     return write_store(path, list(grey.repeat(3, axis=3)), names, person, public=public)
+
+
+SHARED = [("a", 0), ("a", 1), ("b", 0), ("b", 2), ("c", 1), ("c", 3)]
+
+
+def png(level: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (level, level, level)).save(file, "PNG")
+    return file.getvalue()
 
 
 def released(run: Path, store: Store, epsilon: float = 4.0, **more: Any) -> dict[str, Any]:
@@ -206,6 +228,19 @@ def test_groups_are_the_declared_ones_and_all_others_are_one(
     assert "not said" not in json.dumps(entry)
 
 
+def test_errors_that_name_a_private_image_or_label_are_for_the_operator(
+    run: Path, test_store: Store, tmp_path: Path
+) -> None:
+    table = tmp_path / "groups.csv"
+    table.write_text("file_name,sex\nk7,F\nk7,M\n")
+    with pytest.raises(DataError, match=r"evaluate: operator only: .* rows of k7 that differ"):
+        released(run, test_store, declared={"sex": ("F", "M")}, groups=table)
+    grey = [np.full((8, 8, 3), i, np.uint8) for i in range(3)]
+    bad = write_store(tmp_path / "stores" / "bad", grey, ["1", "2", "17"], public=False)
+    with pytest.raises(DataError, match=r"own_head: operator only: .* has label=17"):
+        released(run, bad, dataset_size=3, num_units=None)
+
+
 def charged(store: Store) -> list[int]:
     return [one.steps for one in store_account(store.path).runs]
 
@@ -265,6 +300,63 @@ def test_a_second_release_is_charged_again_and_its_total_is_stated(
     assert first["tables"] != second["tables"]
 
 
+def test_of_two_releases_at_once_neither_is_lost_and_one_counts_the_other(
+    run: Path, test_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is charged just before the first is, and written just before the first is."""
+    real_open, real_read = release.Ledger.open, score_file.read_releases
+    known, made = len(read_releases(run)), []
+    monkeypatch.setattr(release, "read_releases", real_read)
+
+    def opened(*args: Any, **more: Any) -> Any:
+        monkeypatch.setattr(release.Ledger, "open", real_open)
+        made.append(released(run, test_store, 1.0))
+        return real_open(*args, **more)
+
+    monkeypatch.setattr(release.Ledger, "open", opened)
+    first = released(run, test_store, 1.0)
+    assert (made[0]["charged"]["runs"], first["charged"]["runs"]) == (0, 1)
+
+    def read(root: Path) -> list[dict[str, Any]]:
+        monkeypatch.setattr(score_file, "read_releases", real_read)
+        found = real_read(root)
+        other.start()
+        other.join(0.3)
+        return found
+
+    other = threading.Thread(target=score_file.add_release, args=(run, first))
+    monkeypatch.setattr(score_file, "read_releases", read)
+    score_file.add_release(run, first)
+    other.join()
+    assert len(read_releases(run)) == known + 4
+
+
+def test_the_entry_and_its_text_name_the_weights_and_the_calibration(
+    run: Path, test_store: Store
+) -> None:
+    checkpoint = load_checkpoint(run)
+    digest = hashlib.sha256((checkpoint.path / "model.safetensors").read_bytes()).hexdigest()
+    made = Calibration(digest, 2.5, 0.125, None, None, {"name": "public"}, 1.0, 0.5)
+    path = save_calibration(checkpoint, made)
+    try:
+        entry = released(run, test_store)
+    finally:
+        path.unlink()
+    assert (entry["weights"], entry["averaged_weights"]) == (digest, False)
+    assert entry["calibration"] == {"temperature": 2.5, "offset": 0.125}
+    said = text(entry)
+    assert f"of the weights {digest[:12]}, calibrated (temperature 2.5, offset 0.125):" in said
+    assert said.endswith(
+        "When it was released, no other run had been charged to that store. Later charges are not "
+        "counted here."
+    )
+    again = released(run, test_store)
+    assert again["calibration"] is None and ", not calibrated:" in text(again)
+    assert "1 other run had been charged to that store: with this release epsilon 6.2" in text(
+        again
+    )
+
+
 def test_an_unreadable_image_counts_as_nothing_and_stops_nothing(
     run: Path, test_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +412,18 @@ def test_a_public_store_needs_no_release(run: Path, tmp_path: Path) -> None:
         released(run, digits(tmp_path / "stores" / "test", public=True))
 
 
+def test_a_store_whose_shared_images_went_to_the_first_person_is_refused(
+    run: Path, tmp_path: Path
+) -> None:
+    """Without that person their images are those of others, whose cells then change too."""
+    samples = [Sample(f"{who}{i}", png(i), {"label": "1", "person": who}) for who, i in SHARED]
+    people = PersonRule("person", shared_images="first")
+    store = import_samples(samples, tmp_path / "stores" / "test", public=False, people=people)
+    with pytest.raises(PrivacyError, match=r"import again without --shared-images\.$"):
+        released(run, store, dataset_size=4, num_units=3)
+    assert charged(store) == []
+
+
 def test_the_owners_cap_holds_for_releases(run: Path, test_store: Store) -> None:
     set_cap(test_store.path, 1.5, 1e-3)
     released(run, test_store, 1.0)
@@ -343,6 +447,29 @@ def test_confidential_scores_seen_before_are_noted(run: Path, test_store: Store)
     write_json(kept, {test_store.path.name: rows})
     assert released(run, test_store)["confidential_scores_first"]
     kept.unlink()
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "link", "from within"])
+def test_confidential_scores_are_known_by_the_stores_id(
+    run: Path, test_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    shutil.rmtree(run / "confidential", ignore_errors=True)
+    spec, test = run, test_store.path
+    if how == "checkpoint":
+        (spec,) = (run / "checkpoints").iterdir()
+    elif how == "link":
+        test = tmp_path / "another name"
+        test.symlink_to(test_store.path)
+    else:
+        monkeypatch.chdir(test)
+        test = Path(".")
+    assert not scored_in_confidence(run, test_store)
+    assert main(["evaluate", str(spec), "--test", str(test), "--workers", "1"]) == 0
+    assert scored_in_confidence(run, test_store)
+    (run / "confidential" / "scored_stores.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="Restore it as it was written"):
+        released(run, test_store)
+    shutil.rmtree(run / "confidential")
 
 
 def test_a_damaged_file_of_releases_is_refused_before_the_charge(

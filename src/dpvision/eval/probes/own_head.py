@@ -21,7 +21,7 @@ from dpvision.encoders.calibration import read_calibration
 from dpvision.encoders.classifier import OpenHead, is_head, loss_of, open_head, threshold_of
 from dpvision.encoders.feature_file import Extraction, Progress, feature_blocks
 from dpvision.encoders.trained import load_model
-from dpvision.errors import ConfigError, DataError
+from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.eval.any_of_labels import AnyOfLabels, same_numbers
 from dpvision.eval.class_scores import ClassScores, class_scores
 from dpvision.eval.groups import read_groups
@@ -343,8 +343,9 @@ def _labelled_rows(store: Store, num_classes: int) -> np.ndarray:
             "with --label-from FIELD."
         )
     if (largest := int(store.classes(rows)[1].max(initial=-1))) >= num_classes:
+        whose = OPERATOR_ONLY if store.results_visibility == "private" else ""
         raise DataError(
-            f"own_head: {store.path} has label={largest}; expected 0 to {num_classes - 1}, the "
-            "classes of the run. Import it with the same classes as the training store."
+            f"own_head: {whose}{store.path} has label={largest}; expected 0 to {num_classes - 1}, "
+            "the classes of the run. Import it with the same classes as the training store."
         )
     return rows

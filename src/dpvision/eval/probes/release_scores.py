@@ -26,15 +26,16 @@ from dpvision.data.class_names import all_names
 from dpvision.data.declared import check_declared, count_units, has_units, rounded_up
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.ordered import ordered_map
-from dpvision.data.store import Store
+from dpvision.data.store import SHARED_KEPT, Store
 from dpvision.dp.clipped import ClippedSum, once, seal
 from dpvision.dp.noise import privatize
+from dpvision.encoders.calibration import read_calibration, weights_of
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
 from dpvision.encoders.feature_file import Extraction
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
 from dpvision.eval.class_scores import ALL
 from dpvision.eval.groups import read_groups
-from dpvision.eval.noisy_counts import NUM_BINS, NoisyCounts, bin_edges, roc_of, rows_of
+from dpvision.eval.noisy_counts import DECIMALS, NUM_BINS, NoisyCounts, bin_edges, figures_of
 from dpvision.eval.probes.own_head import model_of, scorable
 from dpvision.eval.probes.records import units
 from dpvision.eval.score_file import add_release, read_releases, scored_in_confidence
@@ -56,7 +57,6 @@ ALONE = Extraction(batch_size=1, workers=2, device="cpu")
 _MOST_CELLS = 100_000
 _WHOLE = 2**24
 """A unit's contribution in integers, whose sums are exact."""
-_DECIMALS = 4
 
 Cells = np.ndarray
 """int64 (N, A): each image's cell in each table, flat; -1 for an image without a score."""
@@ -107,6 +107,14 @@ def release_scores(
     )
     numbered, row_N = scorable(config, store, checkpoint.manifest)
     num_classes = model_of(config).num_classes or 0
+    scored = _scored(checkpoint, ema, num_classes)
+    for attribute, values in declared.items():
+        if attribute == ALL or OTHER in values:
+            raise ConfigError(
+                f"evaluate: --by {attribute}={':'.join(values)}; expected neither a column "
+                f"{ALL!r} nor the value {OTHER!r}, which the release uses itself. "
+                "Rename it in the table."
+            )
     tables = {name: (*values, OTHER) for name, values in declared.items()} or {ALL: (ALL,)}
     if (cells := max(map(len, tables.values())) * num_classes**2 * NUM_BINS) > _MOST_CELLS:
         raise ConfigError(
@@ -119,13 +127,15 @@ def release_scores(
     check_store(plan, store, np.arange(store.num_records))
     if plan.unit.draws_people:
         check_people(store)
-    seen, charge = scored_in_confidence(root, store.path.name), charge_of(store.path, plan)
+    seen = scored_in_confidence(root, store)
 
     run_id = secrets.token_hex(8)
     with Ledger.open(store.path, run_id, plan, resume=False) as ledger:
         name = StoreLedgers.of(store.path).name_path(run_id)
         write_file(name, f"{root} (released scores)".encode())
         step = ledger.append()
+        # Of releases at the same time, each counts what was charged before its own total is made.
+        charge = charge_of(store.path, plan, besides=[run_id])
         cell_NA = _cells(classifier, numbered, row_N, group_NA, hardware)
         total = clipped_counts(cell_NA, units(store)[row_N], tables, num_classes, plan)
         noisy = privatize(
@@ -139,7 +149,7 @@ def release_scores(
         "plan": plan.to_dict(),
         "charged": asdict(charge),
         "confidential_scores_first": seen,
-        **_scored(checkpoint, ema),
+        **scored,
         **figures_of(made, names),
     }
     add_release(root, entry)
@@ -223,50 +233,21 @@ def noisy_counts(
         shape = (len(groups), num_classes, num_classes, NUM_BINS)
         made.append(
             NoisyCounts(
-                name, tuple(groups), count.reshape(shape).round(_DECIMALS), plan.noise_std * scale
+                name, tuple(groups), count.reshape(shape).round(DECIMALS), plan.noise_std * scale
             )
         )
     return made
 
 
-def figures_of(tables: Sequence[NoisyCounts], class_names: Sequence[str]) -> dict[str, Any]:
-    """Return the tables and all that follows from them, ready for JSON."""
-    rows = rows_of(tables, class_names)
-    # A curve where the class has an AUROC.
-    whole_KKJ = tables[0].count_GKKJ.sum(axis=0)
-    known = {r.name for r in rows if r.group == ALL and r.figures["AUROC"] is not None}
-    curves = {
-        name: [one.round(_DECIMALS).tolist() for one in roc_of(whole_KKJ, k)]
-        for k, name in enumerate(class_names)
-        if name in known
-    }
+def _scored(checkpoint: Checkpoint, ema: bool, num_classes: int) -> dict[str, Any]:
+    """Which weights were scored, and with which calibration."""
+    made = read_calibration(checkpoint, ema, num_classes)
     return {
-        "class_names": list(class_names),
-        "bin_edges": bin_edges(len(class_names)).tolist(),
-        "tables": [
-            {
-                "attribute": table.attribute,
-                "groups": list(table.groups),
-                "noise_std": table.noise_std,
-                "counts": table.count_GKKJ.tolist(),
-            }
-            for table in tables
-        ],
-        "rows": [
-            asdict(row) | {"figures": {k: v and v._asdict() for k, v in row.figures.items()}}
-            for row in rows
-        ],
-        "confusion": whole_KKJ.sum(axis=2).round(_DECIMALS).tolist(),
-        "roc": curves,
-    }
-
-
-def _scored(checkpoint: Checkpoint, ema: bool) -> dict[str, Any]:
-    """Which weights were scored."""
-    return {
+        "weights": weights_of(checkpoint, ema),
+        "averaged_weights": ema,
+        "calibration": made and {"temperature": made.temperature, "offset": made.offset},
         "ledger_steps": checkpoint.manifest["ledger_steps"],
         "ledger_digest": checkpoint.manifest["ledger_digest"],
-        "averaged_weights": ema,
     }
 
 
@@ -287,6 +268,13 @@ def _check(classifier: ImageClassifier, store: Store, epsilon: float) -> None:
             f"evaluate: --release with {store.path}, which was cleared of images of a private "
             "store; expected a private store: the release covers who is in the test store, not "
             "which images were removed. Test on a store that was not cleared."
+        )
+    if SHARED_KEPT in store.meta:
+        raise PrivacyError(
+            f"evaluate: --release with {store.path}, imported with --shared-images first; expected "
+            "a store without: a person's images decide which images of others are in it, and the "
+            "noise is for the person's own. Give each image one person in the source, and import "
+            "again without --shared-images."
         )
     if classifier.confidential:
         raise PrivacyError(
