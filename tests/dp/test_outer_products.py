@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dpvision.dp import gram, outer_products
-from dpvision.dp.gram import _by_place, square_norms, square_norms_of_shared
+from dpvision.dp.gram import _by_place, added, square_norms, square_norms_of_shared
 from dpvision.dp.outer_products import (
     Dense,
     OneHot,
@@ -233,6 +233,18 @@ def test_panels_of_gram_matrices_give_the_sums_of_whole_ones(places):
     torch.testing.assert_close(value_NT, (gram_l * (right @ right.mT)).sum(2))
     torch.testing.assert_close(norm_r_NT, (right @ right.mT).norm(dim=2))
     torch.testing.assert_close(square_l_NT, gram_l.diagonal(dim1=1, dim2=2))
+
+
+@pytest.mark.parametrize("num", [1, 2, 7, 70])
+def test_sums_over_weights_have_the_same_bits_wherever_a_record_is(num):
+    """The sum that ``added`` replaces has other bits for some columns (24 and 30 of them)."""
+    generator = torch.Generator().manual_seed(num)
+    for columns in (24, 30, 40):
+        value_GN = draw(generator, num, columns) * 10.0 ** draw(generator, num, 1)
+        order = torch.randperm(columns, generator=generator)
+        made = added(value_GN)
+        assert torch.equal(added(value_GN[:, order].contiguous()), made[order])
+        torch.testing.assert_close(made, value_GN.sum(0))
 
 
 def test_rows_of_products_on_a_gpu_are_aligned():

@@ -20,6 +20,7 @@ all weights with as many places are then computed together (``summed_squares``).
 Legend: B records, N records of a chunk, G weights, T, S places, P, Q widths.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -77,7 +78,7 @@ class SquareNorms:
         """The squared norms of gradients for disjoint parameters, one part or more."""
         return SquareNorms(
             *(
-                torch.stack([getattr(part, field.name) for part in parts]).sum(0)
+                added(torch.stack([getattr(part, field.name) for part in parts]))
                 for field in fields(SquareNorms)
             )
         )
@@ -274,8 +275,8 @@ def _squares(parts: list[PlaceSums]) -> SquareNorms:
         torch.minimum(norm_GNT.square_().sum(2).sqrt_() + places * 2.0**-60, sum_GN)
         for norm_GNT, sum_GN in ((norm_l_GNT, sum_l_GN), (norm_r_GNT, sum_r_GN))
     )
-    offs = torch.tensor([[part.off_l, part.off_r] for part in parts], dtype=torch.float64)
-    off_l_G1, off_r_G1 = send(offs.T.contiguous(), value_GNT.device)[:, :, None]
+    offs = tuple(part.off_l for part in parts), tuple(part.off_r for part in parts)
+    off_l_G1, off_r_G1 = _columns(offs, value_GNT.device)
     off_l_GN, off_r_GN = off_l_G1 * sum_l_GN, off_r_G1 * sum_r_GN
     error_GN = (
         norm_l_GN * off_r_GN
@@ -284,9 +285,26 @@ def _squares(parts: list[PlaceSums]) -> SquareNorms:
         + gamma(places + 1, dtype) * norm_l_GN * norm_r_GN
     )
     # A tenth more, for the bound's own numbers, which are float32 too.
-    error_N, length_N = 1.1 * error_GN.sum(0), length_GN.sum(0)
-    value_N = value_GNT.sum(2).sum(0)
+    value_N, error_N, length_N = map(added, (value_GNT.sum(2), 1.1 * error_GN, length_GN))
     return SquareNorms(value_N, error_N, length_N, (places + 1) ** 2 * length_N)
+
+
+def added(value_GN: Tensor) -> Tensor:
+    """Sum over the first dimension, (N,), by elementwise additions of halves: ``sum`` adds in an
+    order that depends on a record's place among the columns.
+    """
+    while len(value_GN) > 1:
+        half = len(value_GN) // 2
+        rest = value_GN[2 * half :]
+        value_GN = value_GN[:half] + value_GN[half : 2 * half]
+        value_GN = torch.cat([value_GN, rest]) if len(rest) else value_GN
+    return value_GN[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _columns(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+    """Numbers as float64 (R, G, 1) on a device; they are the same in every pass."""
+    return send(torch.tensor(rows, dtype=torch.float64)[:, :, None], device)
 
 
 def _panel(sides_NTP: list[Tensor], start: int, stop: int) -> Tensor:
