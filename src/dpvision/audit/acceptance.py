@@ -163,7 +163,7 @@ def sampling_checks(size_T: np.ndarray, count_N: np.ndarray, rate: float) -> dic
 
 
 def _spread(counts: np.ndarray, coins: int, rate: float) -> Check:
-    """Check the variance of binomial counts, as a ratio to that of the binomial law.
+    """Check the variance of counts, divided by the binomial variance.
 
     Its law is a multiple of a chi-squared one, with the mean and the variance that it has for
     binomial counts (Satterthwaite).

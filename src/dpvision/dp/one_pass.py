@@ -364,7 +364,8 @@ def _add_up(passed: Passed, weighed: Weighed, num_records: int, how: How) -> dic
     pieces = []
     for members, cut in zip(weighed.parts, weighed.cuts, strict=True):
         small = small_written(members, params)
-        pieces += [([group], cut) for group in members if group not in small]
+        in_small = set(map(id, small))
+        pieces += [([group], cut) for group in members if id(group) not in in_small]
         pieces += [(small, cut)] if small else []
     total: dict[str, Tensor] = {}
     with torch.autocast(factor_B.device.type, enabled=False), torch.no_grad():

@@ -293,11 +293,12 @@ def total_square_norms(
     sharing: dict[Any, list[Slot]] = {}
     alone = []
     small = small_written(groups, params)
+    in_small = set(map(id, small))
     for group in groups:
         shared = group[0].shared_input() if len(group) == 1 and norm_is_own(group, params) else None
         if shared is not None:
             sharing.setdefault(shared, []).append(group[0])
-        elif group not in small:
+        elif id(group) not in in_small:
             alone.append(group)
     pieces: list[Callable[[], PlaceSums | SquareNorms]] = [
         partial(_shared_sums, slots) for slots in sharing.values()

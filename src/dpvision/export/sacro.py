@@ -1,8 +1,8 @@
 """What SACRO-ML reads to attack a classifier: probabilities of the training images, and of others.
 
-SACRO-ML (https://pypi.org/project/sacroml, read in version 2.0.1) takes a folder with target.yaml,
-which names arrays as CSV files without a header. Its worst-case attack needs the two arrays of
-probabilities and nothing else; its other attacks need a model of scikit-learn or PyTorch.
+SACRO-ML (https://github.com/AI-SDC/SACRO-ML, read in version 2.0.1) takes a folder with
+target.yaml, which names arrays as CSV files without a header. Its worst-case attack needs the two
+arrays of probabilities and nothing else; its other attacks need a model of scikit-learn or PyTorch.
 """
 
 import json

@@ -85,8 +85,8 @@ def release_scores(
         delta: if None, ``privacy.plan.default_delta``.
         declared: the values of each attribute; images with another one are in group ``OTHER``.
         groups: the table of the attributes, as for ``eval.groups.read_groups``.
-        hardware: its images per pass are not read: each image is scored alone. What its
-            ``progress`` is told is private.
+        hardware: its images per pass are not read: each image is scored alone. The counts that
+            ``progress`` receives are private.
         noise_key: secret key of the noise; if None, a new one.
 
     Raises:
