@@ -7,6 +7,7 @@ import io
 import os
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import onnxruntime
@@ -21,7 +22,7 @@ os.chdir(Path(__file__).parent)
 
 
 def run(words):
-    subprocess.run(f"{os.environ.get('DPVISION', 'dpvision')} {words}".split(), check=True)
+    subprocess.run([sys.executable, "-m", "dpvision", *words.split()], check=True)
 
 
 run("data scenes stores/mine --num 400 --size-px 32 --label colour --workers 1")
@@ -45,10 +46,13 @@ model = timm.create_model("local-dir:runs/timm", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 x_BCHW = torch.stack([transform(image) for image in images])
 plain = runpy.run_path("runs/safetensors/modelling.py")["load"]("runs/safetensors")
-session = onnxruntime.InferenceSession("runs/onnx/model.onnx")
 found = {
     "timm": model(x_BCHW).softmax(1),
-    "onnx": torch.tensor(session.run(["probabilities"], {"images": x_BCHW.numpy()})[0]),
+    "onnx": torch.tensor(
+        onnxruntime.InferenceSession("runs/onnx/model.onnx").run(
+            ["probabilities"], {"images": x_BCHW.numpy()}
+        )[0]
+    ),
     "safetensors": plain.probabilities(torch.stack([*map(plain.preprocess, images)])),
 }
 for to, probability_BK in found.items():

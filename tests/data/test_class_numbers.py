@@ -2,6 +2,7 @@
 private and public stores.
 """
 
+import copy
 import io
 import json
 import unicodedata
@@ -413,6 +414,11 @@ def test_one_side_without_names_is_no_match(
     for store, names in ((named, None), (plain, NAMES), (named, NAMES[:2])):
         with pytest.raises(DataError, match="classes of the stores differ"):
             numbered_as(store, names, "evaluate", "the training store")
+    public = copy.copy(named)
+    public.visibility = "public"
+    for store, where in ((public, "evaluate: "), (named, "evaluate: operator only: ")):
+        with pytest.raises(DataError, match=f"^{where}classes of the stores differ"):
+            numbered_as(store, None, "evaluate", "the training store")
     assert main(["evaluate", "pixels", "--train", str(plain.path), "--test", str(named.path)]) == 2
     assert "classes of the stores differ: 'amber', 'blue', 'cyan'" in capsys.readouterr().err
 

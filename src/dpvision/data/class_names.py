@@ -7,7 +7,7 @@ import numpy as np
 
 from dpvision.data.import_labels import canonical
 from dpvision.data.store import Store
-from dpvision.errors import DataError
+from dpvision.errors import OPERATOR_ONLY, DataError
 
 _SHOWN = 3
 
@@ -49,7 +49,8 @@ def numbered_as(store: Store, names: Sequence[str] | None, where: str, whose: st
     ]
     if missing:
         raise DataError(
-            f"{where}: classes of the stores differ: {_some(missing)} of {store.path} "
+            f"{where}: {OPERATOR_ONLY if store.visibility == 'private' else ''}"
+            f"classes of the stores differ: {_some(missing)} of {store.path} "
             f"({_kind(theirs)}) not among those of {whose} ({_kind(names)}); expected the same "
             "names. Import the test images with the same --classes and --label-from."
         )

@@ -21,6 +21,7 @@ from sklearn.datasets import load_digits
 from dpvision.checkpoint import load_checkpoint
 from dpvision.cli import main
 from dpvision.data.importer import import_samples
+from dpvision.data.open import open_store
 from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
@@ -430,6 +431,18 @@ def test_the_owners_cap_holds_for_releases(run: Path, test_store: Store) -> None
     with pytest.raises(PrivacyError, match=r"expected at most 1\.5"):
         released(run, test_store, 1.0)
     assert charged(test_store) == [1]
+
+
+def test_training_images_are_known_after_their_store_has_moved(tmp_path: Path) -> None:
+    store = write_digits(tmp_path / "stores" / "train", 0, 200)
+    run = run_head(head_config(store, "one_step"), tmp_path / "run")
+    with pytest.raises(DataError, match="shares records with the store that the run was trained"):
+        released(run, store, dataset_size=200, num_units=None)
+    store.path.rename(tmp_path / "stores" / "moved")
+    moved = open_store(tmp_path / "stores" / "moved")
+    with pytest.raises(DataError, match="which images were trained on cannot be seen otherwise"):
+        released(run, moved, dataset_size=200, num_units=None)
+    assert len(charged(moved)) == 1  # the training
 
 
 def test_weights_without_a_guarantee_are_refused(test_store: Store, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from dpvision.eval.noisy_counts import DECIMALS, NUM_BINS, NoisyCounts, bin_edge
 from dpvision.eval.probes.own_head import model_of, scorable
 from dpvision.eval.probes.records import units
 from dpvision.eval.score_file import add_release, read_releases, scored_in_confidence
+from dpvision.eval.scored_run import trained_store
 from dpvision.files import write_file
 from dpvision.privacy import gaussian
 from dpvision.privacy.account import charge_of
@@ -105,6 +106,13 @@ def release_scores(
     check_declared(
         classifier.window, False, store, "evaluate", "the images that the run was trained on"
     )
+    same_import = checkpoint.manifest["lineage"][-1]["store_id"] == store.store_id
+    if same_import and trained_store(config.data) is None:
+        raise DataError(
+            f"evaluate: --release with {store.path}, of the same import as the run's training "
+            f"images, which are not at {config.data.store}; expected them there: which images were "
+            "trained on cannot be seen otherwise. Put the training store back, or a link to it."
+        )
     numbered, row_N = scorable(config, store, checkpoint.manifest)
     num_classes = model_of(config).num_classes or 0
     scored = _scored(checkpoint, ema, num_classes)
