@@ -79,27 +79,30 @@ def test_nothing_of_a_step_lives_through_the_next(
     assert len(alive) == config.privacy.steps and held and alive == [0] * len(alive)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_check_makes_room_for_a_whole_step(
-    ranks: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A wide model of few tokens, so that parameters outweigh activations; a step of one full pass
-    after the first.
-    """
-    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
-    wide = MAEConfig(
+@pytest.fixture
+def wide(config: RunConfig) -> RunConfig:
+    """A wide model of few tokens, so that parameters outweigh activations; full batches of 60."""
+    model = MAEConfig(
         encoder=ViTConfig(image_size=16, patch_size=8, depth=2, width=256, num_heads=2),
         decoder_depth=1,
         decoder_width=256,
         decoder_num_heads=2,
     )
-    config = replace(
+    return replace(
         config,
-        model=wide,
+        model=model,
         privacy=replace(config.privacy, expected_batch_size=60, sampling="full_batch"),
         hardware=replace(config.hardware, physical_batch_size=60),
     )
-    with new_session(config, tmp_path / "run") as session:
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_check_makes_room_for_a_whole_step(
+    ranks: int, wide: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of one full pass after the first."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
+    with new_session(wide, tmp_path / "run") as session:
         cpu, loss_fn = session.group.device, session.loss_fn
 
         def step(number: int) -> None:
@@ -110,11 +113,28 @@ def test_the_check_makes_room_for_a_whole_step(
             )
 
         step(0)
-        needed = peak_bytes(lambda: step(1)) + held_bytes(config, session.model)
-        checked = peak_bytes(lambda: require_fit(config, session.model, loss_fn, cpu, ranks))
+        needed = peak_bytes(lambda: step(1)) + held_bytes(wide, session.model)
+        checked = peak_bytes(lambda: require_fit(wide, session.model, loss_fn, cpu))
     parameters = 4 * sum(p.numel() for p in session.model.parameters())
     assert needed <= checked + 0.1 * parameters, "the check holds less than a step"
     assert checked <= needed + 2 * parameters, "the check refuses what fits"
+
+
+def test_one_pass_is_freed_before_the_next(wide: RunConfig, tmp_path: Path) -> None:
+    """Beside the total, in float64, a step holds the gradients of one pass, not of two."""
+    peaks = []
+    for passes in (1, 3):
+        config = replace(
+            wide,
+            privacy=replace(wide.privacy, expected_batch_size=60),
+            hardware=replace(wide.hardware, physical_batch_size=60 // passes),
+        )
+        with new_session(config, tmp_path / f"run{passes}") as session:
+            key = Key.for_tests(b"k" * 32)
+            step_sum(0, session, key)
+            peaks.append(peak_bytes(lambda key=key, of=session: step_sum(1, of, key)))
+            parameters = sum(p.numel() for p in session.model.parameters())
+    assert peaks[1] <= peaks[0] + 0.5 * parameters
 
 
 def test_the_check_runs_at_the_physical_batch_size(

@@ -176,10 +176,12 @@ def _added(
     """Add the gradients of ``parts[first:]`` to ``grads`` in place; counts, norms, losses and ids
     are those of all parts.
     """
-    count, norms, losses, ids = 0, [], [], [no_records()]
+    count, ids = 0, [no_records()]
+    norms: list[Tensor] = []
+    losses: list[Tensor] = []
     rows: int | None = 0
     step: int | None = None
-    for i, part in enumerate(parts):
+    for part in parts:  # not enumerate, which would hold a part while the next one is made
         if part.max_grad_norm != max_grad_norm:
             raise PrivacyError(
                 f"clip: a sum clipped to {max_grad_norm} and one clipped to "
@@ -206,13 +208,14 @@ def _added(
             )
         rows = None if rows is None or part.rows is None else rows or part.rows
         step = part.step if step is None else step
-        if i >= first:
+        if len(norms) >= first:
             for name, value in grads.items():
                 value.add_(part.grads[name])
         count += part.num_records
         norms.append(part.norms_B)
         losses.append(part.losses_B)
         ids.append(part.record_id_B)
+        del part  # its gradients, 4 bytes a parameter, would live through the next pass
     device = next(iter(grads.values())).device if grads else torch.device("cpu")
     empty = torch.zeros(0, device=device)
     joined = torch.cat(norms) if norms else empty, torch.cat(losses) if losses else empty

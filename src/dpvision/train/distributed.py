@@ -35,7 +35,7 @@ class Group:
         """Replace ``values`` by their sum over all ranks (``dp.noise.Owners``)."""
         if self.world_size == 1:
             return
-        moved = values.to(self.device)
+        moved = values.to(self.device).contiguous()
         dist.all_reduce(moved)
         if moved is not values:
             values.copy_(moved)
@@ -107,8 +107,9 @@ def leave() -> None:
 
 
 def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
-    """Add up the ranks' clipped sums, on every rank, in float64. Norms, losses and ids remain those
-    of this rank: buckets are disjoint.
+    """Add up the ranks' clipped sums, on every rank, in float64; in place if ``total`` is in
+    float64, so do not use it again. Norms, losses and ids remain those of this rank: buckets are
+    disjoint.
 
     Raises:
         PrivacyError: a sum made or edited by hand.
@@ -116,16 +117,9 @@ def all_reduce_sum(total: ClippedSum, group: Group) -> ClippedSum:
     if group.world_size == 1:
         return total
     require_seal(total, "clip", "Give the sum of ClippedSum.add_up.")
-    names = sorted(total.grads)
-    flat = torch.cat(
-        [total.grads[name].flatten().double() for name in names]
-        or [torch.zeros(0, dtype=torch.float64)]
-    ).to(group.device)
-    dist.all_reduce(flat)
-    pieces = flat.split([total.grads[name].numel() for name in names])
-    grads = {
-        name: piece.view_as(total.grads[name]) for name, piece in zip(names, pieces, strict=True)
-    }
+    grads = {name: total.grads[name].double() for name in sorted(total.grads)}
+    for value in grads.values():
+        group.add_up(value)
     count = int(
         all_reduce_vector(
             torch.tensor([float(total.num_records)], dtype=torch.float64), group

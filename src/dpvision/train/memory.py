@@ -14,14 +14,9 @@ from dpvision.train.objectives import example_batch
 from dpvision.train.step import autocast, to_device
 
 
-def require_fit(
-    config: RunConfig, model: nn.Module, loss_fn: LossFn, device: torch.device, world_size: int = 1
-) -> None:
+def require_fit(config: RunConfig, model: nn.Module, loss_fn: LossFn, device: torch.device) -> None:
     """Run one pass over random images at the physical batch size, uncompiled, with room for all
     else that a step holds.
-
-    Args:
-        world_size: number of ranks; several exchange a flat float64 copy of the sum.
 
     Raises:
         ConfigError: out of memory; names a size that was tried and fits.
@@ -44,10 +39,8 @@ def require_fit(
             )
             total = ClippedSum.add_up(model, norm, parts)
         del batch
-        # After the passes, beside the total: the ranks' flat copy, or the gradient in float32.
-        torch.empty(
-            trained, dtype=torch.float64 if world_size > 1 else torch.float32, device=device
-        )
+        # After the passes, beside the total: the gradient.
+        torch.empty(trained, dtype=torch.float32, device=device)
         del room, total
 
     size = config.hardware.physical_batch_size

@@ -244,7 +244,7 @@ def _prepare(
                 StepKey(config.seed, 0),
             )
     if group.device.type != "cpu":
-        require_fit(config, model, loss_fn, group.device, group.world_size)
+        require_fit(config, model, loss_fn, group.device)
     blocks = _compile(config, model, loss_fn, group) if config.hardware.compile else None
     training = Training(
         config,
