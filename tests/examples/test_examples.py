@@ -18,6 +18,9 @@ import pytest
 import dpvision
 from dpvision.privacy.ledger import read_ledger
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import from_pacs
+
 from ..adapt.runs_of_heads import head_config, run_head, write_digits
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -25,11 +28,13 @@ SCRIPTS = {
     "adapt_digits": "adapt_digits/adapt_digits.py",
     "command_line": "command_line/walk_through.sh",
     "export_everywhere": "export_everywhere/export_everywhere.py",
+    "from_pacs": "from_pacs/export_to_document.sh",
     "lightning": "lightning/lightning_digits.py",
     "paper_row": "paper_row/paper_row.py",
     "peft_lora": "peft_lora/peft_digits.py",
     "private_captioner": "private_captioner/private_captioner.py",
     "serve": "serve/serve.py",
+    "write_export": "from_pacs/write_export.py",
     "your_own_loop": "your_own_loop/your_own_loop.py",
     "your_own_transformer": "your_own_loop/your_own_transformer.py",
 }
@@ -105,7 +110,8 @@ def test_an_example_is_short(name: str) -> None:
         count = sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
     else:
         count = len(text.splitlines())
-    assert 0 < count <= (25 if name == "your_own_loop" else 35)
+    limits = {"your_own_loop": 25, "write_export": 40}  # the last makes the data of an example
+    assert 0 < count <= limits.get(name, 35)
 
 
 @pytest.mark.slow
@@ -190,6 +196,51 @@ def test_the_server_answers_as_the_classifier_does(tmp_path: Path) -> None:
             assert post(store.read(0)), "it goes on after an error"
         finally:
             server.kill()
+
+
+@pytest.mark.slow
+def test_a_pacs_export_becomes_documents_by_the_wheel(tmp_path: Path) -> None:
+    """Digits as images of patients: the wheel's commands run, patients are the unit throughout, and
+    no header's text is in a store.
+    """
+    pytest.importorskip("pydicom", reason="DICOM needs the extra dicom (pydicom)")
+    if not Path(sys.executable).with_name("uv").exists():
+        pytest.skip("uv, which builds the wheel, is not in this environment")
+    folder = shutil.copytree(EXAMPLES / "from_pacs", tmp_path / "from_pacs")
+    site = from_pacs.wheel(tmp_path / "wheel")
+    environment = os.environ | {
+        "PYTHONPATH": str(site),
+        "PYTHON": sys.executable,
+        "NUM": "120",
+        "OMP_NUM_THREADS": "1",
+    }
+    where = [sys.executable, "-c", "import dpvision; print(dpvision.__file__)"]
+    place = subprocess.check_output(where, env=environment, cwd=folder, text=True)
+    assert Path(place.strip()).is_relative_to(site)
+    commands = "data import, data split, plan, adapt, evaluate --release, evaluate, report, verify"
+    assert list(from_pacs.timed(folder, environment)) == [
+        "write_export.py",
+        *f"{commands}, export, predict".split(", "),
+    ]
+    unit = json.loads((folder / "runs/finder/statement.json").read_text())["scope"]["unit"]
+    parts = json.loads((folder / "split.txt").read_text().split("\n", 1)[1])
+    assert unit["num_units"] == parts[str(folder / "stores/train")]["people"]
+    assert sum(part["people"] for part in parts.values()) == 120
+    found = {
+        (r["variant"], r["case"], r["metric"]): r for r in from_pacs.figures(folder / "runs/finder")
+    }
+    tested = found["confidential", "all", "persons"]["value"]
+    assert tested == parts[str(folder / "stores/test")]["people"]
+    for attribute, values in {"sex": "FM", "scanner": "AB"}.items():
+        groups = [("confidential", f"{attribute}={value}", "persons") for value in values]
+        assert sum(found[group] for group in groups) == tested
+    assert found["confidential", "all", "AUROC"] > 0.55
+    persons = (folder / "confidential/new-persons.csv").read_text().splitlines()[1:]
+    assert [line.split(",")[0] for line in persons] == [f"P{k:05}" for k in range(120, 130)]
+    for path in (folder / "stores").rglob("*.tar"):
+        assert b"1.2.826.0.1.3680043" not in path.read_bytes(), (
+            "a header's identifier is in a shard"
+        )
 
 
 def _file(folder: Path, blob: bytes) -> Path:

@@ -343,30 +343,32 @@ def split(
     from dpvision.data.split import split_store
 
     made = split_store(store, first, second, fraction, seed)
+    held = {str(half.path): _counts(half) for half in made}
     lines = [
         f"{_label(made[0])}what each part holds",
-        pairs({str(half.path): _held(half) for half in made}),
+        pairs({path: _held(counts) for path, counts in held.items()}),
     ]
     lines += _unit_lines(made[0]) if has_units(made[0]) else []
     lines += [
         *to_train(made[0]),
         f"Keep {made[1].path} for the test: a finished run names the command that scores it there.",
     ]
-    emit({str(half.path): half.num_records for half in made}, json, "\n".join(lines))
+    emit(held, json, "\n".join(lines))
 
 
-def _held(store: "Store") -> str:
-    """Return the numbers of records, and of people if the import recorded them, as text."""
+def _counts(store: "Store") -> dict[str, int | None]:
+    """Return the numbers of records, and of people if the import recorded them."""
     import numpy as np
 
     from dpvision.data.declared import count_units, has_units
 
-    people = (
-        f" of {count_units(store, np.arange(store.num_records)):,} people"
-        if has_units(store)
-        else ""
-    )
-    return f"{store.num_records:,} records{people}"
+    people = count_units(store, np.arange(store.num_records)) if has_units(store) else None
+    return {"records": store.num_records, "people": people}
+
+
+def _held(counts: dict[str, int | None]) -> str:
+    people = counts["people"]
+    return f"{counts['records']:,} records" + ("" if people is None else f" of {people:,} people")
 
 
 def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
