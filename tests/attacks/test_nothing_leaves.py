@@ -18,8 +18,12 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image, PngImagePlugin
+
+from dpvision.runs.run import Run
 
 from .neighbours import CHANGES, PRIVATE_STORES, TOKENS, World, live
 
@@ -44,10 +48,12 @@ CAPTIONER = (
     *("32", "--model.decoder.num-heads", "2", "--model.vocab-size", "275"),
     *("--model.num-tokens", "18", "--data.tokenizer", "words.json"),
 )
+DECLARED = ("--num-classes", "4", "--dataset-size", "200", "--epsilon", "4", *HARDWARE)
 HEAD = (
-    *("adapt", "--data", MINE, "--num-classes", "4", "--dataset-size", "200", "--epsilon", "4"),
-    *("--encoder", "pixels", "--model.encoder.image-size", "8", *HARDWARE),
+    *("adapt", "--data", MINE, *DECLARED, "--encoder", "pixels"),
+    *("--model.encoder.image-size", "8"),
 )
+ON_RUN = ("adapt", "--data", MINE, *DECLARED, "--encoder", "runs/mae")
 RELEASE = ("--release", "4", "--privacy.dataset-size", "200")
 ALL_HEADS = ("one_step", "many_steps", "least_squares", "feature_covariance", "prototypes")
 ANYWHERE = "--release-private-outputs"
@@ -60,7 +66,6 @@ def scored(run: str, *options: str) -> tuple[str, ...]:
 QUICK = [
     (*SUPERVISED, "--name", "sup"),
     (*HEAD, "--name", "auto", "--test", TESTS),
-    (*HEAD, "--select", "one_step,prototypes", "--name", "chosen"),
     scored("auto", "--test", TESTS, *RELEASE),
     ("report", "runs/auto"),
 ]
@@ -75,7 +80,7 @@ LONG = [
     (*HEAD, "--name", "again", "--dry-run", "--json"),
     *[(*HEAD, "--head", head, "--name", head) for head in ALL_HEADS],
     (*HEAD, "--select", "one_step,prototypes", "--name", "chosen", "--json"),
-    (*HEAD, "--encoder", "runs/mae", "--head", "one_step", "--name", "on-mae", "--test", TESTS),
+    (*ON_RUN, "--head", "one_step", "--name", "on-mae", "--test", TESTS),
     scored("auto", "--test", "stores/open", "--per-class"),
     scored("auto", "--test", TESTS, "--per-class"),
     scored("auto", "--test", TESTS, *RELEASE),
@@ -108,9 +113,17 @@ LONG = [
     ("data", "inspect", MINE),
     ("data", "split", MINE, "stores/half-a", "stores/half-b"),
     ("ledger", MINE),
-    ("plan", "vip.micro", "--dataset-size", "200"),
+    ("plan", "vip.micro", "--dataset-size", "50000"),
     (*MAE, "--name", "refused", "--privacy.dataset-size", "100"),
 ]
+
+
+REFUSED = {
+    *("features.npz", "predictions.csv", "runs/free"),  # private outputs
+    *("peft", "timm", "transformers", "safetensors"),  # formats that cannot hold the model
+    "100",  # another number of records than the store has
+}
+"""Last arguments of the commands of ``LONG`` that are refused."""
 
 
 def differences(one: World, other: World) -> list[str]:
@@ -168,21 +181,35 @@ def check_words(world: World) -> None:
             assert not words_in(content), name
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("worlds") / "world"
+def live_through(commands: list[tuple[str, ...]], change: str | None = None) -> World:
+    """A world of this module's place, with or without a change."""
+    changed = (lambda samples: samples) if change is None else CHANGES[change]
+    return live(changed, commands)
 
 
-@pytest.fixture(scope="module")
-def usual(place: Path) -> World:
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        return live(place, lambda samples: samples, QUICK, patch)
+        patch.chdir(tmp_path_factory.mktemp("worlds"))
+        yield
 
 
-@pytest.mark.parametrize("change", ["less", "huge and white"])
-def test_one_private_record_changes_no_byte_that_leaves(
-    change: str, place: Path, usual: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def usual() -> World:
+    return live_through(QUICK)
+
+
+@pytest.fixture(scope="module")
+def usual_long() -> World:
+    return live_through(LONG)
+
+
+SLOW = pytest.mark.slow
+OTHERS = [pytest.param(change, marks=SLOW) for change in CHANGES if change != "less"]
+
+
+@pytest.mark.parametrize("change", ["less", *OTHERS])
+def test_one_private_record_changes_no_byte_that_leaves(change: str, usual: World) -> None:
     assert [said.status for said in usual.said] == [0] * len(QUICK), usual.said
     assert {
         "runs/sup/checkpoints/step-00000002/model.safetensors",
@@ -190,5 +217,51 @@ def test_one_private_record_changes_no_byte_that_leaves(
         "runs/auto/released_scores.json",
         "runs/auto/statement.json",
     } <= usual.files.keys()
-    assert differences(usual, live(place, CHANGES[change], QUICK, monkeypatch)) == []
+    assert differences(usual, live_through(QUICK, change)) == []
+
+
+def test_no_word_of_a_private_image_leaves(usual: World) -> None:
     check_words(usual)
+
+
+@SLOW
+@pytest.mark.parametrize("change", ["less", "damaged"])
+def test_nor_does_any_command(change: str, usual_long: World) -> None:
+    """Every command, also those that are refused: for what is asked, not for what the images
+    are.
+    """
+    refused = {said.argv[-1] for said in usual_long.said if said.status == 2}
+    assert refused == REFUSED and all(said.status in (0, 2) for said in usual_long.said)
+    check_words(usual_long)
+    assert differences(usual_long, live_through(LONG, change)) == []
+
+
+def test_the_comparison_sees_a_count_in_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    save, command = Run.save, [(*HEAD, "--head", "one_step", "--name", "one")]
+
+    def leaks(run: Run, tensors: Any, **more: Any) -> Path:
+        return save(run, tensors, num_seen=run.store.num_records, **more)
+
+    monkeypatch.setattr(Run, "save", leaks)
+    found = differences(live_through(command), live_through(command, "less"))
+    assert found == ["runs/one/checkpoints/step-00000001/manifest.json"]
+
+
+@pytest.mark.parametrize("packed", ["plain", "zip", "gzip", "PNG", "page", "UTF-16"])
+def test_the_search_sees_a_word_wherever_it_is_packed(packed: str) -> None:
+    word, file = f"a {TOKENS[1].upper()} b" * 20, io.BytesIO()
+    if packed == "zip":
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as files:
+            files.writestr("x", word)
+    if packed in ("PNG", "page"):
+        text = PngImagePlugin.PngInfo()
+        text.add_itxt("comment", word, zip=True)
+        Image.new("L", (1, 1)).save(file, "PNG", pnginfo=text)
+    content = {
+        "plain": word.encode(),
+        "gzip": gzip.compress(word.encode()),
+        "UTF-16": word.encode("utf-16-le"),
+        "page": b'<img src="data:image/png;base64,' + base64.b64encode(file.getvalue()) + b'">',
+    }.get(packed, file.getvalue())
+    assert words_in(content)
+    assert packed in ("plain", "UTF-16") or TOKENS[1].upper().encode() not in content
