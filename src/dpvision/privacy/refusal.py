@@ -105,7 +105,8 @@ def _unaccounted(plan: DPPlan) -> str | None:
     """
     if not (seen := seen_in_tails(plan)) <= TAIL_TOLERANCE * plan.delta:
         return (
-            f"privacy: noise_multiplier={plan.noise.multiplier:g} at delta={plan.delta:g}; "
+            f"privacy: noise_multiplier={plan.noise.multiplier:g} at "
+            f"delta={up_delta(plan.delta)}; "
             f"expected more noise in a step: that no normal beyond {gaussian.LARGEST_NORMAL:.2f} "
             f"is drawn could show a record with probability {seen:.1g}, which must be below 1% of "
             "delta. Plan more noise, more steps or a larger delta."
