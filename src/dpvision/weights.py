@@ -38,7 +38,20 @@ def pack(
     """
     # Clones, because safetensors refuses tensors that share memory (tied weights).
     kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    return save(kept, {**(metadata or {}), METADATA: lineage_record(kept, lineage)})
+    file = save(kept, {**(metadata or {}), METADATA: lineage_record(kept, lineage)})
+    return _in_order(file) if metadata else file
+
+
+def _in_order(file: bytes) -> bytes:
+    """Sort the metadata of a safetensors file, which the library writes in a new order each time:
+    the same weights are then the same bytes.
+    """
+    size = int.from_bytes(file[:8], "little")
+    header = json.loads(file[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # tensors start at a multiple of 8
+    return b"".join((len(text).to_bytes(8, "little"), text, memoryview(file)[8 + size :]))
 
 
 def lineage_record(tensors: Mapping[str, Tensor], lineage: Lineage) -> str:

@@ -22,7 +22,7 @@ from dpvision.adapt.select import Candidate, Selected, hits, select_head
 from dpvision.cli import main
 from dpvision.config import PrivacyConfig
 from dpvision.data.synthetic_store import write_scenes
-from dpvision.errors import ConfigError, PrivacyError
+from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, ask_selection, make_plan, run_plans
 from dpvision.privacy.stream import Key
@@ -213,6 +213,20 @@ def test_it_is_charged_once_before_a_record_is_read() -> None:
             stream, [Candidate("a", head_of), Candidate("b", head_of)], plan_of(60), refused
         )
     assert events == []
+
+
+def test_more_records_than_declared_are_refused_while_it_costs_nothing() -> None:
+    """Poisson draws take 1% more than declared, the score's full batch does not: epsilon was spent,
+    and the run then ended with an error.
+    """
+    config = PrivacyConfig(200, 100, 1, noise_multiplier=3.0)
+    plan = make_plan(config, ask_selection(config, mean_runs=3.0))
+
+    def charged() -> int:
+        raise AssertionError("charged")
+
+    with pytest.raises(PrivacyError, match=f"{OPERATOR_ONLY}a full batch of 201 records"):
+        select_head(stream_of(201, unit=True), [GOOD, BAD], plan, charged)
 
 
 def test_an_impossible_setting_is_refused_while_it_costs_nothing() -> None:

@@ -20,7 +20,7 @@ from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
 from dpvision.privacy import refusal as refusals
-from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
+from dpvision.privacy.plan import DPPlan, ask_selection, draft_plan, make_plan
 from dpvision.privacy.planner import what_if
 from dpvision.privacy.refusal import refusal
 from dpvision.runs.store_checks import check_store
@@ -326,6 +326,17 @@ def test_a_full_batch_takes_at_most_the_declared_number_within_a_hundredth(
         assert len(plan.draw(0, 8981, np.random.default_rng(0))) == 8981, (
             "all that are there, and no more"
         )
+
+
+def test_a_selection_takes_at_most_the_declared_number_whatever_its_draws() -> None:
+    """Its score is a full batch. Before: refused after the whole epsilon was charged."""
+    config = dataclasses.replace(
+        FULL, dataset_size=8980, expected_batch_size=900, sampling="poisson"
+    )
+    plan = make_plan(config, ask_selection(config, mean_runs=3.0))
+    with pytest.raises(DataError, match=f"{OPERATOR_ONLY}8981 records .*at most that"):
+        check_store(plan, _Sized(8981), np.arange(8981))  # type: ignore[arg-type]
+    check_store(plan, _Sized(8980), np.arange(8980))  # type: ignore[arg-type]
 
 
 def _plan(sampling: str, declared: int) -> DPPlan:

@@ -131,10 +131,12 @@ def select_head(
     Raises:
         ConfigError: fewer than two candidates, a duplicate name, or a candidate that cannot be
             trained with these releases.
-        PrivacyError: the plan has no selection, or is used up.
+        PrivacyError: the plan has no selection, or is used up; or there are more records than
+            declared, which the score's full batch does not take.
     """
     check_candidates(candidates)
     run_plan, score_plan = run_plans(plan)
+    score_plan.sampler.require(stream.num_records)
     _rehearse(stream, candidates, run_plan, score_plan)
     if charge() != 0:
         raise PrivacyError(

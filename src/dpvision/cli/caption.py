@@ -11,7 +11,7 @@ from dpvision.cli.each_image import Release, for_each, printable
 from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse
 from dpvision.cli.paths import check_captioner
 from dpvision.config.generation import GenerateSettings
-from dpvision.errors import ConfigError
+from dpvision.errors import OPERATOR_ONLY, ConfigError
 from dpvision.eval.captions.settings import Fit
 from dpvision.files import check_out
 
@@ -108,7 +108,8 @@ def caption(
         }
         emit(result, True, "")
     elif out is not None:
-        print(f"captions of {done.num_done:,} images in {out}")
+        whose = OPERATOR_ONLY if private else ""
+        print(f"{whose}captions of {done.num_done:,} images in {out}")
         if private:
             print("These are captions of private images: keep the file where the images are kept.")
 

@@ -89,7 +89,7 @@ def for_each(
         write: Callable[[R], object] | None = print_one if prints else None
         if out is not None:
             write = stack.enter_context(writer(out))
-        line = stack.enter_context(ProgressLine(quiet=quiet))
+        line = stack.enter_context(ProgressLine(private=private, quiet=quiet))
         for one in results:
             if write is not None:
                 write(one)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from dpvision.cli.each_image import Release, for_each, printable
 from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse
 from dpvision.cli.paths import check_run
-from dpvision.errors import DataError
+from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.files import check_out
 
 if TYPE_CHECKING:
@@ -144,9 +144,10 @@ def predict(
             ]
         emit(result, True, "")
     elif csv is not None:
-        lines = [f"predictions for {done.num_done:,} images in {csv}"]
+        whose = OPERATOR_ONLY if private else ""
+        lines = [f"{whose}predictions for {done.num_done:,} images in {csv}"]
         if persons:
-            lines.append(f"and for {len(persons):,} persons in {of_persons}")
+            lines.append(f"{whose}and for {len(persons):,} persons in {of_persons}")
         if classifier.multi_label and classifier.thresholds_K is None:
             lines.append(
                 "The run has no thresholds, so no class is predicted: make them with dpvision "

@@ -2,7 +2,6 @@
 time to time.
 """
 
-import math
 import time
 from types import TracebackType
 from typing import Self
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dpvision.errors import OPERATOR_ONLY
-from dpvision.privacy.printed import duration
+from dpvision.privacy.printed import duration, time_left
 
 LINE_EVERY_S = 15.0
 """Time between the lines of a log."""
@@ -84,7 +83,7 @@ class ProgressLine:
         else:
             parts = [f"{100 * done // max(1, total)}%"] if total is not None and known else []
             if left is not None:
-                parts.append(f"about {duration(60 * math.ceil(left / 60))} left")
+                parts.append(time_left(left))
         self._show(f"{what}: {', '.join(parts) or 'in progress'}")
 
     def _show(self, text: str) -> None:

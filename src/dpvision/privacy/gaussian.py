@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from scipy import special
 
+LARGEST_NORMAL = math.sqrt(130 * math.log(2))
+"""9.492 standard deviations: what is drawn is never beyond (``dp.normals``)."""
 _BRACKET = 4.0
 _ROUNDED_UP = 1 + 1e-9
 
@@ -58,6 +60,19 @@ def full_batch_noise(epsilon: float, delta: float, steps: int) -> float:
     times that of one, within 2e-9 of the smallest; arguments as in ``noise_for``.
     """
     return math.sqrt(steps) * noise_for(epsilon, delta) * _ROUNDED_UP
+
+
+def beyond_largest(shift: float) -> float:
+    """Probability that a pair of normals, moved by ``shift``, is longer than ``LARGEST_NORMAL``:
+    without the move no such pair is drawn, so it shows that there was one (docs/proofs.md).
+
+    The tail of the Rice distribution, by the trapezoid rule.
+    """
+    if shift >= 2 * LARGEST_NORMAL:
+        return 1.0
+    r = LARGEST_NORMAL + np.linspace(0.0, 40.0, 20_001)
+    density = r * np.exp(-((r - shift) ** 2) / 2) * special.i0e(r * shift)
+    return min(1.0, float(np.trapezoid(density, r)))
 
 
 def _smallest(enough: Callable[[float], bool]) -> float:

@@ -115,6 +115,15 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def time_left(seconds: float) -> str:
+    """Return a time left for a log that others may read, as text: rounded up to minutes, and to one
+    digit of them. Steps take as long as their secret batches are large.
+    """
+    minutes = max(math.ceil(seconds / 60), 0)
+    digit = 10 ** max(len(str(minutes)) - 1, 0)
+    return f"about {duration(60 * digit * math.ceil(minutes / digit))} left"
+
+
 def _exact(x: float) -> Decimal:
     """``x`` in the 15 decimal digits that a float64 holds: 7.99 is 7.99 and 0.1 + 0.2 is 0.3,
     whatever binary digits follow.

@@ -4,8 +4,11 @@ that says next to nothing.
 
 import math
 
+import numpy as np
+from scipy import special
+
 from dpvision.config import PrivacyConfig
-from dpvision.privacy import accountant
+from dpvision.privacy import accountant, gaussian
 from dpvision.privacy.dp_plan import DPPlan
 from dpvision.privacy.printed import up, up_delta
 from dpvision.privacy.sampling import Poisson
@@ -23,6 +26,8 @@ MAX_EPSILON = 20.0
 epsilon of the 2020 US census and the largest of any well-known release, rounded. Epsilons of 10 or
 more count as weak (Ponomareva et al. 2023).
 """
+TAIL_TOLERANCE = 0.01
+"""Largest fraction of delta that the bounded tails of the noise may add to it."""
 TRUNCATION_TOLERANCE = 0.01
 """Largest relative excess of a truncated draw's epsilon over plain Poisson's."""
 
@@ -78,10 +83,34 @@ def weakness(plan: DPPlan) -> str | None:
     return None
 
 
+def seen_in_tails(plan: DPPlan) -> float:
+    """Return a bound on the probability that a release shows a unit because no normal beyond
+    ``gaussian.LARGEST_NORMAL`` is drawn: what the accounting, of normals without end, leaves out.
+    """
+    sampler, k, noise = plan.sampler, plan.unit.clipped, plan.noise.multiplier
+    rate, count = sampler.sample_rate if sampler.random else 1.0, np.arange(1.0, k + 1)
+    # Of the unit's k records this many or more are in a batch.
+    in_batch = special.betainc(count, k - count + 1, rate)
+    tails = np.array([gaussian.beyond_largest(c / noise) for c in count])
+    step = float(np.diff(tails, prepend=0.0) @ in_batch)
+    if plan.selection is None:
+        return plan.steps * step
+    score = gaussian.beyond_largest(k / (plan.selection.score_noise_ratio * noise))
+    return plan.selection.mean_runs * (plan.selection.steps * step + score)
+
+
 def _unaccounted(plan: DPPlan) -> str | None:
     """Why ``plan`` has no valid accounting, or costs much more than plain Poisson; None
     otherwise.
     """
+    if not (seen := seen_in_tails(plan)) <= TAIL_TOLERANCE * plan.delta:
+        return (
+            f"privacy: noise_multiplier={plan.noise.multiplier:g} at "
+            f"delta={up_delta(plan.delta)}; "
+            f"expected more noise in a step: that no normal beyond {gaussian.LARGEST_NORMAL:.2f} "
+            f"is drawn could show a record with probability {seen:.1g}, which must be below 1% of "
+            "delta. Plan more noise, more steps or a larger delta."
+        )
     sampler, k = plan.sampler, plan.unit.max_records
     if plan.selection is not None and plan.unit.clipped > 1 and sampler.random:
         return (

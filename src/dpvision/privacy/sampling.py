@@ -14,7 +14,7 @@ import numpy as np
 from scipy import special
 
 from dpvision.config.unit import Unit
-from dpvision.errors import PrivacyError
+from dpvision.errors import OPERATOR_ONLY, PrivacyError
 from dpvision.privacy.events import (
     Event,
     Gaussian,
@@ -123,7 +123,7 @@ class FullBatch(Sampler):
     def require(self, num_records: int) -> None:
         if num_records > self.unit.sampled_from:
             raise PrivacyError(
-                f"plan: a full batch of {num_records} records; expected at most the "
+                f"plan: {OPERATOR_ONLY}a full batch of {num_records} records; expected at most the "
                 f"{self.unit.sampled_from} declared. Give each record one id, with its images as "
                 "views, or make a plan for more records."
             )
@@ -151,7 +151,7 @@ class Poisson(Sampler):
     def require(self, num_records: int) -> None:
         if num_records > (1 + TOLERANCE) * self.unit.sampled_from:
             raise PrivacyError(
-                f"plan.draw: num_records={num_records}; expected at most "
+                f"plan.draw: {OPERATOR_ONLY}num_records={num_records}; expected at most "
                 f"{100 * TOLERANCE:.0f}% more than the {self.unit.sampled_from} declared, of which "
                 "the sample rate is. Give each record one id, with its images as views, or make a "
                 "plan for more records."
@@ -191,7 +191,7 @@ class TruncatedPoisson(Poisson):
     def require(self, num_records: int) -> None:
         if num_records > self.unit.sampled_from:
             raise PrivacyError(
-                f"plan.draw: num_records={num_records}; expected at most "
+                f"plan.draw: {OPERATOR_ONLY}num_records={num_records}; expected at most "
                 f"{self.unit.sampled_from} as declared with truncated_poisson, whose cost depends "
                 "on it. Make a plan for the larger store."
             )

@@ -3,7 +3,6 @@ checkpoints; how it stops on a signal; and its epsilon for display.
 """
 
 import contextlib
-import hashlib
 import os
 import platform
 import signal
@@ -36,6 +35,7 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import up
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.privacy.stream import Key, new_key
+from dpvision.runs.code_digest import code_digest
 from dpvision.runs.folder import (
     RunFolder,
     create_run,
@@ -449,11 +449,4 @@ def code_versions() -> dict[str, str]:
                 "installed package, whose version the checkpoints and the statement name. Run "
                 f"{install}."
             ) from None
-    return {**found, "python": platform.python_version(), "code_sha256": _code_digest()}
-
-
-def _code_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(_SOURCES.rglob("*.py")):
-        digest.update(path.relative_to(_SOURCES).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    return {**found, "python": platform.python_version(), "code_sha256": code_digest(_SOURCES)}

@@ -43,7 +43,9 @@ def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
     # How many images were removed from a cleared store is private: its original number is the
     # public one.
     num_records = len(rows) if has_units(store) else store.meta.get("cleared_from", len(rows))
-    at_most, people = plan.sampler.law != "poisson", unit.draws_people
+    # The score of a selection is a full batch.
+    at_most = plan.sampler.law != "poisson" or plan.selection is not None
+    people = unit.draws_people
     counts = [("dataset_size", num_records, unit.num_records, at_most and not people, "records")]
     among = ""
     if unit.num_people is not None:

@@ -22,7 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 from dpvision.errors import OPERATOR_ONLY
 from dpvision.privacy.composition import Part
 from dpvision.privacy.plan import DPPlan
-from dpvision.privacy.printed import duration
+from dpvision.privacy.printed import duration, time_left
 from dpvision.runs.run import EpsilonMeter
 
 _RECENT_STEPS = 20
@@ -125,7 +125,7 @@ class RunLog:
             label = OPERATOR_ONLY if self._private_store else ""
             text += f"{duration(left)} left  {label}loss {loss:.4f}  {rate:,.0f} images/s"
         else:  # a job's log, which others may read
-            text += f"about {duration(60 * math.ceil(left / 60))} left"
+            text += time_left(left)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=done, description=text)
         elif time.monotonic() - self._last_line >= _LINE_EVERY_S or done == self._plan.steps:
