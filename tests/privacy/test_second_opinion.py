@@ -52,7 +52,7 @@ def check(count: int, seed: int) -> None:
 
 def test_three_accountants_agree_within_one_percent() -> None:
     """benchmarks/second_opinion.py compares 500."""
-    check(4, seed=0)
+    check(4, seed=1)
 
 
 def test_a_setting_that_is_two_percent_off_is_seen() -> None:
@@ -63,7 +63,7 @@ def test_a_setting_that_is_two_percent_off_is_seen() -> None:
 
 @pytest.mark.slow
 def test_three_accountants_agree_on_more_settings() -> None:
-    check(40, seed=1)
+    check(40, seed=8)
 
 
 @pytest.mark.slow
