@@ -5,7 +5,7 @@ it of two full batches.
 import itertools
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +43,17 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def catches(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Tell benchmarks/mutants.py what caught each mistake."""
+    from .planting import CATCHES  # after the oracles are on the path
+
+    CATCHES.clear()
+    yield
+    for error in CATCHES:
+        record_property("caught_by", error)
 
 
 @pytest.fixture(params=METHODS)

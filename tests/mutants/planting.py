@@ -22,13 +22,16 @@ from dpvision.dp.rounding import LOOSE
 from dpvision.errors import DPVisionError
 
 CAUGHT = (AssertionError, DPVisionError)
+CATCHES: list[str] = []
+"""What caught each mistake of the running test, for the table of docs/audits.md."""
 
 
 @contextlib.contextmanager
 def caught(match: str) -> Iterator[None]:
     """The block must fail with words that ``match``."""
-    with pytest.raises(CAUGHT, match=match):
+    with pytest.raises(CAUGHT, match=match) as caught_by:
         yield
+    CATCHES.append(caught_by.typename)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,172 @@
+"""A second opinion on stated epsilons: ours beside our second accountant's and Microsoft's
+prv-accountant's (Gopi, Lee, Wutschitz, arXiv 2106.02848), which share no code with it.
+
+    python benchmarks/second_opinion.py [--quick] [--json FILE]
+    python benchmarks/second_opinion.py --page FILE
+
+The first form compares 500 random settings of epsilon 0.1 to 20 and delta at least 1e-10, and 100
+outside of that (--quick: 20 and 5), in about half an hour of one core, and goes on with a FILE that
+has some of them; the second writes the table of docs/audits.md. A case is a setting; its metrics
+are its epsilons.
+"""
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import ROOT, row, write_result
+from prv_accountant import PRVAccountant
+from prv_accountant.privacy_random_variables import PoissonSubsampledGaussianMechanism
+
+from dpvision.config.unit import Unit
+from dpvision.privacy import accountant, second_accountant
+from dpvision.privacy.events import Composed
+from dpvision.privacy.sampling import Poisson
+
+PAGE = ROOT / "docs" / "audits.md"
+BEGIN, END = (
+    "<!-- second opinion: written by benchmarks/second_opinion.py -->",
+    "<!-- end of second opinion -->",
+)
+INSIDE, OUTSIDE = "epsilon 0.1 to 20, delta from 1e-10", "outside"
+PACKAGES = ("numpy", "scipy", "dp-accounting", "prv-accountant")
+Runs = tuple[tuple[float, float, int], ...]
+"""One or two runs on one store: noise multiplier, sample rate, steps."""
+
+
+@dataclass(frozen=True)
+class Opinions:
+    """Epsilons of one setting."""
+
+    stated: float
+    second: float
+    low: float
+    """prv-accountant's lower bound, estimate and upper bound."""
+    middle: float
+    high: float
+
+    def agree(self, tolerance: float = 0.01) -> bool:
+        """Whether the three are within ``tolerance``, relative, and none is below the lower
+        bound.
+        """
+        ours = (self.stated, self.second)
+        return all(abs(e / self.middle - 1) <= tolerance and e >= self.low for e in ours)
+
+
+def stated(runs: Runs, delta: float) -> float:
+    """Return the epsilon that a statement would have."""
+    events = [Poisson(Unit(1), rate).event(noise, steps) for noise, rate, steps in runs]
+    event = events[0] if len(events) == 1 else Composed(tuple(events))
+    return accountant.epsilon(event, delta)
+
+
+def opinions(runs: Runs, delta: float, error: float = 0.005) -> Opinions:
+    """Return all accountants' epsilons; ``error`` is prv-accountant's, in epsilons."""
+    ours = stated(runs, delta)
+    second = second_accountant.epsilon(
+        [second_accountant.release(rate, noise, steps) for noise, rate, steps in runs], delta
+    )
+    steps = [run[2] for run in runs]
+    theirs = PRVAccountant(
+        [
+            PoissonSubsampledGaussianMechanism(noise_multiplier=noise, sampling_probability=rate)
+            for noise, rate, _ in runs
+        ],
+        eps_error=error * ours,
+        delta_error=delta / 1000,
+        max_self_compositions=steps,
+    )
+    return Opinions(ours, second, *theirs.compute_epsilon(delta, steps))
+
+
+def settings(count: int, seed: int, inside: bool = True) -> Iterator[tuple[Runs, float]]:
+    """Yield random settings: a run, or in a fifth of them two, and delta. Inside: of epsilon 0.1 to
+    20 and delta at least 1e-10; else of epsilon 0.01 to 0.1 or 20 to 200, or delta 1e-12 to 1e-10.
+    """
+    rng, found = np.random.default_rng(seed), 0
+    while found < count:
+        runs = tuple(
+            (
+                float(10 ** rng.uniform(-0.4, 1.2)),
+                float(10 ** rng.uniform(-4.5, -0.1)),
+                round(float(10 ** rng.uniform(0, 3.8))),
+            )
+            for _ in range(1 + (rng.random() < 0.2))
+        )
+        small = not inside and rng.random() < 0.3
+        delta = float(10 ** (rng.uniform(-12, -10) if small else rng.uniform(-10, -3)))
+        epsilon = stated(runs, delta)
+        usual = 0.1 <= epsilon <= 20
+        if usual if inside or small else 0.01 <= epsilon <= 200 and not usual:
+            found += 1
+            yield runs, delta
+
+
+def measured(quick: bool, done: set[str]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each setting that is not ``done``."""
+    for inside, count in ((True, 20 if quick else 500), (False, 5 if quick else 100)):
+        for runs, delta in settings(count, seed=45, inside=inside):
+            case = "; ".join(f"noise {n:.4g}, rate {q:.4g}, {t} steps" for n, q, t in runs)
+            case = f"{case}; delta {delta:.3g}"
+            if case in done:
+                continue
+            found = opinions(runs, delta, 0.005 if inside else 0.05)
+            print(case, found, flush=True)
+            yield [
+                row(case, INSIDE if inside else OUTSIDE, metric, [value])
+                for metric, value in vars(found).items()
+            ]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return one line for each group of settings."""
+    groups: dict[str, dict[str, dict[str, float]]] = {INSIDE: {}, OUTSIDE: {}}
+    for r in rows:
+        groups[r["variant"]].setdefault(r["case"], {})[r["metric"]] = r["value"]
+    lines = [
+        "| settings | number | stated / prv | second / prv | below prv's lower bound |",
+        "|---|---|---|---|---|",
+    ]
+    for name, cases in groups.items():
+        all_ = [Opinions(**values) for values in cases.values()]
+        ratios = [[getattr(o, ours) / o.middle for o in all_] for ours in ("stated", "second")]
+        spread = " | ".join(f"{min(r):.4f} to {max(r):.4f}" for r in ratios)
+        below = sum(o.stated < o.low for o in all_)
+        lines.append(f"| {name} | {len(all_)} | {spread} | {below} |")
+    return "\n".join(lines)
+
+
+def write_page(result: Path) -> None:
+    """Write the table into docs/audits.md."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    made = table(json.loads(result.read_text())["rows"])
+    PAGE.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path)
+    args = parser.parse_args()
+    if args.page is not None:
+        write_page(args.page)
+        return
+    rows = []
+    if args.json is not None and args.json.exists():
+        rows = json.loads(args.json.read_text())["rows"]
+    for number, made in enumerate(measured(args.quick, {r["case"] for r in rows})):
+        rows += made
+        if number % 10 == 0 and args.json is not None:
+            with contextlib.redirect_stdout(None):
+                write_result(args.json, "second_opinion", rows, packages=PACKAGES)
+    write_result(args.json, "second_opinion", rows, packages=PACKAGES)
+
+
+if __name__ == "__main__":
+    main()
