@@ -1,6 +1,5 @@
 """Read parquet files of images: which column holds them, class names, and the rows."""
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from dpvision.data.captions import CAPTION_FIELDS
 from dpvision.data.decode import HEAD_BYTES, may_be_image
 from dpvision.data.table_files import require_fields
 from dpvision.errors import DataError, remedy_for
+from dpvision.strict_json import parse_json
 
 
 def read_arrow(path: Path, read: Callable[[], Any]) -> Any:
@@ -83,7 +83,8 @@ def image_column(schema: pa.Schema, path: Path) -> tuple[str, int]:
 def _features(schema: pa.Schema) -> dict[str, Any]:
     """Return the features in the metadata of Hugging Face datasets; empty without metadata."""
     try:
-        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        about = parse_json((schema.metadata or {})[b"huggingface"], nan=True)
+        found = about["info"]["features"]
     except (KeyError, TypeError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
