@@ -353,11 +353,53 @@ def mutate_parquet(data: bytes, rng: Random) -> bytes:
     if rng.random() < 0.3:
         table = table.append_column(name, column)
     elif rng.random() < 0.2:
-        table = pa.table({name: pa.array([bytes(1 << 27)] * 3).dictionary_encode()})
+        table = pa.table({name: pa.array([bytes(1 << 25)] * 50)})  # 1.7 GB
     else:
         table = table.set_column(i, name, column)
     pq.write_table(table, file, compression=rng.choice(("zstd", "snappy", "none", "gzip")))
     return file.getvalue()
+
+
+def mutate_onnx(data: bytes, rng: Random) -> bytes:
+    """Change names, sizes, attributes and places of weights in a graph, or the bytes."""
+    import onnx
+
+    if rng.random() < 0.2:
+        return mutate_bytes(data, rng)
+    model = onnx.load_model_from_string(data)
+    graph, number = model.graph, rng.choice((-1, 0, 1, 2**31, 2**40, 2**62, 3, -(2**63)))
+    for _ in range(rng.choice((1, 1, 2))):
+        node, kind = rng.choice(graph.node), rng.randrange(9)
+        if kind == 0:
+            node.op_type = rng.choice(
+                ("Loop", "If", "Conv", "Expand", "Tile", "", "ConstantOfShape")
+            )
+        elif kind == 1 and node.attribute:
+            attribute = rng.choice(node.attribute)
+            attribute.ints[:] = [number] * rng.choice((1, 2, 1000))
+        elif kind == 2:
+            node.input[0] = rng.choice(("x", "w", "vector", "", "nothing", "c\n\x1b[2J"))
+        elif kind == 3:
+            weights = rng.choice(graph.initializer)
+            weights.dims[rng.randrange(len(weights.dims))] = number
+        elif kind == 4:
+            weights = rng.choice(graph.initializer)
+            weights.data_location = onnx.TensorProto.EXTERNAL
+            del weights.external_data[:]
+            place = rng.choice((*NAMES[:8], "w.data", "a.onnx"))
+            weights.external_data.add(key="location", value=place)
+            weights.external_data.add(key="offset", value=rng.choice(("0", "-1", str(number), "x")))
+        elif kind == 5:
+            graph.input[0].type.tensor_type.shape.dim[rng.randrange(4)].dim_value = number
+        elif kind == 6:
+            weights = rng.choice(graph.initializer)
+            weights.data_type = rng.randrange(25)
+        elif kind == 7:
+            for prop in model.metadata_props:
+                prop.value = mutate_json(prop.value.encode(), rng).decode("utf-8", "replace")
+        else:
+            graph.node.append(graph.node[0])
+    return model.SerializeToString()
 
 
 def mutate_file(path: Path, rng: Random, marker: Path) -> None:
@@ -382,6 +424,7 @@ def mutate_file(path: Path, rng: Random, marker: Path) -> None:
         ".gz": mutate_gzip,
         ".safetensors": mutate_safetensors,
         ".parquet": mutate_parquet,
+        ".onnx": mutate_onnx,
     }
     if path.suffix in (".pth", ".bin"):
         made = mutate_zip(data, rng, marker)

@@ -448,9 +448,9 @@ def _classes(folder: Path) -> None:
 
 
 def _read_classes(folder: Path, rng: Random) -> str:
-    for path in folder.iterdir():
+    for path in folder.glob("classes.*"):
         LabelRule(classes=path).read()
-        if path.suffix == ".json":
+        if path.suffix == ".json" and path.read_bytes()[:1] == b"{":
             from dpvision.eval.dense.semantic_data import load_classes
 
             load_classes(path)
@@ -515,7 +515,7 @@ def _read_paper(kind: str) -> Callable[[Path, Random], str]:
 
         (path,) = (p for p in folder.iterdir() if p.stem == "w")
         paper_checkpoint(kind, f"{path}@heads=3,2")
-        return _looked(open_encoder(f"{kind}:{path}@heads=3"))
+        return _looked(open_encoder(f"{kind}:{path}@heads=3,2"))
 
     return read
 
@@ -650,8 +650,7 @@ def _read_verify(folder: Path, rng: Random) -> str:
 
 
 def _read_report(folder: Path, rng: Random) -> str:
-    run = folder / "run"
-    return _command("report", run, *rng.choice(((), ("--store", folder / "store"))))
+    return _command("report", folder / "run")
 
 
 def _read_ledger(folder: Path, rng: Random) -> str:
@@ -714,7 +713,12 @@ def _choices(folder: Path) -> None:
         found = json.loads(text)
         entries = found[:8] if isinstance(found, list) else dict(list(found.items())[:8])
         _write(folder / name / f"{name}.json", json.dumps(entries).encode())
-        for file in sorted(set(re.findall(r"[\w.]+\.jpg", json.dumps(entries)))):
+        (folder / name / "images").mkdir()
+        names = set(re.findall(r"[\w.]+\.jpg", json.dumps(entries)))
+        names |= {
+            f"{int(n):012d}.jpg" for n in re.findall(r'image_id": (\d+)', json.dumps(entries))
+        }
+        for file in sorted(names):
             for at in (SHARED / "coco_mini" / "images").glob(f"*/{file}"):
                 _write(folder / name / "images" / file, at.read_bytes())
 
@@ -779,7 +783,7 @@ def _read_scores(folder: Path, rng: Random) -> str:
     from dpvision.eval.score_file import read_class_scores, read_releases, read_scores
 
     run = folder / "run"
-    read_scores(run)
+    read_scores(run / "scores.json")
     read_class_scores(run)
     read_releases(run)
     return "read"
@@ -790,7 +794,7 @@ def _photo(seeds: Callable[[Path], Any], cases: int) -> Target:
 
 
 TARGETS = {
-    "JPEG": _photo(_jpeg, 800),
+    "JPEG": _photo(_jpeg, 940),
     "PNG": _photo(_png, 700),
     "TIFF, 8 and 16 bits": _photo(_tiff, 1000),
     "WebP": _photo(_webp, 400),
@@ -804,9 +808,9 @@ TARGETS = {
     "class files": Target(150, _classes, _read_classes),
     "tokenizer, BPE": Target(300, _bpe, _read_tokenizer),
     "tokenizer, WordPiece": Target(200, _wordpiece, _read_tokenizer),
-    "tokenizer's text": Target(60, _texts, _read_texts, seconds=60),
+    "tokenizer's text": Target(60, _texts, _read_texts, seconds=200),
     **{
-        f"{kind}:FILE": Target(80, _paper(kind), _read_paper(kind), seconds=200)
+        f"{kind}:FILE": Target(40, _paper(kind), _read_paper(kind), seconds=200)
         for kind in ("vip", "mae", "dpcap")
     },
     "hf:DIR": Target(200, _hub, _read_hub, only=".*hub/[^/]*(json|safetensors|md)"),
@@ -819,7 +823,7 @@ TARGETS = {
     "statements (verify)": Target(
         300, _run, _read_verify, only="run/(.*/)?(statement|run|config|plan|manifest).json"
     ),
-    "runs (report)": Target(50, _run, _read_report, only="run/.*|.*store/.*", seconds=60),
+    "runs (report)": Target(30, _run, _read_report, only="run/.*|.*store/.*", seconds=60),
     "ledgers": Target(250, _run, _read_ledger, only="(store|LEDGERS|.*ledger).*"),
     "stores": Target(300, _store, _read_store),
     "scores": Target(100, _scores, _read_scores, only="run/.*scores.*"),

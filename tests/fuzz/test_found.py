@@ -10,15 +10,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
+from dpvision.checkpoint import load_checkpoint, save_checkpoint
 from dpvision.cli import main, one_line
 from dpvision.data.decode import BadImage, decode, largest_undeclared
 from dpvision.data.importer import import_source
 from dpvision.data.open import open_store
 from dpvision.data.tarindex import scan
+from dpvision.encoders.hugging_face_images import image_fields
 from dpvision.encoders.weights_file import lineage_of_run_around
-from dpvision.errors import CheckpointError, DataError
+from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.eval.any_of_labels import _read
 from dpvision.eval.score_file import read_scores
 from dpvision.report.operator_page import _METRICS, _read_metrics
@@ -160,3 +163,111 @@ def test_an_error_is_one_line_that_only_prints(tmp_path, capsys):
         assert re.fullmatch(r"error: [^\n]*\n", said) and said[:-1].isprintable()
     long = one_line("where: " + "x" * 10**6 + " Do this.")
     assert len(long) <= 4000 and long.startswith("where: ") and long.endswith("Do this.")
+
+
+def _store(folder: Path) -> Path:
+    (folder / "in").mkdir()
+    (folder / "in" / "a.png").write_bytes(_image("PNG"))
+    import_source(folder / "in", folder / "store", public=True)
+    return folder / "store"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text": None},
+        {"text": {"path": "records.jsonl"}},
+        {"shards": "x"},
+        {"shards": [{"path": 3, "bytes": 1}]},
+        {"shards": [{"path": "\0", "bytes": 1}]},
+        {"num_records": -1},
+        {"num_records": "1"},
+        {"label_names": [None]},
+        {"window": [1]},
+        {"window": 3},
+        {"store_id": None},
+    ],
+)
+def test_a_store_with_values_of_another_kind_is_refused(tmp_path, change):
+    about = _store(tmp_path) / "store.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | change))
+    with pytest.raises(DataError, match="values of another kind"):
+        open_store(about.parent)
+
+
+@pytest.mark.parametrize("header", [b"{'descr': (", b"{'shape': (9", b"\xff" * 20, b"a b c"])
+def test_an_index_with_another_header_is_no_index(tmp_path, header):
+    index = _store(tmp_path) / "index.npy"
+    data = index.read_bytes()
+    index.write_bytes(data[:10] + header.ljust(len(data[10:128])) + data[128:])
+    with pytest.raises(DataError, match=r"expected the index|rows of"):
+        open_store(index.parent)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": 3},
+        {"lineage": [3]},
+        {"lineage": {}},
+        {"tensors": []},
+        {"tensors": {"../../model.safetensors": "0"}},
+        {"files": {"/etc/passwd": "0"}},
+    ],
+)
+def test_a_manifest_of_another_kind_or_of_files_elsewhere_is_refused(tmp_path, change):
+    manifest = {"run_id": "a", "ledger_steps": 0, "updates": 0, "config": {}, "plan": {}}
+    manifest |= {"ledger_digest": "", "lineage": []}
+    folder = save_checkpoint(tmp_path / "step-1", manifest, {"w": torch.zeros(2)})
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match="of another kind"):
+        load_checkpoint(folder)
+
+
+def test_parquet_columns_of_one_name_and_text_in_another_encoding_are_refused(tmp_path):
+    path, image = tmp_path / "a.parquet", pa.array([_image("PNG")])
+    pq.write_table(pa.table([image, image], names=["image", "image"]), path)
+    with pytest.raises(DataError, match="expected each name once"):
+        import_source(path, tmp_path / "store")
+    odd = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff\xfe"]).buffers())
+    pq.write_table(pa.table({"image": image, "caption": odd}), path)
+    with pytest.raises(DataError, match="expected a parquet file"):
+        import_source(path, tmp_path / "store")
+    names = json.dumps({"info": {"features": {"label": {"names": 1.5}}}})
+    table = pa.table({"image": image, "label": [0]}).replace_schema_metadata({"huggingface": names})
+    pq.write_table(table, path)
+    assert import_source(path, tmp_path / "store").label_names is None
+
+
+@pytest.mark.parametrize("size", [[3], {"height": [1], "width": 1}, {"shortest_edge": {}}, None])
+def test_image_sizes_of_other_types_are_refused(size):
+    settings = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "rescale_factor": 1 / 255,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "resample": 2,
+        "size": {"height": 32, "width": 32},
+    }
+    assert image_fields(settings, "x")["image_size"] == 32
+    with pytest.raises(ConfigError, match="a square, or shortest_edge"):
+        image_fields(settings | {"size": size}, "x")
+    edge = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 96}}
+    for share in (0, None, "x", 1e-9):
+        with pytest.raises(ConfigError, match="crop_pct"):
+            image_fields(settings | edge | {"crop_pct": share}, "x")
+
+
+def test_a_parquet_file_that_unpacks_to_a_thousand_times_its_size_is_read_row_by_row(tmp_path):
+    path, size = tmp_path / "a.parquet", 1 << 24
+    cells = [_image("PNG"), *[bytes(size)] * 30]
+    pq.write_table(pa.table({"image": cells}), path, compression="zstd")
+    assert path.stat().st_size * 1000 < 30 * size
+    before = pa.default_memory_pool().max_memory()
+    store = import_source(path, tmp_path / "store", workers=1)
+    assert pa.default_memory_pool().max_memory() - before < 10 * size
+    assert store.import_summary()["left_out"] == {"not an image": 30}

@@ -14,12 +14,16 @@ from dpvision.data.table_files import require_fields
 from dpvision.errors import DataError, remedy_for
 from dpvision.strict_json import parse_json
 
+_MOST_ROWS, _BATCH_BYTES = 512, 1 << 28
+_MOST_UNPACKED = 50
+"""Image files shrink by less than this; captions and numbers too, in files of images."""
+
 
 def read_arrow(path: Path, read: Callable[[], Any]) -> Any:
     """Return ``read()``. Raises DataError if the file is damaged."""
     try:
         return read()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is no UTF-8
         remedy = remedy_for(error, "Copy it again or remove it.")
         raise DataError(f"source: {path}: {error}; expected a parquet file. {remedy}") from None
 
@@ -80,6 +84,16 @@ def image_column(schema: pa.Schema, path: Path) -> tuple[str, int]:
     )
 
 
+def _schema(path: Path) -> pa.Schema:
+    """Return the columns of a file. Raises DataError for two of one name."""
+    schema = read_arrow(path, partial(pq.read_schema, path))
+    if len(set(schema.names)) < len(schema.names):
+        raise DataError(
+            f"source: {path}: columns {schema.names}; expected each name once. Rename the others."
+        )
+    return schema
+
+
 def _features(schema: pa.Schema) -> dict[str, Any]:
     """Return the features in the metadata of Hugging Face datasets; empty without metadata."""
     try:
@@ -99,7 +113,17 @@ def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
         names = feature.get("feature", feature)["names"]
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return [str(name) for name in names]
+    return [str(name) for name in names] if isinstance(names, list) else None
+
+
+def _batch_rows(file: pq.ParquetFile) -> int:
+    """Return how many rows to read at once: one if the file unpacks to many times its size."""
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+    size = max(sum(chunk.total_uncompressed_size for chunk in chunks), 1)
+    if size > _MOST_UNPACKED * sum(chunk.total_compressed_size for chunk in chunks):
+        return 1
+    return max(1, min(_MOST_ROWS, _BATCH_BYTES * file.metadata.num_rows // size))
 
 
 def read_parquet(
@@ -117,7 +141,7 @@ def read_parquet(
         DataError: a file is damaged or has other columns or class names than the first one, or
             there is no column of images.
     """
-    schema = read_arrow(paths[0], partial(pq.read_schema, paths[0]))
+    schema = _schema(paths[0])
     image, others = image_column(schema, paths[0])
     require_fields(wanted, set(schema.names) - {image}, paths[0])
     useful = {label, *wanted, *CAPTION_FIELDS} - {image}
@@ -126,7 +150,7 @@ def read_parquet(
     def rows() -> Iterator[tuple[str, bytes | None, dict[str, Any]]]:
         for path in paths:
             file = read_arrow(path, partial(pq.ParquetFile, path))
-            found = file.schema_arrow
+            found = _schema(path)
             if image not in found.names or useful & set(found.names) != set(columns) - {image}:
                 raise DataError(
                     f"source: {path}: columns {found.names}; expected those of {paths[0]}, "
@@ -137,10 +161,10 @@ def read_parquet(
                     f"source: {path}: class names unlike those of {paths[0]}; expected the same, "
                     "in one order. Import it apart."
                 )
-            batches = file.iter_batches(batch_size=512, columns=columns)
+            batches = file.iter_batches(batch_size=_batch_rows(file), columns=columns)
             number = 0
             while (batch := read_arrow(path, partial(next, batches, None))) is not None:
-                for row in batch.to_pylist():
+                for row in read_arrow(path, batch.to_pylist):
                     cell = row.pop(image)
                     data, name = (
                         (cell.get("bytes"), cell.get("path"))
