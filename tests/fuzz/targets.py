@@ -836,6 +836,9 @@ SLOW = ("vip:FILE", "mae:FILE", "dpcap:FILE", "hf:DIR", "timm:NAME@FILE", "token
         "statements (verify)", "runs (report)")  # fmt: skip
 """A case takes more than a few hundredths of a second, or needs another large library."""
 
+NEED_DATA = ("caption files", "COCO boxes and masks", "SugarCrepe, NegCLIP")
+"""Their seeds are parts of the files in ``SHARED``."""
+
 
 @functools.cache
 def seed_files(name: str, folder: Path) -> tuple[Path, ...]:
