@@ -33,7 +33,7 @@ from targets import REFUSALS, TARGETS, mutable, seed_files
 
 _BACKSTOP = 6 << 30
 """Address space of a child on top of what it has at its start."""
-_START_S = 120
+_START_S = 400
 _LOOKED_FOR = ("/run.json/", "/manifest.json/")
 """Files of a run around a file of weights, looked for in all folders above it."""
 

@@ -353,7 +353,7 @@ def mutate_parquet(data: bytes, rng: Random) -> bytes:
     if rng.random() < 0.3:
         table = table.append_column(name, column)
     elif rng.random() < 0.2:
-        table = pa.table({name: pa.array([bytes(1 << 25)] * 50)})  # 1.7 GB
+        table = pa.table({name: pa.array([bytes(1 << 24)] * 40)})  # 0.7 GB
     else:
         table = table.set_column(i, name, column)
     pq.write_table(table, file, compression=rng.choice(("zstd", "snappy", "none", "gzip")))

@@ -64,7 +64,7 @@ class Target:
     """Reads a case; files may be written below its folder."""
     only: str = ".*"
     """Pattern of the files that are mutated, as paths from the variant."""
-    seconds: float = 20.0
+    seconds: float = 60.0
     memory_mb: int = 1024
     """Most that a case may take on top of what its process has."""
 
@@ -794,7 +794,7 @@ def _photo(seeds: Callable[[Path], Any], cases: int) -> Target:
 
 
 TARGETS = {
-    "JPEG": _photo(_jpeg, 940),
+    "JPEG": _photo(_jpeg, 1072),
     "PNG": _photo(_png, 700),
     "TIFF, 8 and 16 bits": _photo(_tiff, 1000),
     "WebP": _photo(_webp, 400),
@@ -803,14 +803,14 @@ TARGETS = {
     "DICOM series": Target(200, _series, _read_series),
     "folders of images": Target(400, _folder, _read_folder),
     "tars": Target(600, _tars, _read_packed),
-    "parquet": Target(400, _parquets, _read_packed),
+    "parquet": Target(400, _parquets, _read_packed, memory_mb=400),
     "caption files": Target(500, _captions, _read_captions),
     "class files": Target(150, _classes, _read_classes),
     "tokenizer, BPE": Target(300, _bpe, _read_tokenizer),
     "tokenizer, WordPiece": Target(200, _wordpiece, _read_tokenizer),
-    "tokenizer's text": Target(60, _texts, _read_texts, seconds=200),
+    "tokenizer's text": Target(30, _texts, _read_texts, seconds=200),
     **{
-        f"{kind}:FILE": Target(40, _paper(kind), _read_paper(kind), seconds=200)
+        f"{kind}:FILE": Target(12, _paper(kind), _read_paper(kind), seconds=200)
         for kind in ("vip", "mae", "dpcap")
     },
     "hf:DIR": Target(200, _hub, _read_hub, only=".*hub/[^/]*(json|safetensors|md)"),
@@ -823,7 +823,7 @@ TARGETS = {
     "statements (verify)": Target(
         300, _run, _read_verify, only="run/(.*/)?(statement|run|config|plan|manifest).json"
     ),
-    "runs (report)": Target(30, _run, _read_report, only="run/.*|.*store/.*", seconds=60),
+    "runs (report)": Target(12, _run, _read_report, only="run/.*|.*store/.*", seconds=60),
     "ledgers": Target(250, _run, _read_ledger, only="(store|LEDGERS|.*ledger).*"),
     "stores": Target(300, _store, _read_store),
     "scores": Target(100, _scores, _read_scores, only="run/.*scores.*"),

@@ -15,6 +15,7 @@ from PIL import Image
 
 from dpvision.checkpoint import load_checkpoint, save_checkpoint
 from dpvision.cli import main, one_line
+from dpvision.data import parquet_files
 from dpvision.data.decode import BadImage, decode, largest_undeclared
 from dpvision.data.importer import import_source
 from dpvision.data.open import open_store
@@ -262,12 +263,16 @@ def test_image_sizes_of_other_types_are_refused(size):
             image_fields(settings | edge | {"crop_pct": share}, "x")
 
 
-def test_a_parquet_file_that_unpacks_to_a_thousand_times_its_size_is_read_row_by_row(tmp_path):
-    path, size = tmp_path / "a.parquet", 1 << 24
-    cells = [_image("PNG"), *[bytes(size)] * 30]
-    pq.write_table(pa.table({"image": cells}), path, compression="zstd")
-    assert path.stat().st_size * 1000 < 30 * size
-    before = pa.default_memory_pool().max_memory()
-    store = import_source(path, tmp_path / "store", workers=1)
-    assert pa.default_memory_pool().max_memory() - before < 10 * size
-    assert store.import_summary()["left_out"] == {"not an image": 30}
+def test_a_parquet_file_is_unpacked_in_batches_of_limited_size(tmp_path, monkeypatch):
+    limit, size = 1 << 20, 1 << 17
+    monkeypatch.setattr(parquet_files, "_BATCH_BYTES", limit)
+    path, table = tmp_path / "a.parquet", pa.table({"image": [_image("PNG"), *[bytes(size)] * 60]})
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    with pytest.raises(DataError, match="bytes unpack to 7,"):
+        import_source(path, tmp_path / "store")
+    pq.write_table(table, path, compression="none", dictionary_pagesize_limit=limit)
+    assert path.stat().st_size < 2 * size  # 60 rows name one cell
+    rows = parquet_files._batch_rows(pq.ParquetFile(path), path)
+    assert 1 < rows * size <= limit
+    left_out = import_source(path, tmp_path / "store").import_summary()["left_out"]
+    assert left_out == {"not an image": 60}

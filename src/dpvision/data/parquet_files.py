@@ -14,9 +14,7 @@ from dpvision.data.table_files import require_fields
 from dpvision.errors import DataError, remedy_for
 from dpvision.strict_json import parse_json
 
-_MOST_ROWS, _BATCH_BYTES = 512, 1 << 28
-_MOST_UNPACKED = 50
-"""Image files shrink by less than this; captions and numbers too, in files of images."""
+_MOST_ROWS, _BATCH_BYTES, _MOST_UNPACKED = 512, 1 << 28, 50
 
 
 def read_arrow(path: Path, read: Callable[[], Any]) -> Any:
@@ -116,14 +114,27 @@ def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
     return [str(name) for name in names] if isinstance(names, list) else None
 
 
-def _batch_rows(file: pq.ParquetFile) -> int:
-    """Return how many rows to read at once: one if the file unpacks to many times its size."""
+def _batch_rows(file: pq.ParquetFile, path: Path) -> int:
+    """Return how many rows to read at once.
+
+    A cell is at most as large as its column in a row group, and many rows may name the same one of
+    a dictionary: so much larger than the file may a batch be.
+
+    Raises:
+        DataError: a column unpacks to far more than its size, and would be in memory at once.
+    """
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-    size = max(sum(chunk.total_uncompressed_size for chunk in chunks), 1)
-    if size > _MOST_UNPACKED * sum(chunk.total_compressed_size for chunk in chunks):
-        return 1
-    return max(1, min(_MOST_ROWS, _BATCH_BYTES * file.metadata.num_rows // size))
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    for column in columns:
+        size, packed = column.total_uncompressed_size, column.total_compressed_size
+        if size > max(_BATCH_BYTES, _MOST_UNPACKED * packed):
+            raise DataError(
+                f"source: {path}: {packed:,} bytes unpack to {size:,}; expected at most "
+                f"{_MOST_UNPACKED} times their size. Remove it, or write smaller row groups."
+            )
+    return max(
+        1, min(_MOST_ROWS, _BATCH_BYTES // max([1, *(c.total_uncompressed_size for c in columns)]))
+    )
 
 
 def read_parquet(
@@ -161,7 +172,7 @@ def read_parquet(
                     f"source: {path}: class names unlike those of {paths[0]}; expected the same, "
                     "in one order. Import it apart."
                 )
-            batches = file.iter_batches(batch_size=_batch_rows(file), columns=columns)
+            batches = file.iter_batches(batch_size=_batch_rows(file, path), columns=columns)
             number = 0
             while (batch := read_arrow(path, partial(next, batches, None))) is not None:
                 for row in read_arrow(path, batch.to_pylist):
