@@ -14,7 +14,7 @@ from dpvision.data.table_files import require_fields
 from dpvision.errors import DataError, remedy_for
 from dpvision.strict_json import parse_json
 
-_MOST_ROWS, _BATCH_BYTES, _MOST_UNPACKED = 512, 1 << 28, 50
+_MOST_ROWS, _BATCH_BYTES, _MOST_UNPACKED = 512, 1 << 26, 50
 
 
 def read_arrow(path: Path, read: Callable[[], Any]) -> Any:
