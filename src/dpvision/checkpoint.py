@@ -166,6 +166,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"checkpoint: {folder / MANIFEST} lacks {missing or 'a known format'}; expected "
             f"{FORMAT}. {_older(folder)}"
         )
+    files = [manifest["tensors"], manifest.get("files", {})]
+    if (
+        not all(isinstance(found, dict) for found in (manifest["config"], *files))
+        or any(Path(name).name != name for name in (*files[0], *files[1]))
+        or not isinstance(manifest["lineage"], list)
+        or not all(isinstance(entry, dict) for entry in manifest["lineage"])
+    ):
+        raise CheckpointError(
+            f"checkpoint: {folder / MANIFEST}: config, tensors, files or lineage of another kind; "
+            f"expected {FORMAT}, with files of its own folder. {_older(folder)}"
+        )
     if (weights := folder / "model.safetensors").exists():
         try:
             lineage = read_lineage(weights)

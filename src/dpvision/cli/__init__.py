@@ -67,6 +67,7 @@ COMMANDS = {
     ),
 }
 
+_MOST_SHOWN = 4000
 _RESUMED = ("train", "adapt", "tune")
 
 _FOOT = """
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         importlib.import_module(f"dpvision.cli.{COMMANDS[args[0]][0]}").run(args[1:])
     except DPVisionError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # a subclass of OSError, so it comes first
         with contextlib.suppress(OSError):  # Python flushes standard output again at exit
@@ -133,6 +134,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 130
     return 0
+
+
+def one_line(text: str) -> str:
+    """Return an error's text as one line of at most 4,000 characters that only prints.
+
+    It may quote names and values of a file by somebody else: line ends become blanks, control
+    characters are escaped, and the middle of a longer text is left out, not the remedy at its end.
+    """
+    text = " ".join(text.splitlines())
+    if len(text) > _MOST_SHOWN:
+        text = f"{text[: _MOST_SHOWN // 2]} [...] {text[-_MOST_SHOWN // 4 :]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:_MOST_SHOWN]
 
 
 def _denied(error: OSError) -> str:

@@ -139,10 +139,7 @@ def stored_ids(data: bytes) -> np.ndarray:
     image = _opened(data)
     if image.mode not in ("1", "L", "P", "I", "I;16", "I;16B", "I;16L"):
         raise BadImage("unsupported", f"mode {image.mode}, {len(image.getbands())} channels")
-    try:
-        id_HW = np.asarray(image)
-    except Exception as error:
-        raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
+    id_HW = _samples(image)
     bits = _png_bits(data)
     if image.mode == "L" and bits in (2, 4):  # Pillow scales them to 0 ... 255
         return id_HW // (255 // (2**bits - 1))
@@ -165,10 +162,10 @@ def largest_undeclared(data: bytes) -> int | None:
     ):
         return None
     if is_deep(image):
-        return max(0, int(np.asarray(image).max()))
+        return max(0, int(_samples(image).max()))
     values_HWC = _colour_of_16_bits(data)
     if values_HWC is None:  # with alpha: Pillow gives the high bytes only
-        return int(np.asarray(image)[..., :3].max()) << 8 | 255
+        return int(_samples(image)[..., :3].max()) << 8 | 255
     return int(values_HWC.max())
 
 
@@ -384,6 +381,14 @@ def _colour_of_16_bits(data: bytes) -> np.ndarray | None:
             raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
         parts.append(np.asarray(image).astype(np.uint16))
     return parts[0] << 8 | parts[1]
+
+
+def _samples(image: Image.Image) -> np.ndarray:
+    """Return the samples of an opened image. Raises BadImage if they are damaged."""
+    try:
+        return np.asarray(image)
+    except Exception as error:
+        raise BadImage("damaged", f"{type(error).__name__}: {error}") from error
 
 
 def _file_bytes(path: Path) -> bytes:

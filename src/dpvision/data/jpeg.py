@@ -20,6 +20,8 @@ _HARMLESS = (
 _SOS, _APP0, _APP1, _APP14, _COM = 0xDA, 0xE0, 0xE1, 0xEE, 0xFE
 _LS = 0xF7
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_SHORTEST_FRAME = 10
+"""Bytes from a frame's marker to its number of components."""
 
 
 def decode_jpeg(data: bytes) -> np.ndarray:
@@ -76,7 +78,7 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
             at += 1
             continue
         end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-        if end > len(data):
+        if end > len(data) or (marker in _FRAMES and end < at + _SHORTEST_FRAME):
             return
         yield marker, at + 2, end
         if marker == _SOS:

@@ -11,6 +11,7 @@ Legend: B records, M labels of all these records, K classes.
 """
 
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -23,6 +24,9 @@ contributes zero.
 """
 _MOST_NUMBERS = 1 << 31  # the index has 32 bits for a position
 _REMEDY = "Import the source again, or restore the file."
+
+NO_ARRAY = (OSError, ValueError, EOFError, SyntaxError, OverflowError, TokenError)
+"""What numpy raises for a file that is no .npy file."""
 
 
 class LabelSets:
@@ -41,7 +45,7 @@ class LabelSets:
         try:
             found = path.stat().st_size
             flat = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+        except NO_ARRAY as error:
             raise DataError(
                 f"store: {path}: {error}; expected the labels of the store. {_REMEDY}"
             ) from None

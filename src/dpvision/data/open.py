@@ -5,9 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from dpvision.data.multi_label import LabelSets
+from dpvision.data.multi_label import NO_ARRAY, LabelSets
 from dpvision.data.no_store import check_is_store
-from dpvision.data.store import FORMAT, REMEDY, ROW, SEVERAL_FORMAT, TEXTURES_FORMAT, Store
+from dpvision.data.store import (
+    FORMAT,
+    REMEDY,
+    ROW,
+    SEVERAL_FORMAT,
+    TEXTURES_FORMAT,
+    WINDOW,
+    Store,
+)
 from dpvision.data.texture_store import TextureStore
 from dpvision.errors import DataError, remedy_for
 from dpvision.strict_json import parse_json
@@ -33,7 +41,7 @@ def open_store(path: str | Path) -> Store:
         return TextureStore(path, meta)
     try:
         index = np.load(path / "index.npy", mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except NO_ARRAY as error:
         raise DataError(
             f"store: {path / 'index.npy'}: {error}; expected the index of the store. "
             f"{remedy_for(error, REMEDY)}"
@@ -81,10 +89,39 @@ def _description(path: Path) -> dict[str, Any]:
         )
     files = {"first", "size_px"} if meta["format"] == TEXTURES_FORMAT else {"shards", "text"}
     files |= {"labels"} if meta["format"] == SEVERAL_FORMAT else set()
+    kinds: dict[str, Any] = {"store_id": str, "num_records": int, "label_names": list}
+    kinds |= {"shards": list, "text": dict, "labels": dict, "first": int, "size_px": int}
     missing = {"store_id", "visibility", "num_records", "label_names", *files} - set(meta)
     if missing or meta["visibility"] not in ("private", "public"):
         raise DataError(
             f"store: {file}: incomplete ({sorted(missing)}); expected every field of {FORMAT}. "
             f"{REMEDY}"
         )
+    wrong = [name for name, kind in kinds.items() if not isinstance(meta.get(name), kind | None)]
+    wrong += [name for name in files | {"store_id", "num_records"} if meta[name] is None]
+    if wrong or not _fits(meta):
+        raise DataError(
+            f"store: {file}: values of another kind ({', '.join(wrong) or 'files, names or range'})"
+            f"; expected {FORMAT} as it was written. {REMEDY}"
+        )
     return meta
+
+
+def _fits(meta: dict[str, Any]) -> bool:
+    """Whether the parts of lists and objects in store.json are of the kinds that are written."""
+    files = [*(meta.get("shards") or []), *filter(None, map(meta.get, ("text", "labels")))]
+    numbers = [0, 0] if meta.get(WINDOW) is None else meta[WINDOW]
+    return (
+        all(
+            isinstance(file, dict)
+            and isinstance(file.get("path"), str)
+            and "\0" not in file["path"]
+            and type(file.get("bytes")) is int
+            and 0 <= file["bytes"] < 1 << 60
+            for file in files
+        )
+        and all(isinstance(name, str) for name in meta["label_names"] or [])
+        and 0 <= meta["num_records"] < 1 << 40
+        and isinstance(numbers, list)
+        and [type(number) in (int, float) for number in numbers] == [True, True]
+    )

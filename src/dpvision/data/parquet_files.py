@@ -1,6 +1,5 @@
 """Read parquet files of images: which column holds them, class names, and the rows."""
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,13 +12,16 @@ from dpvision.data.captions import CAPTION_FIELDS
 from dpvision.data.decode import HEAD_BYTES, may_be_image
 from dpvision.data.table_files import require_fields
 from dpvision.errors import DataError, remedy_for
+from dpvision.strict_json import parse_json
+
+_MOST_ROWS, _BATCH_BYTES, _MOST_UNPACKED = 512, 1 << 26, 50
 
 
 def read_arrow(path: Path, read: Callable[[], Any]) -> Any:
     """Return ``read()``. Raises DataError if the file is damaged."""
     try:
         return read()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is no UTF-8
         remedy = remedy_for(error, "Copy it again or remove it.")
         raise DataError(f"source: {path}: {error}; expected a parquet file. {remedy}") from None
 
@@ -80,10 +82,21 @@ def image_column(schema: pa.Schema, path: Path) -> tuple[str, int]:
     )
 
 
+def _schema(path: Path) -> pa.Schema:
+    """Return the columns of a file. Raises DataError for two of one name."""
+    schema = read_arrow(path, partial(pq.read_schema, path))
+    if len(set(schema.names)) < len(schema.names):
+        raise DataError(
+            f"source: {path}: columns {schema.names}; expected each name once. Rename the others."
+        )
+    return schema
+
+
 def _features(schema: pa.Schema) -> dict[str, Any]:
     """Return the features in the metadata of Hugging Face datasets; empty without metadata."""
     try:
-        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        about = parse_json((schema.metadata or {})[b"huggingface"], nan=True)
+        found = about["info"]["features"]
     except (KeyError, TypeError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -98,7 +111,30 @@ def _class_names(schema: pa.Schema, label: str) -> list[str] | None:
         names = feature.get("feature", feature)["names"]
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return [str(name) for name in names]
+    return [str(name) for name in names] if isinstance(names, list) else None
+
+
+def _batch_rows(file: pq.ParquetFile, path: Path) -> int:
+    """Return how many rows to read at once.
+
+    A cell is at most as large as its column in a row group, and many rows may name the same one of
+    a dictionary: so much larger than the file may a batch be.
+
+    Raises:
+        DataError: a column unpacks to far more than its size, and would be in memory at once.
+    """
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    for column in columns:
+        size, packed = column.total_uncompressed_size, column.total_compressed_size
+        if size > max(_BATCH_BYTES, _MOST_UNPACKED * packed):
+            raise DataError(
+                f"source: {path}: {packed:,} bytes unpack to {size:,}; expected at most "
+                f"{_MOST_UNPACKED} times their size. Remove it, or write smaller row groups."
+            )
+    return max(
+        1, min(_MOST_ROWS, _BATCH_BYTES // max([1, *(c.total_uncompressed_size for c in columns)]))
+    )
 
 
 def read_parquet(
@@ -116,7 +152,7 @@ def read_parquet(
         DataError: a file is damaged or has other columns or class names than the first one, or
             there is no column of images.
     """
-    schema = read_arrow(paths[0], partial(pq.read_schema, paths[0]))
+    schema = _schema(paths[0])
     image, others = image_column(schema, paths[0])
     require_fields(wanted, set(schema.names) - {image}, paths[0])
     useful = {label, *wanted, *CAPTION_FIELDS} - {image}
@@ -125,7 +161,7 @@ def read_parquet(
     def rows() -> Iterator[tuple[str, bytes | None, dict[str, Any]]]:
         for path in paths:
             file = read_arrow(path, partial(pq.ParquetFile, path))
-            found = file.schema_arrow
+            found = _schema(path)
             if image not in found.names or useful & set(found.names) != set(columns) - {image}:
                 raise DataError(
                     f"source: {path}: columns {found.names}; expected those of {paths[0]}, "
@@ -136,10 +172,10 @@ def read_parquet(
                     f"source: {path}: class names unlike those of {paths[0]}; expected the same, "
                     "in one order. Import it apart."
                 )
-            batches = file.iter_batches(batch_size=512, columns=columns)
+            batches = file.iter_batches(batch_size=_batch_rows(file, path), columns=columns)
             number = 0
             while (batch := read_arrow(path, partial(next, batches, None))) is not None:
-                for row in batch.to_pylist():
+                for row in read_arrow(path, batch.to_pylist):
                     cell = row.pop(image)
                     data, name = (
                         (cell.get("bytes"), cell.get("path"))

@@ -20,7 +20,7 @@ def captions_of(line: bytes) -> tuple[str, ...]:
     """Return the captions of a line; a damaged line has none."""
     try:
         captions = json.loads(line)["captions"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ()
     return (
         tuple(captions)

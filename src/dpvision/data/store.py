@@ -384,8 +384,10 @@ class Store:
         entry, text = self.index[row], self._text()
         line = os.pread(text.fd, int(entry["caption_size"]), int(entry["caption_offset"]))
         try:
-            return json.loads(line)
-        except ValueError:
+            found = json.loads(line)
+            assert isinstance(found["key"], str) and isinstance(found["captions"], list)
+            return found
+        except (ValueError, KeyError, TypeError, RecursionError, AssertionError):
             where = self.path / self.meta["text"]["path"]
             raise DataError(
                 f"store: {where}: row {row} is damaged; expected a line of JSON. {REMEDY}"

@@ -94,7 +94,10 @@ def member_size(header: bytes) -> int:
             raise ValueError("no tar header")
     if header[124] & 0x80:  # GNU: binary sizes from 8 GiB on
         return int.from_bytes(header[125:136], "big")
-    return int(header[124:136].strip(b"\0 ") or b"0", 8)
+    size = int(header[124:136].strip(b"\0 ") or b"0", 8)
+    if size < 0:  # the next header would be before this one, again and again
+        raise ValueError("negative size")
+    return size
 
 
 def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
@@ -132,7 +135,8 @@ def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
                 pax = _pax(data, path)
                 long_name = pax.get("path", long_name)
                 long_target = pax.get("linkpath", long_target)
-                long_size = int(pax["size"]) if "size" in pax else long_size
+                if "size" in pax:
+                    long_size = _pax_size(pax["size"], path)
         else:
             size = size if long_size is None else long_size
             prefix = (
@@ -190,15 +194,29 @@ def _pax(data: bytes, path: Path) -> dict[str, str]:
     found = {}
     while data:
         length, _, rest = data.partition(b" ")
-        if not length.isdigit() or int(length) <= len(length) + 2 or int(length) > len(data):
-            raise DataError(
-                f"tar: {path}: damaged extended header; expected `LENGTH KEY=VALUE`. Repair or "
-                "remove the file."
-            )
+        if (
+            not length.isdigit()
+            or len(length) > 7
+            or not len(length) + 2 < int(length) <= len(data)
+        ):
+            raise _damaged_pax(path)
         key, _, value = rest[: int(length) - len(length) - 2].partition(b"=")
         found[key.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
         data = data[int(length) :]
     return found
+
+
+def _pax_size(value: str, path: Path) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) <= 18):
+        raise _damaged_pax(path)
+    return int(value)
+
+
+def _damaged_pax(path: Path) -> DataError:
+    return DataError(
+        f"tar: {path}: damaged extended header; expected `LENGTH KEY=VALUE`. Repair or remove the "
+        "file."
+    )
 
 
 class TarWriter:

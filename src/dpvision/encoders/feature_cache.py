@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dpvision.data.multi_label import NO_ARRAY
 from dpvision.data.store import Store
 from dpvision.errors import DataError, remedy_for
 from dpvision.files import replacing, sync
@@ -72,7 +73,7 @@ class FeatureCache:
         """
         try:
             found = np.load(self.folder / f"{key}.npy", mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
+        except NO_ARRAY:
             return None
         return found if found.shape == shape and found.dtype == dtype else None
 

@@ -56,16 +56,21 @@ def image_fields(settings: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _sides(settings: dict[str, Any], kind: str, require: Any) -> tuple[int, bool, int]:
     """Return the side to resize to, whether only the shorter one, and the side of the crop."""
-    size = {name: value for name, value in settings["size"].items() if value is not None}
-    sides, rule = set(size.values()), "a square, or shortest_edge"
-    require(all(type(side) is int and side >= 1 for side in sides), "size", rule)
+    given, rule = settings.get("size"), "a square, or shortest_edge"
+    require(isinstance(given, dict), "size", rule)
+    size = {name: value for name, value in dict(given or {}).items() if value is not None}
+    require(all(type(side) is int and side >= 1 for side in size.values()), "size", rule)
+    sides = set(size.values())
     keep_aspect = set(size) == {"shortest_edge"}
     require(keep_aspect or (set(size) == {"height", "width"} and len(sides) == 1), "size", rule)
     side = sides.pop()
     if kind == "ConvNext":
         require(keep_aspect, "size", "shortest_edge")
         keep_aspect = side < _CROPPED_BELOW
-        return int(side / settings["crop_pct"]) if keep_aspect else side, keep_aspect, side
+        share: Any = settings.get("crop_pct")
+        whole = type(share) in (int, float) and 0.1 <= share <= 1
+        require(whole or not keep_aspect, "crop_pct", "0.1 to 1")
+        return int(side / share) if keep_aspect else side, keep_aspect, side
     if not settings.get("do_center_crop"):
         require(not keep_aspect, "do_center_crop", "true where size has shortest_edge")
         return side, keep_aspect, side

@@ -9,7 +9,6 @@ The lineage comes from the first of these that exists:
    that dpvision exported the weights: another program saved them again.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,7 @@ def _values(path: Path, field: str) -> dict[str, Any] | None:
     such file or field.
     """
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes(), nan=True)
     except (OSError, ValueError):
         return None
     return values if isinstance(values, dict) and field in values else None

@@ -21,6 +21,7 @@ from dpvision.data.store import Store
 from dpvision.data.table_files import one_form, read_csv
 from dpvision.errors import DataError
 from dpvision.eval.score import wilson_interval
+from dpvision.strict_json import parse_json
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
@@ -158,7 +159,7 @@ def _read(path: Path) -> list[Any] | dict[str, Any]:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix.lower() == ".csv":
             return _read_csv(path, text)
-        table = json.loads(text)
+        table = parse_json(text, nan=True)
     except (OSError, ValueError) as error:
         raise DataError(
             f"labels: {path}: {error}; expected a JSON or CSV file of labels. Check the path, or "

@@ -212,9 +212,12 @@ def read_scores(path: Path) -> list[dict]:
     try:
         entries = parse_json(path.read_text())
         for entry in entries:
-            _key(entry)
-        return entries
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            texts = *_key(entry), entry["visibility"]
+            numbers = [entry[name] for name in ("value", "low", "high", "chance", "n")]
+            assert all(isinstance(text, str) for text in texts)
+            assert all(type(number) in (int, float) for number in numbers)
+        return list(entries)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         remedy = remedy_for(error, "Move it away and evaluate again.")
         raise CheckpointError(f"scores: {path} cannot be read ({error!r}). {remedy}") from None
 

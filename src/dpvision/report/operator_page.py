@@ -1,6 +1,6 @@
 """confidential/operator.html: training metrics and private results of a run, for its operator."""
 
-import json
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,19 @@ from dpvision.report.neighbours import neighbours_of_run
 from dpvision.report.reconstructions import reconstruct_some
 from dpvision.runs.folder import read_run
 from dpvision.strict_json import parse_json
+
+_METRICS = (
+    "step",
+    "loss",
+    "batch_size",
+    "grad_norm_mean",
+    "grad_norm_median",
+    "clip_fraction",
+    "step_s",
+    "images_per_s",
+    "time",
+)
+"""What the page needs of a line of metrics.jsonl: numbers, or None where nothing was measured."""
 
 
 def make_operator_page(
@@ -81,10 +94,8 @@ def make_operator_page(
 def _figures(metrics: list[dict[str, Any]], plan: DPPlan) -> dict[str, Markup]:
     if not metrics:
         return {}
-    step, columns = (
-        _column(metrics, "step"),
-        {name: _column(metrics, name) for name in metrics[0] if name != "step"},
-    )
+    columns = {name: _column(metrics, name) for name in _METRICS}
+    step = columns["step"]
     clip = None if plan.max_grad_norm is None else ("clip norm", plan.max_grad_norm)
     norms = {"median": columns["grad_norm_median"], "mean": columns["grad_norm_mean"]}
     hours = (columns["time"] - columns["time"][0]) / 3600
@@ -141,12 +152,13 @@ def _column(metrics: list[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of metrics.jsonl, without torn lines."""
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+    """Yield the entries of metrics.jsonl, without torn or damaged lines."""
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            entry = parse_json(line)
+            numbers = [*(entry[name] for name in _METRICS), entry.get("num_non_finite")]
+            if all(number is None or type(number) in (int, float) for number in numbers):
+                yield entry
 
 
 def _read_plan(path: Path) -> DPPlan:

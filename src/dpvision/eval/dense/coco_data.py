@@ -6,7 +6,7 @@ Needs faster-coco-eval (``pip install ".[dense]"`` in a checkout) for masks.
 Legend: N objects, H height, W width.
 """
 
-import math
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -199,9 +199,11 @@ def load_coco(annotations: Path, images: Path, *, allow_missing: bool = False) -
     objects: dict[int, list[CocoObject]] = {number: [] for number in sizes}
     for mark in marks:
         where = f"{_WHERE}: {annotations}: annotation {mark.get('id')!r}"
-        number, label = mark.get("image_id"), label_of.get(mark.get("category_id", ""))
-        if number not in sizes or label is None:
-            got = f"image_id={number!r}, category_id={mark.get('category_id')!r}"
+        number, category = mark.get("image_id"), mark.get("category_id")
+        known = isinstance(number, int) and isinstance(category, int) and number in sizes
+        label = label_of.get(category) if known else None  # type: ignore[arg-type]
+        if label is None:
+            got = f"image_id={number!r}, category_id={category!r}"
             raise DataError(
                 f"{where}: {got}; expected an image and a category of the file. Download it again."
             )
@@ -329,7 +331,8 @@ def _outline(given: Any, size: tuple[int, int], where: str, counts: Counter[str]
 
 
 def _finite(values: Iterable[Any]) -> bool:
-    return all(isinstance(v, int | float) and math.isfinite(v) for v in values)
+    # isfinite raises an error for a whole number beyond floats
+    return all(isinstance(v, int | float) and abs(v) <= sys.float_info.max for v in values)
 
 
 def _coco_images(
