@@ -13,7 +13,6 @@ Legend: M canaries, B rows, N records.
 
 import math
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,23 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpvision.adapt.fit import fit_head
-from dpvision.adapt.feature_stream import FeatureStream, Head
-from dpvision.adapt.prepare import Prepared, prepare
-from dpvision.adapt.release import Releases
+from dpvision.adapt.prepare import prepare
 from dpvision.adapt.session import feature_stream
 from dpvision.audit.bound import area_above
-from dpvision.audit.canary_images import canary_rows, needs_words, write_canaries
+from dpvision.audit.canary_images import canary_rows, write_canaries
+from dpvision.audit.lira import attack_head, fair_coins
 from dpvision.audit.one_run import one_run_bound
 from dpvision.config import CaptionerConfig, HeadConfig, PrivacyConfig, RunConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
+from dpvision.data.open import open_store
 from dpvision.data.tokenizer import scene_captions, train_tokenizer
 from dpvision.errors import ConfigError, RunStopped
 from dpvision.privacy.composition import curve
 from dpvision.privacy.plan import DPPlan, draft_plan
-from dpvision.privacy.stream import Stream, new_key, subkey
-from dpvision.runs.run import Secrets, code_versions
+from dpvision.runs.run import code_versions
 from dpvision.statement.audits import FORMAT
 from dpvision.train.loop import Session, fit
 from dpvision.train.start import new_session
@@ -49,14 +46,18 @@ _OTHERS = 3
 """Scenes for each canary."""
 _VOCABULARY, _SENTENCES = 440, 4000
 """Entries and training text of the tokenizer, at most."""
-_KEYS = 16
+_KEYS = 8
 """Steps whose augmentations and masks a canary's loss is averaged over."""
 _FEWEST = 20
-Say = Callable[[str], None]
 
 
 def black_box(
-    config: RunConfig, plan: DPPlan | None, num_canaries: int, *, quiet: bool = False
+    config: RunConfig,
+    plan: DPPlan | None,
+    num_canaries: int,
+    *,
+    data: Path | None = None,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Train once on synthetic records and canaries, attack the weights, and bound epsilon.
 
@@ -64,18 +65,22 @@ def black_box(
         config: of a network or a head; random initial weights, whatever it starts from.
         plan: of a finished run; if None, the one of the config's privacy settings.
         num_canaries: M, at least 20; three times as many scenes are the other records.
+        data: of a head: a public store, all of whose records are canaries, in place of synthetic
+            ones.
         quiet: print no progress.
 
     Returns:
         The result, ready for JSON.
 
     Raises:
-        ConfigError: too few canaries, no guarantee, or a head chosen by a private selection.
+        ConfigError: too few canaries, no guarantee, a head chosen by a private selection, a
+            store for a network, or a private store.
+        DataError: the store does not fit the head.
         RunStopped: by a signal.
     """
-    _check(config, num_canaries)
+    _check(config, num_canaries, data)
     with tempfile.TemporaryDirectory(prefix="dpvision-audit-") as folder:
-        config = _on_canaries(config, plan, num_canaries, Path(folder))
+        config = _on_canaries(config, plan, num_canaries, data, Path(folder))
         attack = _attack_head if isinstance(config.model, HeadConfig) else _attack_network
         executed, score_M, inside_M = attack(config, Path(folder) / "run", quiet)
     plan = plan or executed
@@ -115,38 +120,7 @@ def limits(plan: DPPlan) -> dict[str, float]:
     }
 
 
-def fair_coins(num: int) -> np.ndarray:
-    """Return ``num`` fair coins, bool, from a key of their own."""
-    words = Stream(subkey(new_key(), "canaries")).words(num)
-    return (words >> np.uint64(63)).astype(bool)
-
-
-def trained_head(
-    made: Prepared, stream: FeatureStream, rows: np.ndarray, secrets: Secrets
-) -> Head:
-    """Return the head that ``dpvision adapt`` trains on some rows of public features. Nothing is
-    charged.
-    """
-    part = replace(stream, feature_ND=stream.feature_ND[rows], label=stream.label[rows])
-    steps = iter(range(made.plan.steps))
-    releases = Releases(made.plan, lambda: next(steps), secrets.draw, secrets.noise)
-    return fit_head(made.config, part, releases).head
-
-
-def label_scores(head: Head, stream: FeatureStream) -> np.ndarray:
-    """Return log p - log(1 - p) of each record's own label, float64 (N,): the score of Carlini et
-    al. 2022 (equation 6). With several labels, the mean over the classes of the same.
-    """
-    score_NK = head.scores(torch.from_numpy(np.array(stream.feature_ND)).float()).double()
-    label = torch.from_numpy(np.array(stream.label))
-    if stream.multi_label:
-        return (score_NK * (2 * label.double() - 1)).mean(1).numpy()
-    own = label.long()[:, None]
-    rest_NK = score_NK.scatter(1, own, -math.inf)
-    return (score_NK.gather(1, own)[:, 0] - rest_NK.logsumexp(1)).numpy()
-
-
-def _check(config: RunConfig, num_canaries: int) -> None:
+def _check(config: RunConfig, num_canaries: int, data: Path | None) -> None:
     if num_canaries < _FEWEST:
         raise ConfigError(
             f"audit: canaries={num_canaries}; expected at least {_FEWEST}. Use --canaries 500."
@@ -156,6 +130,17 @@ def _check(config: RunConfig, num_canaries: int) -> None:
             f"audit: {config.recipe} has guarantee={config.privacy.guarantee}; expected dp: "
             "without noise there is nothing to audit. Choose a private recipe or run."
         )
+    if data is not None and not isinstance(config.model, HeadConfig):
+        raise ConfigError(
+            f"audit: data={data} with {config.recipe}, a network; expected none: canaries are few "
+            "there, and synthetic. Drop --data."
+        )
+    if data is not None and open_store(data).results_visibility != "public":
+        raise ConfigError(
+            f"audit: data={data} is private; expected a store imported with --public, because the "
+            "scores of its records are written and not charged. Give a public store, or drop "
+            "--data."
+        )
     if isinstance(config.model, HeadConfig) and config.model.choice.candidates:
         raise ConfigError(
             f"audit: {config.recipe} chooses among heads by a private selection; expected one "
@@ -164,19 +149,26 @@ def _check(config: RunConfig, num_canaries: int) -> None:
 
 
 def _on_canaries(
-    config: RunConfig, plan: DPPlan | None, num_canaries: int, folder: Path
+    config: RunConfig, plan: DPPlan | None, num_canaries: int, public: Path | None, folder: Path
 ) -> RunConfig:
-    """Return the config of the run on a new store of scenes and canaries in ``folder``."""
+    """Return the config of the run on the public store, or on a new one of scenes and canaries in
+    ``folder``.
+    """
     model, data = config.model, config.data
     if isinstance(model, HeadConfig) and model.num_classes is None:
-        model = replace(model, num_classes=10)
+        names = None if public is None else open_store(public).label_names
+        model = replace(model, num_classes=len(names or range(10)))
     if isinstance(model, CaptionerConfig):
         model = replace(model, vocab_size=min(model.vocab_size, _VOCABULARY))
         words = train_tokenizer(scene_captions(_SENTENCES), model.vocab_size)
         words.save(folder / "words.json")
         data = replace(data, tokenizer=str(folder / "words.json"))
     config = replace(config, model=model, init_from=None, public_weights=None)
-    store = write_canaries(folder / "store", config, num_canaries, _OTHERS * num_canaries)
+    store = (
+        write_canaries(folder / "store", config, num_canaries, _OTHERS * num_canaries)
+        if public is None
+        else open_store(public)
+    )
     data = replace(data, store=str(store.path), images="store")
     privacy = _privacy(config.privacy, plan, store.num_records)
     return replace(config, data=data, privacy=privacy)
@@ -253,10 +245,10 @@ def _losses(session: Session, row_M: np.ndarray) -> np.ndarray:
 def _attack_head(
     config: RunConfig, root: Path, quiet: bool
 ) -> tuple[DPPlan, np.ndarray, np.ndarray]:
-    """The same of a head; a score is that of ``label_scores``."""
+    """The same of a head, by likelihood ratios; of a store without canaries, all records are
+    canaries.
+    """
     made = prepare(config)
     stream, row_M = feature_stream(made), canary_rows(made.store)
-    inside_M = fair_coins(len(row_M))
-    rows = np.setdiff1d(np.arange(stream.num_records), row_M[~inside_M])
-    head = trained_head(made, stream, rows, Secrets())
-    return made.plan, label_scores(head, stream)[row_M], inside_M
+    row_M = row_M if len(row_M) else np.arange(stream.num_records)
+    return made.plan, *attack_head(made, stream, row_M)

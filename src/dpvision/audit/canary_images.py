@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpvision.config import CaptionerConfig, ClassifierConfig, HeadConfig, RunConfig
+from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.importer import import_samples
 from dpvision.data.sample import Sample, Source
 from dpvision.data.store import Store
@@ -65,11 +65,6 @@ def canary_rows(store: Store) -> np.ndarray:
     """Return the rows of the canaries, int64 (M,), sorted."""
     keys = (store.key(row) for row in range(store.num_records))
     return np.array([row for row, key in enumerate(keys) if key.startswith(_CANARY)])
-
-
-def needs_words(config: RunConfig) -> bool:
-    """Return whether the config's model reads captions."""
-    return isinstance(config.model, CaptionerConfig)
 
 
 def _png(image_HWC: np.ndarray) -> bytes:

@@ -156,7 +156,10 @@ def one_run_bound(score_M: np.ndarray, inside_M: np.ndarray, plan: DPPlan) -> di
         right = right_guesses(score_M, inside_M, guesses)
         low = epsilon_low(num, guesses, right, plan.delta, alarm)
         tried.append({"guesses": guesses, "right": right, "epsilon_low": low})
-    best = max(tried, key=lambda t: (t["epsilon_low"], t["right"] / t["guesses"]))
+    best = max(
+        tried,
+        key=lambda t: (t["epsilon_low"], -tail(num, int(t["guesses"]), int(t["right"]), 0.0, 0.0)),
+    )
     of_plan = max(
         epsilon_low_of_plan(plan, num, int(t["guesses"]), int(t["right"]), alarm) for t in tried
     )

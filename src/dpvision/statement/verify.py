@@ -21,7 +21,6 @@ from dpvision.privacy.printed import count
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import read_run
 from dpvision.runs.run import code_versions
-from dpvision.statement.audits import FILE as AUDIT_FILE
 from dpvision.statement.audits import read_audits
 from dpvision.statement.check import (
     Check,
@@ -439,8 +438,8 @@ def check_audits(statement: dict[str, Any], root: Path, plan: DPPlan) -> Check:
     except DPVisionError as error:
         return failed("audits", str(error))
     if statement["history"]["audits"]["runs"] != found:
-        return failed("audits", f"not as in {AUDIT_FILE} of the run")
-    return ok("audits", f"as in {AUDIT_FILE}, not made again; audits: {len(found)}")
+        return failed("audits", "not as in the files of `dpvision audit` in the run")
+    return ok("audits", f"as in the run's files, not made again; audits: {len(found)}")
 
 
 def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | None) -> Check:
