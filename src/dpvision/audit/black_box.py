@@ -33,7 +33,7 @@ from dpvision.data.open import open_store
 from dpvision.data.tokenizer import scene_captions, train_tokenizer
 from dpvision.errors import ConfigError, RunStopped
 from dpvision.privacy.composition import curve
-from dpvision.privacy.plan import DPPlan, draft_plan
+from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
 from dpvision.runs.run import code_versions
 from dpvision.statement.audits import FORMAT
 from dpvision.train.loop import Session, fit
@@ -248,7 +248,9 @@ def _attack_head(
     """The same of a head, by likelihood ratios; of a store without canaries, all records are
     canaries.
     """
-    made = prepare(config)
+    # A finished run's settings are complete, and its plan's noise is given.
+    given = config.privacy.noise_multiplier is not None
+    made = prepare(config, make_plan(config.privacy) if given else None)
     stream, row_M = feature_stream(made), canary_rows(made.store)
     row_M = row_M if len(row_M) else np.arange(stream.num_records)
     return made.plan, *attack_head(made, stream, row_M)
