@@ -163,7 +163,8 @@ def _on_canaries(
         words = train_tokenizer(scene_captions(_SENTENCES), model.vocab_size)
         words.save(folder / "words.json")
         data = replace(data, tokenizer=str(folder / "words.json"))
-    config = replace(config, model=model, init_from=None, public_weights=None)
+    declared = config.public_weights if isinstance(model, HeadConfig) else None
+    config = replace(config, model=model, init_from=None, public_weights=declared)
     store = (
         write_canaries(folder / "store", config, num_canaries, _OTHERS * num_canaries)
         if public is None
