@@ -1,12 +1,14 @@
 """Audits: the white-box audit of three recipes and three laws of the draws, of two ranks, and of
-planted faults.
+planted faults; with --black-box the black-box audit of a head, a captioner and an encoder.
 
     python benchmarks/audits.py [--quick] [--json FILE]
+    python benchmarks/audits.py --black-box [--quick] [--json FILE]
     python benchmarks/audits.py --page FILE
 
 The first form takes about six minutes of one core (--quick: one minute, one recipe) and prints
-rows; the second writes the tables of docs/audits.md from a result. Each row's case is a mechanism
-or a fault; its metrics are the figures of the audit, "passed" (1 or 0) and seconds.
+rows; so does the second, in about ten minutes; the third writes the tables of docs/audits.md from a
+result. Each row's case is a mechanism or a fault; its metrics are the figures of the audit,
+"passed" (1 or 0) and seconds.
 """
 
 import argparse
@@ -26,9 +28,10 @@ from unittest import mock
 import torch
 from common import ROOT, row, write_result
 
-from dpvision.audit import white_box
+from dpvision.audit import black_box, white_box
 from dpvision.config import RunConfig
 from dpvision.config.resolve import resolve
+from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp import clip, noise
 from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.sampling import Poisson, draw_poisson
@@ -159,8 +162,74 @@ def measured(quick: bool) -> Iterator[dict[str, Any]]:
             yield from audited("fault", fault, config)
 
 
+NO_NOISE = "1, noise x 0"
+NETWORK: dict[str, Any] = {
+    "privacy.dataset_size": 400,
+    "privacy.expected_batch_size": 100,
+    "privacy.steps": 150,
+    "privacy.max_grad_norm": 1.0,
+    "data.crop_scale": (1.0, 1.0),
+    "data.horizontal_flip": False,
+    "hardware.physical_batch_size": 100,
+    "model.encoder.image_size": 16,
+    "model.encoder.patch_size": 4,
+    "model.encoder.depth": 2,
+    "model.encoder.width": 64,
+    "model.encoder.num_heads": 2,
+    "optim.learning_rate": 3e-3,
+    "optim.schedule": "constant",
+    "optim.warmup_steps": 10,
+    "optim.weight_decay": 0.0,
+}
+"""A small network of the recipe's kind whose 100 canaries are each drawn 38 times, without
+augmentation: memorised, if anything is."""
+ATTACKED = {
+    "head": ("transfer.one_step", 500, {}),
+    "classifier": ("transfer.micro", 100, NETWORK),
+    "captioner": ("dpcap.micro", 100, NETWORK),
+    "encoder": ("vip.micro", 100, NETWORK),
+}
+SCENES = "head, scenes"
+"""2,000 public scenes with their colours as labels, each a canary."""
+
+
+def attacked(
+    case: str, recipe: str, canaries: int, settings: dict[str, Any], data: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of black-box audits at two epsilons, and at epsilon 1 without the noise."""
+    for variant in ("1", "8", NO_NOISE):
+        epsilon = float(variant.split(",")[0])
+        config, start = config_of(recipe, epsilon, **settings), time.monotonic()
+        factor = 1e-6 if variant == NO_NOISE else 1.0
+        with terms_of(lambda terms, f=factor: [(of, f * std) for of, std in terms]):  # type: ignore[misc]
+            result = black_box(config, None, canaries, data=data, quiet=True)
+        bound = result["bound"]
+        found = {
+            **{name: bound[name] for name in OF_BOUND},
+            **result["attack"],
+            **{f"limit_of_{name}": value for name, value in result["limits"].items()},
+            "passed": float(result["passed"]),
+            "seconds": time.monotonic() - start,
+        }
+        for metric, value in found.items():
+            yield row(f"black box, {case}", variant, metric, [value])
+
+
+OF_BOUND = ("epsilon", "epsilon_low", "epsilon_low_of_plan", "canaries", "guesses", "right")
+
+
+def black_boxes(quick: bool) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all black-box audits."""
+    for case, (recipe, canaries, settings) in list(ATTACKED.items())[: 1 if quick else None]:
+        yield from attacked(case, recipe, canaries, settings, None)
+    if not quick:
+        with tempfile.TemporaryDirectory() as folder:
+            store = write_scenes(Path(folder) / "scenes", 2000, 32, label="colour")
+            yield from attacked(SCENES, "transfer.one_step", 20, {}, store.path)
+
+
 def tables(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the tables of the page, by name."""
+    """Return the tables of the page that the rows are of, by name."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for r in rows:
         found.setdefault((r["case"], r["variant"]), {})[r["metric"]] = r["value"]
@@ -170,8 +239,23 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, str]:
         "| fault | noise | shift | bound on epsilon 8 | refused by |",
         "|---|---|---|---|---|",
     ]
+    boxes = [
+        "| trained | epsilon | right guesses | bound | bound of the plan | AUC | allowed | "
+        "TPR at 1% | allowed | TPR at 0.1% | allowed | passed | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for (case, variant), f in found.items():
-        if case == "fault":
+        if case.startswith("black box, "):
+            pairs = [
+                f"{f[name]:.3f} | {f[f'limit_of_{name}']:.3f}"
+                for name in ("auc", "tpr_at_fpr_0.01", "tpr_at_fpr_0.001")
+            ]
+            boxes.append(
+                f"| {case.removeprefix('black box, ')} | {variant} | {f['right']:.0f} of "
+                f"{f['guesses']:.0f} | {f['epsilon_low']:.2f} | {f['epsilon_low_of_plan']:.2f} | "
+                f"{' | '.join(pairs)} | {'yes' if f['passed'] else 'NO'} | {f['seconds']:.0f} |"
+            )
+        elif case == "fault":
             refused = [name.replace("_", " ") for name in CHECKS if f.get(f"{name}_passed") == 0]
             refused += ["bound"] if not f["bound_passed"] else []
             faults.append(
@@ -184,7 +268,8 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, str]:
                 f"{f['noise']:.3f} | {f['shift']:.3f} | {'yes' if f['passed'] else 'NO'} | "
                 f"{f['seconds']:.0f} |"
             )
-    return {"audits": "\n".join(audits), "faults": "\n".join(faults)}
+    made = {"audits": audits, "faults": faults, "black box": boxes}
+    return {name: "\n".join(lines) for name, lines in made.items() if len(lines) > 2}
 
 
 def write_page(result: Path) -> None:
@@ -200,6 +285,7 @@ def write_page(result: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--black-box", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
@@ -207,7 +293,7 @@ def main() -> None:
         write_page(args.page)
         return
     rows = []
-    for made in measured(args.quick):
+    for made in (black_boxes if args.black_box else measured)(args.quick):
         rows.append(made)
         if made["metric"] == "seconds":
             print(f"{made['case']}, {made['variant']}: {made['value']:.0f} s", flush=True)

@@ -18,3 +18,13 @@ def test_the_page_has_the_tables_of_the_newest_result() -> None:
     assert "NO" not in tables["audits"], "an audit failed"
     refused = {line.split(" | ")[0]: line for line in tables["faults"].splitlines()[2:]}
     assert [fault for fault, line in refused.items() if "nothing" in line] == ["| none"]
+
+
+def test_the_page_has_the_black_boxes_of_the_newest_result() -> None:
+    newest = sorted((ROOT / "benchmarks" / "results").glob("*-audits_black_box.json"))[-1]
+    table = audits.tables(json.loads(newest.read_text())["rows"])["black box"]
+    assert table in (ROOT / "docs" / "audits.md").read_text()
+    lines = table.splitlines()[2:]
+    failed = [line for line in lines if "| NO |" in line]
+    assert all(audits.NO_NOISE in line for line in failed), "an audit of what runs failed"
+    assert any("| head |" in line for line in failed), "a head without noise passed"

@@ -51,6 +51,38 @@ def test_a_statement_names_the_audit_of_its_plan_and_is_verified(
     assert "failed" not in found.values() and "unverified" not in found.values()
 
 
+def test_a_statement_names_both_kinds_of_audit(copy_of: Callable[[], Path]) -> None:
+    run = copy_of()
+    write_json(run / "audit.json", audit_of(run))
+    before = write_statement(run)
+    one = before.read_bytes()
+    attacked = {
+        "kind": "black-box",
+        "bound": {
+            "canaries": 500,
+            "guesses": 250,
+            "right": 178,
+            "epsilon_low": 0.4015,
+            "epsilon_low_of_plan": 0.5294,
+            "confidence": 0.999,
+        },
+        "attack": {"auc": 0.6816},
+        "limits": {"auc": 0.8806},
+    }
+    write_json(run / "audit_black_box.json", audit_of(run, **attacked))
+    assert statuses(before, run)["audits"] == "ok", "attacked after the statement"
+    path = write_statement(run)
+    assert path.read_bytes() != one
+    text = json.loads(path.read_text())["history"]["audits"]["text"]
+    assert "4,300 scores: it passed" in text and "Of 250 guesses 178 were right" in text
+    assert "0.4015, whatever the mechanism, and at least 0.5294 with" in text
+    assert "was 0.682, where the plan allows 0.881" in text
+    found = statuses(path, run)
+    assert found["audits"] == found["written again"] == "ok" and "failed" not in found.values()
+    (run / "audit_black_box.json").unlink()
+    assert statuses(path, run)["audits"] == "failed"
+
+
 def test_a_failed_audit_is_stated(copy_of: Callable[[], Path]) -> None:
     run = copy_of()
     write_json(run / "audit.json", audit_of(run, passed=False))

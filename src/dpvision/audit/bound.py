@@ -13,6 +13,7 @@ Legend: M canaries in the data, T steps, E epsilons.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -170,42 +171,54 @@ def area_allowed(plan: DPPlan, noise_multiplier: float) -> float:
     """Return an upper bound on the area under the ROC curve of any attack that tells whether a
     record was in the data of ``plan``, were its noise multiplier this one.
 
-    The privacy loss distribution gives delta at each epsilon for removing a record and for adding
-    it: a true-positive rate is at most delta + e^epsilon fpr, and at most
-    1 - e^-epsilon (1 - delta - fpr).
+    A true-positive rate is at most delta + e^epsilon fpr, with the delta of removing, and at most
+    1 - e^-epsilon (1 - delta - fpr), with that of adding.
     """
-    event = plan.sampler.event(noise_multiplier, plan.steps)
-    losses = event.losses(10 * accountant.discretization_interval(event))
-    epsilon_E = np.linspace(0.0, min(losses.epsilon(1e-9), 700.0), _EPSILONS)
-    removing, adding = losses.removing.deltas(epsilon_E), losses.adding.deltas(epsilon_E)
+    epsilon_E, removing_E, adding_E = profiles(plan, noise_multiplier)
 
     def tpr(fpr: float) -> float:
-        hit_1 = removing + np.exp(epsilon_E) * fpr
-        hit_2 = 1.0 - np.exp(-epsilon_E) * (1.0 - adding - fpr)
+        hit_1 = removing_E + np.exp(epsilon_E) * fpr
+        hit_2 = 1.0 - np.exp(-epsilon_E) * (1.0 - adding_E - fpr)
         return float(min(1.0, hit_1.min(), hit_2.min()))
 
     return accountant.auc_of(tpr)
 
 
+def profiles(plan: DPPlan, noise_multiplier: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return epsilons and upper bounds on delta at each, for removing a record and for adding one,
+    of ``plan`` with another noise multiplier; from its privacy loss distribution, float64 (E,).
+    """
+    event = plan.sampler.event(noise_multiplier, plan.steps)
+    losses = event.losses(10 * accountant.discretization_interval(event))
+    epsilon_E = np.linspace(0.0, min(losses.epsilon(1e-9), 700.0), _EPSILONS)
+    return epsilon_E, losses.removing.deltas(epsilon_E), losses.adding.deltas(epsilon_E)
+
+
 def epsilon_of_area(plan: DPPlan, area: float) -> float:
     """Return the epsilon of the largest noise multiplier at which attacks reach ``area``; 0 if that
     is no more than chance.
-
-    Noise of less than a quarter of the plan's is not distinguished from a quarter.
     """
     if not area > 0.5:
         return 0.0
+    return epsilon_not_refuted(plan, lambda noise: area_allowed(plan, noise) - area)
+
+
+def epsilon_not_refuted(plan: DPPlan, excess: Callable[[float], float]) -> float:
+    """Return the epsilon of ``plan`` with the largest noise multiplier that is not refuted; 0 if
+    none up to 64 times the plan's is.
+
+    Noise of less than a quarter of the plan's is not distinguished from a quarter.
+
+    Args:
+        excess: falls with the noise multiplier, and is below 0 where it is refuted.
+    """
     noise = plan.noise.multiplier
-
-    def excess(log_noise: float) -> float:
-        return area_allowed(plan, math.exp(log_noise)) - area
-
     low, high = math.log(noise / 4), math.log(noise * 64)
-    if excess(low) <= 0:
+    if excess(math.exp(low)) <= 0:
         root = low
-    elif excess(high) >= 0:
+    elif excess(math.exp(high)) >= 0:
         return 0.0
     else:
-        root = optimize.brentq(excess, low, high, xtol=1e-4)
+        root = optimize.brentq(lambda log: excess(math.exp(log)), low, high, xtol=1e-4)
     event = plan.sampler.event(math.exp(root), plan.steps)
     return accountant.epsilon(event, plan.delta)

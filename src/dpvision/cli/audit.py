@@ -11,6 +11,7 @@ import tyro
 from dpvision.cli.output import emit, parse, shown
 from dpvision.cli.paths import check_run
 from dpvision.cli.progress import ProgressLine
+from dpvision.config import HeadConfig
 from dpvision.config.resolve import resolve
 from dpvision.errors import ConfigError
 from dpvision.privacy.printed import down, up, up_delta
@@ -26,46 +27,58 @@ _CHECKS = {
     "record_draws": "spread of the records' draws",
 }
 """Names of the checks on the screen."""
+_ATTACK = {
+    "auc": "area under the ROC curve",
+    "tpr_at_fpr_0.01": "true positives at 1% false",
+    "tpr_at_fpr_0.001": "true positives at 0.1% false",
+}
 
 
 def audit(
     run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None,
     recipe: str | None = None,
     white_box: bool = False,
+    black_box: bool = False,
+    canaries: int = 500,
+    data: Path | None = None,
     epsilon: float | None = None,
     steps: int | None = None,
     out: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Audit the mechanism of a recipe, or of a finished run, on synthetic canaries: records whose
-    gradients have ten times the clipping norm.
+    """Audit the mechanism of a recipe, or of a finished run, on synthetic canaries.
 
-    The steps are those of `dpvision train`: its draws, clipping, totals, noise and divisor. Noise,
-    shift and draws are compared with the plan, and a lower bound on epsilon is computed, which
-    holds for Gaussian noise of any size (docs/audits.md). No private image is read, so the result
-    is public. Exit status 0 if all checks passed, 1 otherwise, 2 if there is nothing to audit.
+    White box: canaries' gradients have ten times the clipping norm; noise, shift and draws of the
+    steps are compared with the plan, and a lower bound on epsilon is computed, which holds for
+    Gaussian noise of any size. Black box: the plan is executed by `dpvision train` on synthetic
+    records, canaries among them by fair coins, the coins are guessed from the weights, and the
+    right guesses give a lower bound on epsilon, whatever the mechanism. Without either flag both
+    are made (of a head the black box alone). docs/audits.md explains both.
+
+    No private image is read, so the results are public. Exit status 0 if all checks passed, 1
+    otherwise, 2 if there is nothing to audit.
 
       dpvision audit --recipe vip.micro --white-box
       dpvision audit --recipe vip.micro --white-box --epsilon 1 --steps 50
-      dpvision audit runs/first --white-box            writes runs/first/audit.json, which
+      dpvision audit --recipe transfer.one_step --black-box --canaries 500
+      dpvision audit runs/first                        writes audit.json and
+                                                       audit_black_box.json in runs/first, which
                                                        `dpvision report` names in the statement
       torchrun --nproc-per-node 2 -m dpvision audit --recipe vip.micro --white-box
 
     Args:
         run: Folder of a finished run, whose plan and settings are audited.
         recipe: Recipe to audit instead, with its own plan.
-        white_box: The attacker knows all weights, gradients and coins but one. The only audit there
-            is.
+        white_box: The attacker knows all weights, gradients and coins but one.
+        black_box: The attacker knows the first and the last weights, and the canaries.
+        canaries: Number of canaries of the black box, 20 or more.
+        data: Black box of a head: a public store with labels, whose records are the canaries.
         epsilon: With --recipe: another target epsilon.
         steps: With --recipe: another number of steps.
-        out: File of the result; if omitted, audit.json in the run's folder, or with --recipe in the
-            current one.
+        out: File of the result of one kind of audit; if omitted, audit.json or
+            audit_black_box.json in the run's folder, or with --recipe in the current one.
         json: Print JSON.
     """
-    if not white_box:
-        raise ConfigError(
-            "audit: white_box=False; expected the only kind of audit there is. Add --white-box."
-        )
     if (run is None) == (recipe is None):
         raise ConfigError(
             f"audit: RUN={run}, recipe={recipe!r}; expected one of the two. Give a run's folder, "
@@ -79,6 +92,9 @@ def audit(
     plan = None
     if run is not None:
         check_run(run)
+        from dpvision.audit import finished_run
+
+        config, plan = finished_run(run)
     else:
         from dpvision.recipes import get_recipe
 
@@ -86,29 +102,55 @@ def audit(
         given = {name: value for name, value in asked.items() if value is not None}
         assert recipe is not None
         config = resolve(get_recipe(recipe), given)
-    from dpvision.audit import finished_run
-    from dpvision.audit import white_box as run_audit
+    both = white_box == black_box
+    kinds = [
+        kind
+        for kind, wanted in (
+            ("white-box", white_box or (both and not isinstance(config.model, HeadConfig))),
+            ("black-box", black_box or both),
+        )
+        if wanted
+    ]
+    if out is not None and len(kinds) > 1:
+        raise ConfigError(
+            f"audit: out={out} with two kinds of audit; expected one. Add --white-box or "
+            "--black-box."
+        )
+    if "black-box" in kinds and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"audit: WORLD_SIZE={os.environ['WORLD_SIZE']} with the black box; expected 1. Add "
+            "--white-box, or start it without torchrun."
+        )
+    from dpvision.audit import black_box as run_black_box
+    from dpvision.audit import white_box as run_white_box
     from dpvision.files import write_json
-    from dpvision.statement.audits import FILE
+    from dpvision.statement.audits import FILES
 
-    if run is not None:
-        config, plan = finished_run(run)
     main_process = int(os.environ.get("RANK", "0")) == 0
-    with ProgressLine("preparing", quiet=not main_process) as line:
+    results, texts = [], []
+    for kind in kinds:
+        if kind == "white-box":
+            with ProgressLine("preparing", quiet=not main_process) as line:
 
-        def say(what: str, done: int, total: int) -> None:
-            line.say(f"{what}: step {done:,} of {total:,}", public=True)
+                def say(what: str, done: int, total: int) -> None:
+                    line.say(f"{what}: step {done:,} of {total:,}", public=True)
 
-        result = run_audit(config, say, plan)
+                result = run_white_box(config, say, plan)
+        else:
+            result = run_black_box(config, plan, canaries, data=data)
+        results.append(result)
+        if main_process:
+            path = out or (Path() if run is None else run) / FILES[kind]
+            write_json(path, result)
+            texts.append(f"{_TEXTS[kind](result)}\nResult: {path}")
     if main_process:
-        path = out or (Path() if run is None else run) / FILE
-        write_json(path, result)
-        emit(result, json, f"{_text(result)}\nResult: {path}")
-    if not result["passed"]:
+        shown_results: Any = results[0] if len(results) == 1 else {"audits": results}
+        emit(shown_results, json, "\n\n".join(texts))
+    if not all(result["passed"] for result in results):
         sys.exit(1)
 
 
-def _text(result: dict[str, Any]) -> str:
+def _white_box_text(result: dict[str, Any]) -> str:
     mechanism, bound, plan = result["mechanism"], result["bound"], result["plan"]
     checks = {**mechanism, **bound["checks"]}
     rows = [
@@ -141,6 +183,37 @@ def _text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _black_box_text(result: dict[str, Any]) -> str:
+    bound, attack, allowed = result["bound"], result["attack"], result["limits"]
+    rows = [
+        (title, f"{shown(attack[name])}", f"at most {shown(allowed[name])}")
+        for name, title in _ATTACK.items()
+    ]
+    rows += [
+        ("epsilon is at least", down(bound["epsilon_low"]), up(bound["epsilon"])),
+        ("with Gaussian noise", down(bound["epsilon_low_of_plan"]), up(bound["epsilon"])),
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        [
+            f"Black-box audit of {result['recipe']}: {bound['canaries']:,} canaries, "
+            f"{bound['inside']:,} of them in the data; epsilon {up(bound['epsilon'])} at delta "
+            f"{up_delta(bound['delta'])}",
+            f"Of the {bound['guesses']:,} most certain guesses {bound['right']:,} were right. "
+            f"Bounds hold at confidence {bound['confidence']}.",
+            "",
+            *(
+                "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+                for row in [("", "this attack", "the plan's"), *rows]
+            ),
+            "",
+            "Passed. A weak attack proves nothing: the plan's figures are proven, not these."
+            if result["passed"]
+            else "FAILED: the weights give away more than the plan allows. Do not train with it.",
+        ]
+    )
+
+
 def _between(check: dict[str, Any]) -> str:
     return f"{shown(check['low'])} to {shown(check['high'])}"
 
@@ -148,5 +221,7 @@ def _between(check: dict[str, Any]) -> str:
 def _verdict(check: dict[str, Any]) -> str:
     return "ok" if check["passed"] else "FAILED"
 
+
+_TEXTS = {"white-box": _white_box_text, "black-box": _black_box_text}
 
 run = partial(parse, audit, "audit")

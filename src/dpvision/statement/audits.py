@@ -1,4 +1,4 @@
-"""The audit of a run's plan (``dpvision audit RUN``) in its statement: measured, not recomputed."""
+"""Audits of a run's plan (``dpvision audit RUN``) in its statement: measured, not recomputed."""
 
 from pathlib import Path
 from typing import Any
@@ -8,32 +8,32 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.strict_json import parse_json
 
 FORMAT = "dpvision-audit-1"
-FILE = "audit.json"
+FILES = {"white-box": "audit.json", "black-box": "audit_black_box.json"}
 
 
 def read_audits(root: Path, plan: DPPlan) -> list[dict[str, Any]]:
-    """Return what a statement has of RUN/audit.json, empty if there is no such file.
+    """Return what a statement has of the run's audits, empty if there is no file of any.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: a file cannot be read.
         PrivacyError: it is of another plan than ``plan``.
     """
-    path = root / FILE
-    if not path.exists():
-        return []
+    return [
+        _read(root, root / file, kind, plan)
+        for kind, file in FILES.items()
+        if (root / file).exists()
+    ]
+
+
+def _read(root: Path, path: Path, kind: str, plan: DPPlan) -> dict[str, Any]:
+    again = f"`dpvision audit {root} --{kind}`"
     try:
         found = parse_json(path.read_bytes())
         audited = DPPlan.from_dict(found["plan"])
-        mechanism, bound = found["mechanism"], found["bound"]
         entry = {
-            "kind": {"white-box": "white-box"}[found["kind"]],
+            "kind": {kind: kind}[found["kind"]],
             "passed": bool(found["passed"]),
-            "noise": float(mechanism["noise"]["value"]),
-            "shift": float(mechanism["shift"]["value"]),
-            "epsilon_low": float(bound["epsilon_low"]),
-            "confidence": float(bound["confidence"]),
-            "scores": int(mechanism["scores"]) + int(bound["scores"]),
-            "ranks": int(found["ranks"]),
+            **(_white_box if kind == "white-box" else _black_box)(found),
             "code_sha256": str(found["code_sha256"]),
         }
         if found["format"] != FORMAT:
@@ -41,11 +41,37 @@ def read_audits(root: Path, plan: DPPlan) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, DPVisionError) as error:
         raise CheckpointError(
             f"audit: {path} cannot be read ({error!r}); expected a file of `dpvision audit`. "
-            f"Write it again with `dpvision audit {root} --white-box`, or remove it."
+            f"Write it again with {again}, or remove it."
         ) from None
     if not audited.same_mechanism(plan):
         raise PrivacyError(
             f"audit: {path} is of another plan than the run's; expected the run's. Write it again "
-            f"with `dpvision audit {root} --white-box`, or remove it."
+            f"with {again}, or remove it."
         )
-    return [entry]
+    return entry
+
+
+def _white_box(found: dict[str, Any]) -> dict[str, Any]:
+    mechanism, bound = found["mechanism"], found["bound"]
+    return {
+        "noise": float(mechanism["noise"]["value"]),
+        "shift": float(mechanism["shift"]["value"]),
+        "epsilon_low": float(bound["epsilon_low"]),
+        "confidence": float(bound["confidence"]),
+        "scores": int(mechanism["scores"]) + int(bound["scores"]),
+        "ranks": int(found["ranks"]),
+    }
+
+
+def _black_box(found: dict[str, Any]) -> dict[str, Any]:
+    bound = found["bound"]
+    return {
+        "canaries": int(bound["canaries"]),
+        "guesses": int(bound["guesses"]),
+        "right": int(bound["right"]),
+        "epsilon_low": float(bound["epsilon_low"]),
+        "epsilon_low_of_plan": float(bound["epsilon_low_of_plan"]),
+        "confidence": float(bound["confidence"]),
+        "attack": {name: float(value) for name, value in found["attack"].items()},
+        "limits": {name: float(value) for name, value in found["limits"].items()},
+    }

@@ -37,6 +37,13 @@ AUDITED = (
     "{confidence:g}. No attack was run against this model. The bounds on attacks in this statement "
     "are proven and do not rely on the audit."
 )
+ATTACKED = (
+    "A run of this plan on synthetic records, with {canaries:,} canaries included by fair coins, "
+    "was attacked through its weights: it {verdict}. Of {guesses:,} guesses {right:,} were right: "
+    "epsilon is at least {low}, whatever the mechanism, and at least {low_of_plan} with Gaussian "
+    "noise of whatever size, at confidence {confidence:g}. The attack's area under the ROC curve "
+    "was {auc:.3f}, where the plan allows {limit:.3f}. This model itself was not attacked."
+)
 TOKENIZER = (
     "Tokenizer: trained on text declared to be public or synthetic; the command that trains it "
     "refuses private stores. It is released with the weights. Captions were cleaned and "
@@ -156,14 +163,16 @@ def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def audits(runs: list[dict[str, Any]]) -> str:
     """Return what is known of audits: of the mechanism, or that there was none."""
-    said = [
-        AUDITED.format(
-            **run,
-            verdict="passed" if run["passed"] else "FAILED",
-            low=down(run["epsilon_low"]),
-        )
-        for run in runs
-    ]
+    said = []
+    for run in runs:
+        verdict = "passed" if run["passed"] else "FAILED"
+        words = {"verdict": verdict, "low": down(run["epsilon_low"])}
+        if run["kind"] == "black-box":
+            words["low_of_plan"] = down(run["epsilon_low_of_plan"])
+            auc = {"auc": run["attack"]["auc"], "limit": run["limits"]["auc"]}
+            said.append(ATTACKED.format(**run, **words, **auc))
+        else:
+            said.append(AUDITED.format(**run, **words))
     return " ".join(said) or NO_AUDITS
 
 

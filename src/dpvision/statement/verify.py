@@ -21,7 +21,6 @@ from dpvision.privacy.printed import count
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import read_run
 from dpvision.runs.run import code_versions
-from dpvision.statement.audits import FILE as AUDIT_FILE
 from dpvision.statement.audits import read_audits
 from dpvision.statement.check import (
     Check,
@@ -433,14 +432,20 @@ def check_scores(statement: dict[str, Any], root: Path) -> Check:
 
 
 def check_audits(statement: dict[str, Any], root: Path, plan: DPPlan) -> Check:
-    """Check that the audit is in the run's public file. It is not made again."""
+    """Check that the audits are in the run's public files. They are not made again."""
+    stated = statement["history"]["audits"]["runs"]
     try:
-        found = read_audits(root, plan)
+        found = _audits_of(stated, read_audits(root, plan))
     except DPVisionError as error:
         return failed("audits", str(error))
-    if statement["history"]["audits"]["runs"] != found:
-        return failed("audits", f"not as in {AUDIT_FILE} of the run")
-    return ok("audits", f"as in {AUDIT_FILE}, not made again; audits: {len(found)}")
+    if stated != found:
+        return failed("audits", "not as in the files of `dpvision audit` in the run")
+    return ok("audits", f"as in the run's files, not made again; audits: {len(found)}")
+
+
+def _audits_of(stated: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the audits of the kinds that are stated; of others the run was audited since."""
+    return [audit for audit in found if audit["kind"] in {one["kind"] for one in stated}]
 
 
 def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | None) -> Check:
@@ -452,8 +457,8 @@ def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | No
             "known"
         ]:  # written without the store, which may be given now
             evidence = replace(evidence, from_store=False, store_dir=None)
-        if not statement["history"]["audits"]["runs"]:  # audited since, perhaps
-            evidence = replace(evidence, audits=[])
+        stated = statement["history"]["audits"]["runs"]
+        evidence = replace(evidence, audits=_audits_of(stated, evidence.audits))
         if statement["hashes"]["code"] != code_versions()["code_sha256"]:
             return not_checked(
                 name, "the dpvision installed here is not the code that made the checkpoint"
