@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from dpvision.errors import OPERATOR_ONLY
+from dpvision.files import append_lines
 from dpvision.privacy.composition import Part
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import duration
@@ -66,8 +67,8 @@ class RunLog:
     ) -> None:
         self._private_store, self._show_confidential = private, show_confidential
         self._plan, self._meter = plan, EpsilonMeter(plan, behind)
-        self._public = open(base / "progress.jsonl", "a")
-        self._private = open(confidential / "metrics.jsonl", "a")
+        self._public = append_lines(base / "progress.jsonl")
+        self._private = append_lines(confidential / "metrics.jsonl")
         self._board = SummaryWriter(str(confidential / "tensorboard"))
         self._console = Console(stderr=True, quiet=quiet)
         self._progress = Progress(
