@@ -2,7 +2,8 @@
 and two writers; the laws of docs/privacy.md are checked after each.
 
     python benchmarks/crashes.py --work FOLDER [--points N]
-        [--commands train,save,import,adapt,resume] [--signals KILL,TERM,INT] [--seed S] [--full] [--others]
+        [--commands train,save,import,adapt,resume] [--signals KILL,TERM,INT] [--seed S]
+        [--full] [--others]
     python benchmarks/crashes.py --work FOLDER --json FILE [--page]
 
 The first form appends a line to FOLDER/points.jsonl for each place (N a command; every write with
@@ -17,6 +18,7 @@ out, so that every place lies in the command's own work.
 
 import argparse
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -320,13 +322,15 @@ def check_run(folder: Path) -> dict[str, Any]:
 def digests(folder: Path) -> Any:
     """Return digests of the newest checkpoint's tensors; of an import the number of images."""
     from dpvision.checkpoint import load_checkpoint
-    from dpvision.weights import contents
 
     if not (folder / "runs" / "run").exists():
         return NUM
     found = load_checkpoint(folder / "runs" / "run")
-    groups = (found.model, found.ema, found.optimizer)
-    return [None if group is None else sorted(contents(group.values())) for group in groups]
+    return {
+        kind + name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+        for kind, group in (("", found.model), ("ema.", found.ema), ("optim.", found.optimizer))
+        for name, tensor in (group or {}).items()
+    }
 
 
 def random_points(
