@@ -24,7 +24,7 @@ from typing import Any
 _OPERATIONS = (
     "write", "pwrite", "fsync", "fdatasync", "replace", "rename", "mkdir", "sendfile"
 )  # fmt: skip
-_TAKE_SPACE = ("write", "pwrite", "fsync", "fdatasync", "mkdir", "sendfile", "open")
+TAKE_SPACE = ("write", "pwrite", "fsync", "fdatasync", "mkdir", "sendfile", "open")
 _LIMIT_S = 300.0
 _open, _write, _kill, _pid = builtins.open, os.write, os.kill, os.getpid
 
@@ -133,7 +133,7 @@ def _be_child(
         except SystemExit as error:
             code = error.code
             status = code if isinstance(code, int) else int(code is not None)
-        say({"operations": count()})
+        say({"operations": len(count), "names": count})
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
@@ -180,20 +180,19 @@ def _trace_releases(say: Callable[[dict[str, Any]], object], key: bytes | None) 
     release.privatize = privatize
 
 
-def _count_operations(stop: Stop, say: Callable[[dict[str, Any]], object]) -> Callable[[], int]:
-    """Count file operations, and stop the process at one of them; return the counter."""
-    done = 0
+def _count_operations(stop: Stop, say: Callable[[dict[str, Any]], object]) -> list[str]:
+    """Count file operations, and stop the process at one of them; return their names so far."""
+    names: list[str] = []
 
     def before(name: str) -> None:
-        nonlocal done
-        done += 1
+        names.append(name)
         if stop.operation is None:
             return
-        if done == stop.operation:
+        if len(names) == stop.operation:
             say({"stopped": name})
             if stop.signal is not None:
                 _kill(_pid(), stop.signal)
-        if stop.signal is None and done >= stop.operation and name in _TAKE_SPACE:
+        if stop.signal is None and len(names) >= stop.operation and name in TAKE_SPACE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,7 +238,7 @@ def _count_operations(stop: Stop, say: Callable[[dict[str, Any]], object]) -> Ca
     for name in _OPERATIONS:
         setattr(os, name, counted(name, getattr(os, name)))
     builtins.open = io.open = opened
-    return lambda: done
+    return names
 
 
 def forked(function: Callable[[], Any]) -> Any:

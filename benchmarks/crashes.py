@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 from common import ROOT, row, write_result
-from crash_child import Outcome, Stop, forked, run_command
+from crash_child import TAKE_SPACE, Outcome, Stop, forked, run_command
 from PIL import Image
 
 PAGE = ROOT / "docs" / "audits.md"
@@ -357,12 +357,16 @@ def random_points(
 
 
 def full_disks(bench: Bench, command: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yield (name, check) of a disk that is full from the k-th operation on, for each k."""
-    for case in cases(command, steps=2)[:2]:
-        for k in range(1, bench.whole(case).operations + 1):
+    """Yield (name, check) of a disk that is full from the k-th operation on, for each k that takes
+    space.
+    """
+    case = cases(command, steps=1)[0]
+    names = next(e["names"] for e in bench.whole(case).trace if "names" in e)
+    for k, name in enumerate(names, start=1):
+        if name in TAKE_SPACE:
             yield (
-                f"{command} full {k}: {case.name}, FULL, file",
-                lambda case=case, k=k: bench.point(case, Stop(operation=k), known=False),
+                f"{command} full {k}: {case.name}, FULL, {name}",
+                lambda k=k: bench.point(case, Stop(operation=k), known=False),
             )
 
 

@@ -66,10 +66,12 @@ def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Ite
             for name in names:
                 sync(Path(below, name))
             sync(Path(below))
+        old = partial.with_name(f"{partial.name}-old")
         if replace and folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(old)
         partial.rename(folder)
         sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:

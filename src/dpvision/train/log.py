@@ -8,6 +8,7 @@ on a terminal and omitted from a job's log.
 
 import json
 import math
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class RunLog:
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def __enter__(self) -> Self:
+        self._hook, threading.excepthook = threading.excepthook, _unless_raised_again
         if self._console.is_terminal:
             self._progress.start()
         return self
@@ -93,8 +95,11 @@ class RunLog:
         trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
-        for file in (self._public, self._private, self._board):
-            file.close()
+        try:
+            for file in (self._public, self._private, self._board):
+                file.close()
+        finally:
+            threading.excepthook = self._hook
 
     def say(self, text: str) -> None:
         """Print one line for the operator."""
@@ -132,6 +137,14 @@ class RunLog:
         elif time.monotonic() - self._last_line >= _LINE_EVERY_S or done == self._plan.steps:
             self._last_line = time.monotonic()
             self.say(f"step {done}/{self._plan.steps}  {text}")
+
+
+def _unless_raised_again(args: threading.ExceptHookArgs) -> None:
+    """Print an exception that ended a thread, but no full disk in TensorBoard's writer, which is
+    raised in the main thread too.
+    """
+    if not (type(args.thread).__name__ == "_AsyncWriterThread" and args.exc_type is OSError):
+        threading.__excepthook__(args)
 
 
 def _line(file: object, value: dict) -> None:
