@@ -29,6 +29,8 @@ from dpvision.runs.run import EpsilonMeter
 
 _RECENT_STEPS = 20
 _LINE_EVERY_S = 15.0
+_WRITER = "_AsyncWriterThread"
+"""TensorBoard's class of the thread that writes."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class RunLog:
         self._plan, self._meter = plan, EpsilonMeter(plan, behind)
         self._public = append_lines(base / "progress.jsonl")
         self._private = append_lines(confidential / "metrics.jsonl")
+        self._hook, threading.excepthook = threading.excepthook, _unless_raised_again
         self._board = SummaryWriter(str(confidential / "tensorboard"))
         self._console = Console(stderr=True, quiet=quiet)
         self._progress = Progress(
@@ -83,7 +86,6 @@ class RunLog:
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def __enter__(self) -> Self:
-        self._hook, threading.excepthook = threading.excepthook, _unless_raised_again
         if self._console.is_terminal:
             self._progress.start()
         return self
@@ -99,6 +101,9 @@ class RunLog:
             for file in (self._public, self._private, self._board):
                 file.close()
         finally:
+            for thread in threading.enumerate():
+                if type(thread).__name__ == _WRITER and getattr(thread, "exception", None):
+                    thread.join()  # it ends at once, by the hook
             threading.excepthook = self._hook
 
     def say(self, text: str) -> None:
@@ -143,7 +148,7 @@ def _unless_raised_again(args: threading.ExceptHookArgs) -> None:
     """Print an exception that ended a thread, but no full disk in TensorBoard's writer, which is
     raised in the main thread too.
     """
-    if not (type(args.thread).__name__ == "_AsyncWriterThread" and args.exc_type is OSError):
+    if not (type(args.thread).__name__ == _WRITER and args.exc_type is OSError):
         threading.__excepthook__(args)
 
 
