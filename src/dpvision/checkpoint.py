@@ -4,7 +4,6 @@ verified when read, never unpickled.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpvision.errors import CheckpointError, remedy_for
-from dpvision.files import disk_refusals, new_folder
+from dpvision.files import disk_refusals, new_folder, remove_folder
 from dpvision.strict_json import parse_json
 from dpvision.weights import pack, read_lineage, unpack
 
@@ -215,7 +214,7 @@ def list_checkpoints(base: Path) -> list[Path]:
 def keep_newest(base: Path, count: int) -> None:
     """Delete all but the ``count`` newest checkpoints of ``list_checkpoints``."""
     for folder in list_checkpoints(base)[:-count]:
-        shutil.rmtree(folder)
+        remove_folder(folder)
 
 
 def state_tensors(module: torch.nn.Module) -> dict[str, Tensor]:

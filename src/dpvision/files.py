@@ -19,6 +19,8 @@ from dpvision.errors import CheckpointError, ConfigError, DataError, remedy_for
 
 CONFIDENTIAL = "confidential"
 """Name of the folders that files on private records must lie in."""
+_TAIL_BYTES = 1 << 16
+"""More than a line of a log has."""
 
 
 @contextlib.contextmanager
@@ -42,28 +44,54 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Iterator[Path]:
     """A temporary folder to fill: with all its files it becomes ``folder`` when the block ends
-    well, and is removed when it fails.
+    well, and is removed when it fails. The temporary folders beside it of processes that were
+    killed are removed first.
 
     Args:
         replace: remove a folder of that name first; otherwise a folder with files in it raises
             OSError.
     """
     partial = _partial(folder)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(mode=mode)
+        with locked(folder.parent):  # nobody sees the new folder before it is in use
+            for left in folder.parent.glob(".*.partial-*"):
+                if left.is_dir() and not left.is_symlink() and _abandoned(left):
+                    shutil.rmtree(left, ignore_errors=True)
+            partial.mkdir(mode=mode)
+            stack.enter_context(locked(partial))
         yield partial
         for below, _, names in os.walk(partial):
             for name in names:
                 sync(Path(below, name))
             sync(Path(below))
+        old = partial.with_name(f"{partial.name}-old")
         if replace and folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(old)
         partial.rename(folder)
         sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder: its name is gone before any of its files. What a kill leaves goes with the
+    next ``new_folder`` beside it.
+    """
+    folder.rename(_partial(folder))
+    shutil.rmtree(_partial(folder))
+
+
+def _abandoned(folder: Path) -> bool:
+    """Return whether the process that filled a temporary folder has ended."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -119,6 +147,16 @@ def append(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
     os.fsync(descriptor)
+
+
+def append_lines(path: Path) -> TextIO:
+    """Open a file of lines to add to it. A last line that a crash tore is removed."""
+    with path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - _TAIL_BYTES))
+        tail = file.read()
+        file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
+    return path.open("a")
 
 
 def sync(path: Path) -> None:

@@ -36,7 +36,7 @@ from dpvision.devices import loader_threads
 from dpvision.encoders.feature_file import feature_array, kept_centre, rows_of_pass
 from dpvision.encoders.identity import check_same, describe
 from dpvision.errors import DataError, PrivacyError
-from dpvision.files import write_json
+from dpvision.files import append_lines, write_json
 from dpvision.privacy.plan import DPPlan
 from dpvision.runs.run import EpsilonMeter, Run, Secrets, Stopped, StopRequest, new_run, read_object
 
@@ -341,7 +341,7 @@ def _charger(run: Run) -> Callable[[], int]:
 
     def charge() -> int:
         step = run.ledger.append()
-        with open(path, "a") as file:
+        with append_lines(path) as file:
             file.write(json.dumps(meter.entry(step + 1), allow_nan=False) + "\n")
         return step
 

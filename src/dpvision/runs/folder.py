@@ -92,7 +92,7 @@ def require_new(root: Path) -> None:
 def create_run(
     root: Path, config: RunConfig, about: dict[str, Any], *, wholly_confidential: bool
 ) -> RunFolder:
-    """Make and lock a new run folder.
+    """Make and lock the folder of a new run, which is one after ``complete_run``.
 
     Args:
         about: store_id, store_visibility, results_visibility and guarantee; written to run.json
@@ -112,10 +112,16 @@ def create_run(
     (root / "confidential").mkdir(exist_ok=True)
     (root / "confidential").chmod(0o700)
     run_id = secrets.token_hex(8)
-    write_json(base / "config.json", public_settings(config))
     write_json(root / "confidential" / _PATHS, {"store": config.data.store})
     write_json(base / "run.json", {"format": FORMAT, "run_id": run_id, **about})
     return RunFolder(root, base, run_id, lock)
+
+
+def complete_run(folder: RunFolder, config: RunConfig) -> None:
+    """Write config.json, the last file of a new run: without it there is no run, so that a crash
+    before leaves the name free, and every run has all that --resume reads.
+    """
+    write_json(folder.base / "config.json", public_settings(config))
 
 
 def public_settings(config: RunConfig) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from dpvision.privacy.stream import Key, new_key
 from dpvision.runs.code_digest import code_digest
 from dpvision.runs.folder import (
     RunFolder,
+    complete_run,
     create_run,
     discard_run,
     open_run,
@@ -198,6 +199,7 @@ def new_run(
                 Ledger.open(store.path, folder.run_id, plan, resume=False, lineage=lineage)
             )
             write_file(StoreLedgers.of(store.path).name_path(folder.run_id), str(root).encode())
+            complete_run(folder, config)
         except DPVisionError:
             discard_run(
                 folder, described

@@ -8,6 +8,7 @@ on a terminal and omitted from a job's log.
 
 import json
 import math
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from dpvision.errors import OPERATOR_ONLY
+from dpvision.files import append_lines
 from dpvision.privacy.composition import Part
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import duration, time_left
@@ -27,6 +29,8 @@ from dpvision.runs.run import EpsilonMeter
 
 _RECENT_STEPS = 20
 _LINE_EVERY_S = 15.0
+_WRITER = "_AsyncWriterThread"
+"""TensorBoard's class of the thread that writes."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,9 @@ class RunLog:
     ) -> None:
         self._private_store, self._show_confidential = private, show_confidential
         self._plan, self._meter = plan, EpsilonMeter(plan, behind)
-        self._public = open(base / "progress.jsonl", "a")
-        self._private = open(confidential / "metrics.jsonl", "a")
+        self._public = append_lines(base / "progress.jsonl")
+        self._private = append_lines(confidential / "metrics.jsonl")
+        self._hook, threading.excepthook = threading.excepthook, _unless_raised_again
         self._board = SummaryWriter(str(confidential / "tensorboard"))
         self._console = Console(stderr=True, quiet=quiet)
         self._progress = Progress(
@@ -92,8 +97,14 @@ class RunLog:
         trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
-        for file in (self._public, self._private, self._board):
-            file.close()
+        try:
+            for file in (self._public, self._private, self._board):
+                file.close()
+        finally:
+            for thread in threading.enumerate():
+                if type(thread).__name__ == _WRITER and getattr(thread, "exception", None):
+                    thread.join()  # it ends at once, by the hook
+            threading.excepthook = self._hook
 
     def say(self, text: str) -> None:
         """Print one line for the operator."""
@@ -131,6 +142,14 @@ class RunLog:
         elif time.monotonic() - self._last_line >= _LINE_EVERY_S or done == self._plan.steps:
             self._last_line = time.monotonic()
             self.say(f"step {done}/{self._plan.steps}  {text}")
+
+
+def _unless_raised_again(args: threading.ExceptHookArgs) -> None:
+    """Print an exception that ended a thread, but no full disk in TensorBoard's writer, which is
+    raised in the main thread too.
+    """
+    if not (type(args.thread).__name__ == _WRITER and args.exc_type is OSError):
+        threading.__excepthook__(args)
 
 
 def _line(file: object, value: dict) -> None:
