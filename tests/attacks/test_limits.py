@@ -44,7 +44,7 @@ FULL = PrivacyConfig(
     ("change", "said"),
     [
         (
-            {"noise_multiplier": None, "target_epsilon": 1e9},
+            {"noise_multiplier": None, "target_epsilon": 30.0},
             r"epsilon=.*for one record; expected at most 20",
         ),
         (

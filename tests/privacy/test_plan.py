@@ -11,7 +11,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant
 from dpvision.privacy.events import Gaussian, NonPrivate
-from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
 from dpvision.privacy.planner import what_if
 
 SMALL = PrivacyConfig(
@@ -195,11 +195,7 @@ def test_an_unreachable_target_says_what_can_be_reached() -> None:
 
 
 def test_a_generous_target_does_not_ask_for_less_than_the_least_noise() -> None:
-    plan = make_plan(
-        dataclasses.replace(
-            SMALL, noise_multiplier=None, target_epsilon=1e7, allow_weak_guarantee=True
-        )
-    )
+    plan = draft_plan(dataclasses.replace(SMALL, noise_multiplier=None, target_epsilon=1e7))
     assert plan.noise.multiplier == 0.01 and plan.epsilon < 1e7  # type: ignore[operator]
 
 

@@ -56,9 +56,8 @@ def refusal(plan: DPPlan, cfg: PrivacyConfig | None = None) -> str | None:
             f"{up_delta(plan.delta)} is for {its_records:,} records, and {population:,} are "
             "declared); expected at most 1. Give --privacy.delta None for the default."
         )
-    return _unaccounted(plan) or (
-        None if cfg is not None and cfg.allow_weak_guarantee else weakness(plan)
-    )
+    weak = None if cfg is not None and cfg.allow_weak_guarantee else weakness(plan)
+    return _unaccounted(plan) or weak or _shown_by_tails(plan)
 
 
 def weakness(plan: DPPlan) -> str | None:
@@ -99,10 +98,8 @@ def seen_in_tails(plan: DPPlan) -> float:
     return plan.selection.mean_runs * (plan.selection.steps * step + score)
 
 
-def _unaccounted(plan: DPPlan) -> str | None:
-    """Why ``plan`` has no valid accounting, or costs much more than plain Poisson; None
-    otherwise.
-    """
+def _shown_by_tails(plan: DPPlan) -> str | None:
+    """Why the noise of ``plan`` is too little for its bounded tails, or None."""
     if not (seen := seen_in_tails(plan)) <= TAIL_TOLERANCE * plan.delta:
         return (
             f"privacy: noise_multiplier={plan.noise.multiplier:g} at "
@@ -111,6 +108,13 @@ def _unaccounted(plan: DPPlan) -> str | None:
             f"is drawn could show a record with probability {seen:.1g}, which must be below 1% of "
             "delta. Plan more noise, more steps or a larger delta."
         )
+    return None
+
+
+def _unaccounted(plan: DPPlan) -> str | None:
+    """Why ``plan`` has no valid accounting, or costs much more than plain Poisson; None
+    otherwise.
+    """
     sampler, k = plan.sampler, plan.unit.max_records
     if plan.selection is not None and plan.unit.clipped > 1 and sampler.random:
         return (
