@@ -1,5 +1,5 @@
-"""Deja-vu memorisation of captioners, classifiers' encoders and masked autoencoders, without
-privacy and at epsilon 8 and 1, on procedural scenes.
+"""Deja-vu memorisation of captioners and of captioners' and classifiers' encoders, without privacy
+and at epsilon 8 and 1, on procedural scenes.
 
     python benchmarks/memorisation.py --work DIR [--quick] [--models NAMES] [--json FILE]
     python benchmarks/memorisation.py --page FILE
@@ -21,14 +21,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import ROOT, row, write_result
+from common import ROOT, Work, row, write_result
 from matplotlib.figure import Figure
 from run_folders import trained
 from torch import Tensor
@@ -40,25 +40,23 @@ from dpvision.audit.memorisation import (
     memorisation,
     neighbour_guesses,
 )
-from dpvision.checkpoint import load_checkpoint
 from dpvision.config import PAD_ID, DataConfig
 from dpvision.config.resolve import resolve
 from dpvision.data.transform import normalise_tensor, resized
-from dpvision.encoders.trained import load_model, run_encoder
+from dpvision.encoders.trained import run_encoder
 from dpvision.eval.captions.open_captioner import OpenCaptioner, open_captioner
 from dpvision.eval.captions.scene_choices import _with_articles
-from dpvision.models import mae
 from dpvision.privacy.accountant import attack_tpr
 from dpvision.privacy.plan import make_plan
 from dpvision.recipes import get_recipe
-from dpvision.synthetic.scene_layout import COLOURS, Draws, draw_layout
-from dpvision.synthetic.scenes import Scene, make_scene, render
+from dpvision.synthetic.scene_layout import COLOURS
+from dpvision.synthetic.scenes import Scene, make_scene
 
 PAGE, FIGURE = ROOT / "docs" / "audits.md", ROOT / "docs" / "images" / "memorisation.png"
 BEGIN = "<!-- memorisation: written by benchmarks/memorisation.py -->"
 END = "<!-- end of memorisation -->"
 PACKAGES = ("torch", "numpy", "scipy", "dp-accounting")
-SIDE, HALF, PATCH, VISIBLE = 32, 500, 8, 4
+SIDE, HALF = 32, 500
 START, PUBLIC = range(2_000_000, 2_005_000), range(1_000_000, 1_003_000)
 """Scenes of the public warm start, and those among which an encoder's neighbours are."""
 TOPS = (1.0, 0.2)
@@ -66,23 +64,25 @@ EPSILONS = ("none", "8", "1")
 MODELS = {
     "captioner": "dpcap.micro",
     "classifier": "vip.micro_finetune",
-    "autoencoder": "dpcap.micro_vip",
 }
 OF_MODEL = {
     "captioner": "--data.tokenizer stores/words.json",
     "classifier": "--model.encoder.patch-size 8 --model.encoder.width 64 "
     "--model.encoder.no-qkv-bias --model.encoder.no-train-cls",
-    "autoencoder": "",
 }
 """All have the encoder of dpcap.micro."""
 CROPS = "--data.crop-scale 0.2 1.0"  # the papers'
 NON_PRIVATE = (
     "--privacy.guarantee none --privacy.target-epsilon None --privacy.max-grad-norm None "
     "--privacy.expected-batch-size 100 --optim.schedule linear --optim.learning-rate 2e-3 "
-    "--optim.weight-decay 0"
+    "--optim.weight-decay 0 --optim.warmup-steps 20"
 )
-STEPS = {"captioner": 300, "classifier": 500, "autoencoder": 600}
-PRIVATE = {"privacy.expected_batch_size": 250, "privacy.steps": 25}
+STEPS = {"captioner": 300, "classifier": 400}
+PRIVATE = {"privacy.expected_batch_size": 250, "privacy.steps": 25, "optim.warmup_steps": 2}
+WARM = (
+    "--data.tokenizer stores/words.json --init-from None --privacy.expected-batch-size 100 "
+    "--optim.schedule linear --optim.learning-rate 2e-3 --optim.warmup-steps 50 --privacy.steps "
+)
 LEAST_CORNER = 13
 """Side in px of the smallest corner crop, 0.4 of the image's: training has no smaller crops."""
 
@@ -91,29 +91,13 @@ LEAST_CORNER = 13
 class Hidden:
     """A scene, and what is left of its image without the largest object; uint8 (SIDE, SIDE, 3)."""
 
-    number: int
     scene: Scene
-    box: tuple[int, int, int, int]
-    """Left, top, right, bottom of the object, in px. Its shadow, which has no colour, may be
-    outside.
-    """
     image: np.ndarray
-    """The whole image but the box, which has the mean colour."""
+    """The whole image, but for the box of the object, which has the mean colour. The object's
+    shadow, which has no colour, may be outside.
+    """
     corner: np.ndarray | None
     """The largest square in a corner that is free of the box, resized; None if it is small."""
-
-    @property
-    def key_L(self) -> np.ndarray:
-        """Keys of the patches for a masked autoencoder: the patches farthest from the box are
-        visible. Patches of the box have keys from 0.
-        """
-        left, top, right, bottom = self.box
-        low = np.arange(0, SIDE, PATCH)
-        gap_x = np.maximum(np.maximum(left - low - PATCH, low - right), -1)
-        gap_y = np.maximum(np.maximum(top - low - PATCH, low - bottom), -1)
-        # Negative distance where free; touching patches have the distance 1.
-        gap_yx = np.maximum(gap_y[:, None], gap_x[None, :]) + 1
-        return -gap_yx.flatten()
 
 
 def mean_colour() -> np.ndarray:
@@ -133,7 +117,7 @@ def hidden(number: int) -> Hidden:
     s = gaps[where]
     x, y = (SIDE - s if where == "right" else 0), (SIDE - s if where == "bottom" else 0)
     corner = resized(scene.image, (x, y, x + s, y + s), SIDE) if s >= LEAST_CORNER else None
-    return Hidden(number, scene, (left, top, right, bottom), image, corner)
+    return Hidden(scene, image, corner)
 
 
 def colours(scenes: list[Hidden]) -> np.ndarray:
@@ -215,39 +199,13 @@ def candidates(captioner: OpenCaptioner, scene: Scene) -> np.ndarray:
     return np.stack(rows)
 
 
-def autoencoder_tests() -> dict[str, Test]:
-    """The colour with which the hidden object is nearest to an autoencoder's reconstruction."""
-
-    @torch.inference_mode()
-    def nearest(run: Path, scenes: list[Hidden]) -> Guesses:
-        model, _ = load_model(load_checkpoint(run))
-        assert isinstance(model, mae.MAE)
-        key_NL = torch.from_numpy(np.stack([h.key_L for h in scenes]))
-        loss_CN = [
-            mae.losses(model.eval(), tensor([coloured(h.number, c) for h in scenes]), key_NL)
-            for c in COLOURS
-        ]
-        return candidate_guesses(-torch.stack(loss_CN, dim=1).double().numpy())
-
-    return {"object hidden": (lambda h: int((h.key_L < 0).sum()) >= VISIBLE, nearest)}
-
-
-@cache
-def coloured(number: int, colour: str) -> np.ndarray:
-    """Return a scene's image with its largest object in another colour."""
-    layout = draw_layout(Draws(number))
-    largest = max(obj.radius for obj in layout.objects)
-    objects = (replace(o, colour=colour) if o.radius == largest else o for o in layout.objects)
-    return render(replace(layout, objects=tuple(objects)), SIDE)
-
-
 def run_of(work: Path, model: str, epsilon: str, half: str, num: int, quick: bool) -> Path:
     """Return the complete run of a model on a half, from the warm start."""
     if epsilon == "none":
-        asked = f"{NON_PRIVATE} --privacy.steps {4 if quick else STEPS[model]}"
+        asked = f"{NON_PRIVATE} --privacy.steps {30 if quick else STEPS[model]}"
     else:
         asked = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in private(epsilon, num).items())
-    asked = f"{OF_MODEL[model]} {asked} --init-from runs/start --optim.warmup-steps 2"
+    asked = f"{OF_MODEL[model]} {asked} --init-from runs/start"
     return train(work, f"{model}-{epsilon}-{half}", MODELS[model], half, num, asked)
 
 
@@ -258,9 +216,8 @@ def private(epsilon: str, num: int) -> dict[str, Any]:
 
 
 def warm_start(work: Path, num: int, quick: bool) -> Path:
-    asked = f"{OF_MODEL['captioner']} {NON_PRIVATE} --privacy.steps {4 if quick else 500}"
-    asked += " --init-from None --optim.warmup-steps 2"
-    return train(work, "start", MODELS["captioner"], "start", num, asked)
+    asked = f"{WARM} {60 if quick else 500}"
+    return train(work, "start", "dpcap.micro_non_private", "start", num, asked)
 
 
 def train(work: Path, name: str, recipe: str, store: str, num: int, asked: str) -> Path:
@@ -327,7 +284,7 @@ def limit_of(model: str, epsilon: str, num: int) -> Callable[[float], float]:
 
 
 def measured(work: Path, models: list[str], quick: bool) -> list[dict[str, Any]]:
-    """Return all rows."""
+    """Return all rows; those of a model at an epsilon are kept in the work folder."""
     num = 60 if quick else HALF
     of = {"a": range(num), "b": range(num, 2 * num)}
     start = range(START.start, START.start + 200) if quick else START
@@ -335,26 +292,32 @@ def measured(work: Path, models: list[str], quick: bool) -> list[dict[str, Any]]
     warm_start(work, len(start), quick)
     halves = {half: [hidden(i) for i in numbers] for half, numbers in of.items()}
     public = [hidden(i) for i in PUBLIC[: 200 if quick else None]]
-    rows = []
-    for model in models:
-        for epsilon in EPSILONS:
-            runs = {half: run_of(work, model, epsilon, half, num, quick) for half in halves}
-            tests = {f"{model}, encoder": encoder_tests(public)}
-            if model == "captioner":
-                tests["captioner"] = captioner_tests(runs["a"])
-            if model == "autoencoder":
-                tests["autoencoder"] = autoencoder_tests()
-            limit = limit_of(model, epsilon, num)
-            for what, named in tests.items():
-                for name, test in named.items():
-                    rows += rows_of(f"{what}: {name}", epsilon, test, runs, halves, limit)
-    return rows
+
+    def of_models(model: str, epsilon: str) -> list[dict[str, Any]]:
+        runs = {half: run_of(work, model, epsilon, half, num, quick) for half in halves}
+        tests = {f"{model}, encoder": encoder_tests(public)}
+        if model == "captioner":
+            tests["captioner"] = captioner_tests(runs["a"])
+        limit = limit_of(model, epsilon, num)
+        return [
+            made
+            for what, named in tests.items()
+            for name, test in named.items()
+            for made in rows_of(f"{what}: {name}", epsilon, test, runs, halves, limit)
+        ]
+
+    kept = Work(work, work).kept
+    return [
+        made
+        for model in models
+        for epsilon in EPSILONS
+        for made in kept(f"{model}-{epsilon}", partial(of_models, model, epsilon))
+    ]
 
 
 SHOWN = {
     "captioner: object hidden": "captioner\nobject hidden, caption's colour",
     "classifier, encoder: corner crop": "classifier's encoder\ncorner crop, nearest images",
-    "autoencoder: object hidden": "autoencoder\nobject hidden, reconstruction",
 }
 """Panels of the figure."""
 
