@@ -317,6 +317,7 @@ def measured(work: Path, models: list[str], quick: bool) -> list[dict[str, Any]]
 
 SHOWN = {
     "captioner: object hidden": "captioner\nobject hidden, caption's colour",
+    "classifier, encoder: object hidden": "classifier's encoder\nobject hidden, nearest images",
     "classifier, encoder: corner crop": "classifier's encoder\ncorner crop, nearest images",
 }
 """Panels of the figure."""
@@ -339,7 +340,7 @@ def table(result: Path) -> str:
             continue
         for epsilon, f in by_epsilon.items():
             top = found[f"{case}, top {TOPS[1]:.0%}"][epsilon]
-            gaps = [f"{m['value']:.2f} ({m['low']:.2f} to {m['high']:.2f})"
+            gaps = [f"{m['value']:z.2f} ({m['low']:z.2f} to {m['high']:z.2f})"
                     for m in (f["memorisation"], top["memorisation"])]  # fmt: skip
             lines.append(
                 f"| {case} | {epsilon} | {f['own']['value']:.2f} | {f['other']['value']:.2f} | "
