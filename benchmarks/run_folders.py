@@ -10,9 +10,9 @@ from dpvision.checkpoint import load_checkpoint, read_manifest
 from dpvision.errors import CheckpointError
 
 
-def trained(root: Path, line: list[str]) -> Path:
+def trained(root: Path, line: list[str], cwd: Path | None = None) -> Path:
     """The run folder ``root``, made or gone on with by `dpvision train` and the arguments ``line``
-    (recipe first) where it is not complete.
+    (recipe first, paths from ``cwd``) where it is not complete.
 
     Several processes may share runs, each with its own; says how long it took.
     """
@@ -22,7 +22,10 @@ def trained(root: Path, line: list[str]) -> Path:
             line.append("--resume")
         start = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "dpvision", "train", *line], capture_output=True, text=True
+            [sys.executable, "-m", "dpvision", "train", *line],
+            capture_output=True,
+            text=True,
+            cwd=cwd,
         )
         if done.returncode:
             raise SystemExit(f"{root.name}: {done.stderr[-2000:]}")

@@ -1,4 +1,4 @@
-"""The tables of docs/audits.md are those of the newest result of benchmarks/audits.py."""
+"""The tables of docs/audits.md are those of the newest results of the benchmarks."""
 
 import json
 import sys
@@ -8,6 +8,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import audits  # noqa: E402
+import memorisation  # noqa: E402
 
 
 def test_the_page_has_the_tables_of_the_newest_result() -> None:
@@ -28,3 +29,6 @@ def test_the_page_has_the_black_boxes_of_the_newest_result() -> None:
     failed = [line for line in lines if "| NO |" in line]
     assert all(audits.NO_NOISE in line for line in failed), "an audit of what runs failed"
     assert any("| head |" in line for line in failed), "a head without noise passed"
+def test_the_page_has_the_memorisation_of_the_newest_result() -> None:
+    newest = sorted((ROOT / "benchmarks" / "results").glob("*-memorisation.json"))[-1]
+    assert memorisation.table(newest) in (ROOT / "docs" / "audits.md").read_text()
