@@ -15,6 +15,7 @@ from PIL import Image
 
 from dpvision.checkpoint import load_checkpoint, save_checkpoint
 from dpvision.cli import main, one_line
+from dpvision.config import OptimConfig, from_dict
 from dpvision.data import parquet_files
 from dpvision.data.decode import BadImage, decode, largest_undeclared
 from dpvision.data.importer import import_source
@@ -26,6 +27,8 @@ from dpvision.errors import CheckpointError, ConfigError, DataError
 from dpvision.eval.any_of_labels import _read
 from dpvision.eval.score_file import read_scores
 from dpvision.report.operator_page import _METRICS, _read_metrics
+from dpvision.runs.folder import read_run
+from dpvision.statement.again import _agree
 
 DEEP = "[" * 100_000
 
@@ -276,3 +279,15 @@ def test_a_parquet_file_is_unpacked_in_batches_of_limited_size(tmp_path, monkeyp
     assert 1 < rows * size <= limit
     left_out = import_source(path, tmp_path / "store").import_summary()["left_out"]
     assert left_out == {"not an image": 60}
+
+
+def test_numbers_beyond_floats_and_a_run_without_its_store_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="expected <class 'float'>"):
+        from_dict(OptimConfig, {"learning_rate": 10**400}, "config")
+    assert not _agree("guarantee.epsilon", 10**400, 2.0)
+    assert not _agree("settings.x", 10**400, 2.0)
+    (tmp_path / "config.json").write_text("{}")
+    for about in ([], {"format": "dpvision-run-1", "run_id": "a", "store_id": "b"}):
+        (tmp_path / "run.json").write_text(json.dumps(about))
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_run(tmp_path)

@@ -1,5 +1,6 @@
 """Convert settings to plain dicts, ready for JSON, and back."""
 
+import contextlib
 import dataclasses
 import json
 import types
@@ -173,7 +174,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     elif dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, where)
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):  # a whole number beyond floats
+            return float(value)
     elif hint in (int, str, bool) and type(value) is hint:
         return value
     raise ConfigError(f"{where}: {value!r}; expected {hint}. Change the value.")

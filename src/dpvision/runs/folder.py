@@ -243,12 +243,14 @@ def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
         about = parse_json((base / "run.json").read_bytes())
         if about["format"] != FORMAT or not about["run_id"]:
             raise ValueError("unknown format")
+        for name in ("store_id", "store_visibility", "guarantee"):
+            about[name]
         return (
             base,
             _settings(parse_json((base / "config.json").read_bytes()), base, "config.json"),
             about,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = remedy_for(error, "Restore run.json and config.json as the run wrote them.")
         raise CheckpointError(f"run: {base} cannot be read ({error!r}). {remedy}") from None
 
