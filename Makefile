@@ -2,6 +2,8 @@
 # make dist   wheel and sdist in dist/, tried in a fresh environment
 # make docs   these pages as a site in site/, every link checked
 # make prove  the longer checks, the quick benchmarks, make docs and make dist
+# make prove-long   what takes hours: all settings of the second opinion, audits of all recipes, mutants and attacks
+# make mutants   every planted mistake and repeated attack as a table
 # make gpu-rehearsal   the acceptance of a GPU machine, on this CPU, with that machine's packages and the wheels to carry there
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +12,7 @@ export MPLBACKEND := Agg
 # Where it is set, every process of the tests compiles all that it imports: six of torch's twelve seconds on a slow core.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check prove gpu-rehearsal docs dist clean
+.PHONY: setup demo test check prove prove-long mutants gpu-rehearsal docs dist clean
 
 setup: $(VENV)/.installed
 
@@ -42,6 +44,16 @@ prove: setup
 	$(BIN)/python benchmarks/step.py --small --models mae_micro --json runs/bench/step.json
 	$(BIN)/python benchmarks/clipping.py --quick --json runs/bench/clipping.json
 	$(MAKE) docs dist
+
+mutants: setup
+	mkdir -p runs/bench
+	$(BIN)/python benchmarks/mutants.py --json runs/bench/mutants.json
+
+prove-long: setup
+	mkdir -p runs/bench
+	$(BIN)/python benchmarks/second_opinion.py --json runs/bench/second_opinion.json
+	$(BIN)/python benchmarks/audits.py --json runs/bench/audits.json
+	$(MAKE) mutants
 
 gpu-rehearsal: setup
 	scripts/gpu_rehearsal.sh $(PYTHON)

@@ -182,6 +182,7 @@ def drawn(config: RunConfig, law: str, group: Group = ALONE, people: bool = Fals
     if people:  # of three images each; the canaries' loss goes by a person's id
         rows = np.arange(3 * NUM)
         made = People(np.arange(1, NUM + 1), rows, np.arange(0, 3 * NUM + 1, 3), rows + 1)
+        run.training.store.index["unit"] = np.repeat(made.id_P, 3)  # type: ignore[index]
         run = replace(run, training=replace(run.training, people=made))
     drawn_TN = np.stack([drawn_N for _, drawn_N in run.steps()])
     assert not drawn_TN[:, NUM:].any()
