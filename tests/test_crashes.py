@@ -1,5 +1,5 @@
 """What a crash leaves: half-made runs, torn logs, temporary folders. benchmarks/crashes.py stops
-whole commands at random places; these are the faults that it found.
+whole commands at random places; these are the faults found with it.
 """
 
 import errno
