@@ -10,6 +10,7 @@ import pytest
 
 from dpvision.cli import main
 from dpvision.data.store import Store
+from dpvision.errors import OPERATOR_ONLY
 from dpvision.eval.probes.release_scores import release_plan
 from dpvision.eval.score_file import RELEASED
 from dpvision.files import write_json
@@ -192,6 +193,23 @@ def test_wrong_input_gets_one_clear_error(
     assert evaluate(run, private.path, *more) == 2
     error = capsys.readouterr().err
     assert words in error and "Traceback" not in error
+
+
+def test_a_table_of_unknown_names_is_refused_before_the_charge(
+    run: Path, private: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "groups.csv"
+    table.write_text("file_name,sex\nP1/scan.dcm,F\nP2/scan.dcm,M\n")
+
+    def ledgers() -> list[Path]:
+        return sorted((private.path.parent / "LEDGERS" / private.store_id).glob("*.jsonl"))
+
+    before = ledgers()
+    assert release(run, private, "--by", "sex=F:M", "--groups", str(table)) == 2
+    said = capsys.readouterr().err
+    assert f"{OPERATOR_ONLY}--groups" in said and "no row for 200 of 200 images" in said
+    assert ledgers() == before
+    assert release(run, private) == 0 and len(ledgers()) == len(before) + 1
 
 
 def test_several_runs_and_other_encoders_are_refused(
