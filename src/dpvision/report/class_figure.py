@@ -46,7 +46,8 @@ def write_class_figure(found: ClassScores, beside: Path) -> Path:
 
 
 def _colours(num: int) -> list[Any]:
-    return list(matplotlib.colormaps["tab10" if num <= 10 else "tab20"].colors)
+    colours = matplotlib.colormaps["tab10" if num <= 10 else "tab20"]
+    return [colours(k) for k in range(num)]
 
 
 def _auroc(ax: Axes, classes: list[tuple[str, float, float, float]]) -> None:
@@ -63,7 +64,7 @@ def _auroc(ax: Axes, classes: list[tuple[str, float, float, float]]) -> None:
 
 def _roc(ax: Axes, curves: list[tuple[list[float], list[float]]]) -> None:
     ax.plot([0, 1], [0, 1], color=_SECOND, linestyle=(0, (4, 2)), linewidth=1)
-    for (false, true), colour in zip(curves, _colours(len(curves)), strict=False):
+    for (false, true), colour in zip(curves, _colours(len(curves)), strict=True):
         ax.plot(false, true, color=colour, linewidth=1.2)
     ax.set(
         xlim=(-0.01, 1.01),
