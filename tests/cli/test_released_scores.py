@@ -112,7 +112,8 @@ def test_the_report_tells_a_release_on_the_other_half_from_other_training(tmp_pa
     whole = write_digits(tmp_path / "whole", 0, 400)
     train, held = split_store(whole.path, tmp_path / "train", tmp_path / "held", 0.5)
     made = run_head(head_config(train, "one_step"), tmp_path / "run")
-    assert release(made, held) == 0
+    size = str(held.num_records)
+    assert evaluate(made, held.path, "--release", "4", "--privacy.dataset-size", size) == 0
     assert main(["report", str(made), "--tuning", "none"]) == 0
     page = " ".join((made / "report.html").read_text().split())
     assert "1 other run charged to the same store, whose parts (dpvision data split)" in page
