@@ -232,6 +232,7 @@ def test_private_figures_of_classes_go_to_confidential_and_are_not_printed(
         (["--per-class", "--by", "age", "--groups", "TABLE"], "no age among the columns"),
         (["--per-class", "--by", "sex", "--groups", "nowhere.csv"], "No such file"),
         (["--per-class", "--by", "sex", "--groups", "SHORT"], "no row for 299 of 300 images"),
+        (["--per-class", "--by", "sex", "--groups", "OTHERS"], "no row for 300 of 300 images"),
         (["--per-class", "--by", "sex", "--groups", "TWICE"], "that differ"),
         (["--per-class", "--by", "n", "--groups", "MANY"], "300 values; expected at most 50"),
         (["--per-class", "--train", "STORE"], "expected the own heads"),
@@ -249,12 +250,13 @@ def test_wrong_input_of_classes_gets_one_clear_error(
     keys = [public.key(i) for i in range(300)]
     for name, text in (
         ("SHORT", f"key,sex\n{first},F\n"),
+        ("OTHERS", "file_name,sex\nP1/scan.dcm,F\nP2/scan.dcm,M\n"),
         ("TWICE", f"key,sex\n{first},F\n{first},M\n"),
         ("MANY", "key,n\n" + "".join(f"{key},{i}\n" for i, key in enumerate(keys))),
     ):
         (table.parent / name).write_text(text)
     places = {"TABLE": str(table), "STORE": str(public.path)}
-    places |= {name: str(table.parent / name) for name in ("SHORT", "TWICE", "MANY")}
+    places |= {name: str(table.parent / name) for name in ("SHORT", "OTHERS", "TWICE", "MANY")}
     line = ["evaluate", str(run), "--test", str(public.path)]
     assert main([*line, *(places.get(word, word) for word in words)]) == 2
     err = capsys.readouterr().err

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from dpvision.cli import main
+from dpvision.data.split import split_store
 from dpvision.data.store import Store
+from dpvision.errors import OPERATOR_ONLY
 from dpvision.eval.probes.release_scores import release_plan
 from dpvision.eval.score_file import RELEASED
 from dpvision.files import write_json
@@ -82,6 +84,8 @@ def test_the_statement_the_report_and_verify_have_the_release(
     assert main(["report", str(run), "--tuning", "none"]) == 0
     page = (run / "report.html").read_text()
     assert "Released scores of private images" in page and second["text"] in page
+    assert "Scores on private test images, released with noise, are above." in page
+    assert "public and released scores" in page and "of the same import" not in page
     assert private.path.name not in page
     capsys.readouterr()
     file = run / "statement.json"
@@ -102,6 +106,19 @@ def test_the_statement_the_report_and_verify_have_the_release(
         lines = [s for s in capsys.readouterr().out.splitlines() if s.startswith("failed")]
         assert any(failed in line and "released_scores[0]" in line for line in lines)
         assert any("not in released_scores.json of the run" in line for line in lines)
+
+
+def test_the_report_tells_a_release_on_the_other_half_from_other_training(tmp_path: Path) -> None:
+    whole = write_digits(tmp_path / "whole", 0, 400)
+    train, held = split_store(whole.path, tmp_path / "train", tmp_path / "held", 0.5)
+    made = run_head(head_config(train, "one_step"), tmp_path / "run")
+    size = str(held.num_records)
+    assert evaluate(made, held.path, "--release", "4", "--privacy.dataset-size", size) == 0
+    assert main(["report", str(made), "--tuning", "none"]) == 0
+    page = " ".join((made / "report.html").read_text().split())
+    assert "1 other run charged to the same store, whose parts (dpvision data split)" in page
+    assert "(this run): ε" in page and "(scores released below): ε 4.00." in page
+    assert "The test images are of the same import as the training images" in page
 
 
 def test_verify_finds_altered_tables_and_releases_that_are_left_out(
@@ -192,6 +209,23 @@ def test_wrong_input_gets_one_clear_error(
     assert evaluate(run, private.path, *more) == 2
     error = capsys.readouterr().err
     assert words in error and "Traceback" not in error
+
+
+def test_a_table_of_unknown_names_is_refused_before_the_charge(
+    run: Path, private: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "groups.csv"
+    table.write_text("file_name,sex\nP1/scan.dcm,F\nP2/scan.dcm,M\n")
+
+    def ledgers() -> list[Path]:
+        return sorted((private.path.parent / "LEDGERS" / private.store_id).glob("*.jsonl"))
+
+    before = ledgers()
+    assert release(run, private, "--by", "sex=F:M", "--groups", str(table)) == 2
+    said = capsys.readouterr().err
+    assert f"{OPERATOR_ONLY}--groups" in said and "no row for 200 of 200 images" in said
+    assert ledgers() == before
+    assert release(run, private) == 0 and len(ledgers()) == len(before) + 1
 
 
 def test_several_runs_and_other_encoders_are_refused(

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-pydicom, encaps, pixels, uid = (
-    pytest.importorskip(name, reason="DICOM needs the extra dicom (pydicom)")
-    for name in ("pydicom", "pydicom.encaps", "pydicom.pixels", "pydicom.uid")
+pydicom, encaps, filereader, filewriter, pixels, uid = (
+    pytest.importorskip(f"pydicom{name}", reason="DICOM needs the extra dicom (pydicom)")
+    for name in ("", ".encaps", ".filereader", ".filewriter", ".pixels", ".uid")
 )
 Dataset = pydicom.Dataset
 SAMPLES = Path(os.path.dirname(pydicom.__file__), "data", "test_files")
@@ -69,3 +69,14 @@ def changed(file: bytes, **elements: Any) -> bytes:
         else:
             setattr(data, name, value)
     return saved(data)
+
+
+def relabelled(file: bytes, syntax: str) -> bytes:
+    """Return a file whose header states another transfer syntax than its bytes have."""
+    meta = pydicom.dcmread(io.BytesIO(file), stop_before_pixels=True).file_meta
+    meta.TransferSyntaxUID = uid.UID(syntax)
+    old, new = io.BytesIO(file), io.BytesIO()
+    old.seek(132)
+    filereader.read_dataset(old, False, True, stop_when=lambda tag, vr, length: tag >> 16 != 2)
+    filewriter.write_file_meta_info(new, meta, enforce_standard=False)
+    return bytes(128) + b"DICM" + new.getvalue() + file[old.tell() :]

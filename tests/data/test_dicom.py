@@ -31,6 +31,7 @@ from .dicom_files import (
     encaps,
     pixels,
     pydicom,
+    relabelled,
     sample,
     saved,
     uid,
@@ -312,6 +313,11 @@ REFUSED = {
     "samples above their place": (changed(WHOLE, HighBit=15), "unsupported"),
     "an unknown colour": (changed(WHOLE, PhotometricInterpretation="HSV"), "unsupported"),
     "12-bit JPEG": (SAMPLES / "JPGExtended.dcm", "transfer syntax"),
+    "a video's syntax": (relabelled(WHOLE, "1.2.840.10008.1.2.4.100"), "transfer syntax"),
+    "no transfer syntax": (relabelled(WHOLE, "1.2.3.4"), "damaged"),
+    "big endian that is little": (relabelled(WHOLE, "1.2.840.10008.1.2.2"), "no pixels"),
+    "uncompressed, as RLE": (relabelled(WHOLE, uid.RLELossless), "damaged"),
+    "uncompressed, as deflated": (relabelled(WHOLE, "1.2.840.10008.1.2.1.99"), "damaged"),
 }
 
 
@@ -322,6 +328,57 @@ def test_what_cannot_be_read_is_named_as_dicom_with_the_reason(case: str) -> Non
     with pytest.raises(BadImage) as refused:
         decode(data)
     assert refused.value.reason == f"DICOM: {reason}"
+
+
+RLE, LITTLE = uid.RLELossless, uid.ExplicitVRLittleEndian
+JPEG, LOSSLESS, JPEG_LS, JPEG_2000 = (f"1.2.840.10008.1.2.4.{k}" for k in (50, 70, 80, 90))
+
+
+@pytest.mark.parametrize(
+    ("name", "syntax"),
+    [
+        ("SC_rgb_rle.dcm", LITTLE),
+        ("SC_rgb_rle.dcm", JPEG_2000),
+        ("SC_rgb_jpeg_dcmtk.dcm", LITTLE),
+        ("SC_rgb_jpeg_dcmtk.dcm", RLE),
+        ("SC_rgb_jpeg_dcmtk.dcm", LOSSLESS),  # decoders read these two, in other colours
+        ("SC_rgb_jpeg_dcmtk.dcm", JPEG_2000),
+        ("MR_small_jp2klossless.dcm", JPEG),
+        ("MR_small_jp2klossless.dcm", JPEG_LS),
+    ],
+)
+def test_compressed_pixels_under_another_transfer_syntax_are_refused(name, syntax) -> None:
+    decode(sample(name))
+    with pytest.raises(BadImage) as refused:
+        decode(relabelled(sample(name), syntax))
+    assert refused.value.reason == "DICOM: damaged"
+
+
+def test_compressed_noise_is_not_read_as_plain_samples() -> None:
+    data = pydicom.dcmread(io.BytesIO(WHOLE))
+    data.compress(uid.RLELossless)
+    assert len(data.PixelData) > data.Rows * data.Columns * 2  # enough bytes for the image
+    with pytest.raises(BadImage, match="compressed pixels, and transfer syntax Explicit"):
+        decode(relabelled(saved(data), LITTLE))
+
+
+PALETTE = [f"{colour}PaletteColorLookupTable" for colour in ("Red", "Green", "Blue")]
+
+
+@pytest.mark.parametrize(
+    "elements",
+    [
+        {f"{PALETTE[0]}Data": None},
+        {f"{PALETTE[2]}Data": None},
+        {f"{name}{end}": None for name in PALETTE for end in ("Data", "Descriptor")},
+        {f"{PALETTE[1]}Data": bytes(4)},
+        {f"{PALETTE[0]}Descriptor": [256, 0, 99]},
+    ],
+)
+def test_a_palette_that_lacks_a_table_or_part_of_it_is_refused(elements) -> None:
+    with pytest.raises(BadImage) as refused:
+        decode(changed(sample("examples_palette.dcm"), **elements))
+    assert refused.value.reason == "DICOM: damaged"
 
 
 def test_a_cut_or_damaged_codestream_is_refused_where_decoders_fill_it() -> None:

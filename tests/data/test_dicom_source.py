@@ -16,6 +16,7 @@ from dpvision.data.importer import DICOM_FILE, import_source
 from dpvision.data.open import open_store
 from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import open_source
+from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.errors import OPERATOR_ONLY, DataError
 
@@ -164,6 +165,29 @@ def test_one_image_under_two_patients_is_refused(tmp_path: Path) -> None:
     files = {"a": file, "b": changed(file, PatientID="P2", SOPInstanceUID="1.2.3")}
     with pytest.raises(DataError, match="1 files have the bytes of an image of another person"):
         import_source(write_folder(tmp_path / "in", files), tmp_path / "store")
+
+
+@pytest.mark.parametrize("more", [[], ["--unmatched", "drop", "--shared-images", "first"]])
+def test_a_patient_of_the_training_store_is_refused(export, tmp_path, capsys, more) -> None:
+    train = import_source(export, tmp_path / "train")
+    held = write_folder(tmp_path / "held", {"a": scan(11, "P1 "), "b": scan(12, "P8")})
+    line = ["data", "import", str(held), str(tmp_path / "test"), "--public", *more, "--apart-from"]
+    assert main([*line, str(train.path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{OPERATOR_ONLY}1 of 2 persons are in it too (P1)" in said and "Traceback" not in said
+    assert not (tmp_path / "test").exists()
+    (half, rest) = split_store(train.path, tmp_path / "half", tmp_path / "rest", 0.5)
+    inside = [p.path for p in (half, rest) if any("PA1/" in key for key in keys(p))]
+    other = [p.path for p in (half, rest) if p.path not in inside]
+    assert main([*line, str(inside[0])]) == 2
+    assert main([*line, str(other[0])]) == 0  # P1 is in the other half alone
+    capsys.readouterr()
+    faceless = import_source(
+        write_folder(tmp_path / "in", {"a.png": png(1)}), tmp_path / "faceless"
+    )
+    line[3] += "-2"
+    assert main([*line, str(faceless.path)]) == 2
+    assert "a store without persons; expected one" in capsys.readouterr().err
 
 
 def test_blank_frames_of_two_patients_are_left_out_not_shared(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dpvision.eval.class_scores import (
     auroc_of,
     calibration_error,
     class_scores,
+    roc_of,
     sensitivity_of,
 )
 from dpvision.eval.metric import ranked
@@ -195,6 +196,30 @@ def test_several_labels_have_no_confusion_matrix() -> None:
     assert sum(num for num, _, _ in found.reliability) == 240
     brier = ((probability - target) ** 2).mean()
     assert values(row(found, ALL))["Brier score"] == pytest.approx(brier)
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_roc_curves_are_the_corners_of_sklearns(multi_label: bool) -> None:
+    probability, target, _ = made(200)
+    target = target | (target[::-1] if multi_label else 0)
+    found = class_scores(probability, target, NAMES, np.arange(200), multi_label=multi_label)
+    for k, name in enumerate(NAMES):
+        false, true = map(np.array, found.roc[name])
+        every = roc_curve(target[:, k], probability[:, k], drop_intermediate=False)
+        points = {(round(x, 9), round(y, 9)) for x, y in zip(*every[:2], strict=True)}
+        assert {(round(x, 9), round(y, 9)) for x, y in zip(false, true, strict=True)} <= points
+        assert (false[0], true[0], false[-1], true[-1]) == (0, 0, 1, 1)
+        area = roc_auc_score(target[:, k], probability[:, k])
+        assert np.trapezoid(true, false) == pytest.approx(area, abs=1e-12)
+        slope = np.arctan2(np.diff(true), np.diff(false))
+        assert (np.abs(np.diff(slope)) > 1e-9).all()  # no corner on a straight line
+
+
+def test_a_perfect_order_has_a_curve_of_three_points() -> None:
+    false, true = roc_of(np.array([0.1, 0.2, 0.7, 0.8]), np.array([0, 0, 1, 1]))
+    assert (false.tolist(), true.tolist()) == ([0, 0, 1], [0, 1, 1])
+    target = np.eye(3, dtype=np.uint8)[[0, 0, 1]]
+    assert set(class_scores(np.full((3, 3), 0.3), target, NAMES, np.arange(3)).roc) == {"a", "b"}
 
 
 @pytest.mark.parametrize("specificity", [0.0, 1.0, float("nan"), -0.1])

@@ -183,8 +183,8 @@ def _check_fixed(
         ),
         (
             replace(people, unit_from=None) != PersonRule(),
-            "--unmatched or --shared-images with --dataset, whose images have no persons; "
-            "expected neither. Drop them.",
+            "--unmatched, --shared-images or --apart-from with --dataset, whose images have no "
+            "persons; expected none. Drop them.",
         ),
         (
             (labels.classes, labels.unknown_classes) != (None, "refuse"),

@@ -73,8 +73,8 @@ class _Classes:
 
     per_class: bool = False
     """Print each class's AUROC, average precision, sensitivity, Brier score and calibration error,
-    with intervals over persons; write them, with a figure of AUROC, reliability and confusion
-    matrix, beside the scores.
+    with intervals over persons; write them, with ROC curves and a figure of these, reliability
+    and confusion matrix, beside the scores.
     """
     by: str = ""
     """With --groups: columns of the table, separated by commas, for whose values the figures are

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dpvision.data.jpeg import decode_jpeg, jpeg_size
+from dpvision.data.jpeg import decode_jpeg, jpeg_frame
 from dpvision.data.rgb import MAX_FILE_BYTES, BadImage, Window, check_size, to_8_bits
 
 if TYPE_CHECKING:
@@ -75,10 +75,20 @@ _OVERLAYS = range(0x6000, 0x6100)
 _CUT_SHARE = 0.5
 _DEFLATED = b"1.2.840.10008.1.2.1.99"
 _JPEG_8, _JPEG_12 = "1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51"
-_META_BYTES = 1 << 12
-"""The transfer syntax, or a codestream's size, is within these."""
 _SIZ, _END = b"\xff\x4f\xff\x51", b"\xff\xd9"
 """First markers of a JPEG 2000 codestream, and the last one of every JPEG."""
+_J2K, _JPEG = frozenset([0x51]), frozenset([0xC0, 0xC1, 0xC2])
+_MARKERS = (
+    {end: _JPEG for end in ("50", "51")}
+    | {end: frozenset([0xC3]) for end in ("57", "70")}
+    | {end: frozenset([0xF7]) for end in ("80", "81")}
+    | {end: _J2K for end in ("90", "91", "201", "202", "203")}
+)
+"""Markers of the frame header (SOF; SIZ of JPEG 2000) of a transfer syntax 1.2.840.10008.1.2.4.*.
+Decoders read another codestream too, in other colours.
+"""
+_META_BYTES = 1 << 12
+"""The transfer syntax, or a codestream's size, is within these."""
 
 
 class Rendered(NamedTuple):
@@ -256,6 +266,8 @@ def _frame(data: "Dataset", k: int) -> "Dataset":
         _check_code(code, frame)
         frame.add_new(data[name].tag, "OB", encapsulate([code]))
         return frame
+    if data[name].is_undefined_length:
+        raise BadImage("DICOM: damaged", f"compressed pixels, and transfer syntax {syntax.name}")
     if len(pixels) * 8 < bits * num:
         raise BadImage("DICOM: damaged", f"{len(pixels):,} bytes for {num:,} frames")
     if kind == "OW" and frame.BitsAllocated == 8 and not syntax.is_little_endian:
@@ -302,21 +314,24 @@ def _checked_bits(frame: "Dataset", name: str) -> int:
 
 
 def _check_code(code: bytes, frame: "Dataset") -> None:
-    """Refuse a codestream of another size than the header's, which decoders would allocate, or one
-    that is cut.
+    """Refuse a codestream of another size than the header's, which decoders would allocate, of
+    another kind, or one that is cut.
     """
-    if "RLE" in frame.file_meta.TransferSyntaxUID.name:
+    syntax = frame.file_meta.TransferSyntaxUID
+    if "RLE" in syntax.name:
         return
     if not code.rstrip(b"\0\xff").endswith(_END):  # decoders fill what is missing
         raise BadImage("DICOM: damaged", "a codestream without its end")
-    if frame.file_meta.TransferSyntaxUID == _JPEG_8:
+    if syntax == _JPEG_8:
         decode_jpeg(code)  # refuses damage, which pydicom's decoders do not
-    found = jpeg_size(code)
+    marker, size = jpeg_frame(code) or (0, None)
     if (at := code.find(_SIZ, 0, _META_BYTES)) >= 0:
         right, low, left, top = struct.unpack_from(">IIII", code, at + 8)
-        found = right - left, low - top
-    if found != (frame.Columns, frame.Rows):
-        raise BadImage("DICOM: damaged", f"a codestream of {found} pixels")
+        marker, size = _SIZ[-1], (right - left, low - top)
+    if marker not in _MARKERS[syntax.rpartition(".")[2]]:
+        raise BadImage("DICOM: damaged", f"a codestream that is not {syntax.name}")
+    if size != (frame.Columns, frame.Rows):
+        raise BadImage("DICOM: damaged", f"a codestream of {size} pixels")
 
 
 def _stored_values(frame: "Dataset") -> np.ndarray:

@@ -7,15 +7,19 @@ be false for the one it shows.
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from hashlib import blake2b
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from dpvision.data.declared import has_units
 from dpvision.data.decode import BadImage, decode
+from dpvision.data.open import open_store
 from dpvision.data.person_names import SHARED_FILE, PersonRule, alike
 from dpvision.data.sample import Sample
+from dpvision.data.store_writer import keyed_hash, read_key
 from dpvision.errors import OPERATOR_ONLY, DataError
 
 NO_PERSON = "no person"
@@ -89,6 +93,34 @@ def refuse_alike(field: str, names: Iterable[str]) -> None:
         )
 
 
+def refuse_known(store_dir: Path, names: Collection[str]) -> None:
+    """Raise DataError if persons are in a store of persons too, or it has none.
+
+    Args:
+        names: from ``person_name``, each once.
+    """
+    store, key = open_store(store_dir), read_key(store_dir)
+    if not has_units(store):
+        raise DataError(
+            f"data import: --apart-from {store_dir}: a store without persons; expected one that "
+            "was imported with --unit-from. Drop the option."
+        )
+    known = set(store.index["unit"].tolist())
+    found = sorted(name for name in names if keyed_hash(key, person_bytes(name)) in known)
+    if found:
+        raise DataError(
+            f"data import: --apart-from {store_dir}: {OPERATOR_ONLY}{len(found):,} of "
+            f"{len(names):,} persons are in it too ({_some(found, len(found))}); expected none. "
+            "Leave their images out of the source, or import all images as one store and divide "
+            "it by persons: dpvision data split."
+        )
+
+
+def person_bytes(name: str) -> bytes:
+    """Return what is hashed of a person's name."""
+    return name.encode("utf-8", "surrogatepass")
+
+
 def check_field(option: str, field: str, seen: set[str]) -> None:
     """Raise DataError if no sample had a field."""
     if field not in seen:
@@ -108,8 +140,8 @@ def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> Non
             persons.
 
     Raises:
-        DataError: as ``WithoutPerson.refuse``, ``refuse_alike`` and ``refuse_shared``, or no sample
-            has the field.
+        DataError: as ``WithoutPerson.refuse``, ``refuse_alike``, ``refuse_known`` and
+            ``refuse_shared``, or no sample has the field.
     """
     assert rule.unit_from is not None
     digests, persons, missing, seen, names = (
@@ -131,11 +163,13 @@ def check_persons(read: Callable[[], Iterable[Sample]], rule: PersonRule) -> Non
         if name is not None:
             names.add(name)
         digests.append(_digest(sample.image))
-        persons.append(0 if name is None else _digest(name.encode("utf-8", "surrogatepass")))
+        persons.append(0 if name is None else _digest(person_bytes(name)))
     if seen:
         check_field("--unit-from", rule.unit_from, seen)
     missing.refuse(rule.unit_from)
     refuse_alike(rule.unit_from, names)
+    if rule.apart_from is not None:
+        refuse_known(rule.apart_from, names)
     if rule.shared_images != "refuse" or not len(digests):
         return
     digest_N, person_N = (np.frombuffer(part, dtype=np.uint64) for part in (digests, persons))

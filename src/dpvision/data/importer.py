@@ -31,7 +31,9 @@ from dpvision.data.import_people import (
     check_field,
     check_persons,
     decodes,
+    person_bytes,
     refuse_alike,
+    refuse_known,
     refuse_shared,
 )
 from dpvision.data.open import open_store
@@ -373,7 +375,7 @@ class _Build:
     def _unit(self, person: str | None) -> int:
         if person is None:
             return -1
-        unit = keyed_hash(self.key, person.encode("utf-8", "surrogatepass"))
+        unit = keyed_hash(self.key, person_bytes(person))
         self._name_of_unit[unit] = person
         return unit
 
@@ -402,6 +404,8 @@ class _Build:
             self._no_person.refuse(self._people.unit_from)
         if self._people.unit_from is not None:
             refuse_alike(self._people.unit_from, self._name_of_unit.values())
+        if self._people.apart_from is not None:
+            refuse_known(self._people.apart_from, self._name_of_unit.values())
 
     def finish(self, about: dict[str, Any], num_seen: int, more: dict[str, Any]) -> None:
         self._check_fields()

@@ -43,11 +43,14 @@ def jpeg_bits(data: bytes) -> int | None:
     return next((data[at + 2] for marker, at, _ in _segments(data) if marker in _FRAMES), None)
 
 
-def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Return width and height of JPEG, lossless JPEG or JPEG-LS, or None without a frame header."""
-    frames = (data[at:] for marker, at, _ in _segments(data) if marker in {*_FRAMES, _LS})
-    size = next(frames, b"")[3:7]
-    return (size[2] << 8 | size[3], size[0] << 8 | size[1]) if len(size) == 4 else None
+def jpeg_frame(data: bytes) -> tuple[int, tuple[int, int]] | None:
+    """Return the marker's second byte, and (width, height), of the first frame header of JPEG,
+    lossless JPEG or JPEG-LS; None without one.
+    """
+    frames = ((marker, at) for marker, at, _ in _segments(data) if marker in {*_FRAMES, _LS})
+    marker, at = next(frames, (0, len(data)))
+    size = data[at + 3 : at + 7]
+    return (marker, (size[2] << 8 | size[3], size[0] << 8 | size[1])) if len(size) == 4 else None
 
 
 def may_be_turned(data: bytes) -> bool:

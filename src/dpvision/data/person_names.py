@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
@@ -139,14 +140,18 @@ class PersonRule:
     """With --unit-from, for an image of two persons: refuse the import, or keep it for the first.
     Statements then list this as not covered.
     """
+    apart_from: Path | None = None
+    """With --unit-from: refuse persons who are also in this store, such as the training store of a
+    model that the images will test.
+    """
 
     def check(self) -> None:
         """Raise DataError for a choice about persons where there are none."""
-        if self.unit_from is None and (self.unmatched, self.shared_images) != ("refuse", "refuse"):
+        if self.unit_from is None and self != PersonRule():
             raise DataError(
-                f"data import: unmatched={self.unmatched}, shared_images={self.shared_images} "
-                "without unit_from; expected the field that names the person. Give --unit-from "
-                "FIELD, or drop them."
+                f"data import: unmatched={self.unmatched}, shared_images={self.shared_images}, "
+                f"apart_from={self.apart_from} without unit_from; expected the field that names "
+                "the person. Give --unit-from FIELD, or drop them."
             )
 
     def name(self, sample: "Sample") -> str | None:

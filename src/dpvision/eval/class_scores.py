@@ -73,6 +73,10 @@ class ClassScores:
     """Of each bin: the number of predictions, their mean probability, and the share that is right;
     of the predicted class's probability, or of all classes of a multi-label run.
     """
+    roc: dict[str, tuple[list[float], list[float]]]
+    """By class, over all images: false and true positive rates at the corners of its ROC curve,
+    from 0 to 1; without the classes that have no AUROC.
+    """
     visibility: Visibility
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,6 +145,12 @@ def class_scores(
             (int(num), total / max(num, 1), right / max(num, 1))
             for num, total, right in zip(num_RJ[0], sum_RJ[0], right_RJ[0], strict=True)
         ),
+        {
+            name: (false_M.tolist(), true_M.tolist())
+            for k, name in enumerate(class_names)
+            if 0 < target_NK[:, k].sum() < len(target_NK)
+            for false_M, true_M in [roc_of(probability_NK[:, k], target_NK[:, k])]
+        },
         visibility,
     )
 
@@ -214,6 +224,26 @@ def auroc_of(hits_RM: np.ndarray, taken_RM: np.ndarray) -> np.ndarray:
     before_RM = hits_RM - np.diff(hits_RM, axis=1, prepend=0.0)
     area_R = (more_RM * (before_RM + hits_RM) / 2).sum(axis=1)
     return share_of(area_R, hits_RM[:, -1] * false_RM[:, -1])
+
+
+def roc_of(probability_N: np.ndarray, on_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return false and true positive rates at the corners of the ROC curve, (M,) each, from 0 to 1.
+
+    Args:
+        on_N: 1 for records of the class, 0 for others; there are both.
+    """
+    (counts_2M,) = ranked(
+        [lambda hits_RM, taken_RM: np.concatenate([taken_RM - hits_RM, hits_RM])],
+        probability_N,
+        on_N,
+        np.ones((1, len(on_N))),
+    )
+    counts_2M = np.concatenate([np.zeros((2, 1)), counts_2M], axis=1)
+    x, y = np.diff(counts_2M, axis=1)
+    # Points on a straight line are left out: whole numbers, so that the product is exact.
+    corner_M = np.concatenate([[True], x[:-1] * y[1:] != x[1:] * y[:-1], [True]])
+    false_M, true_M = counts_2M[:, corner_M] / counts_2M[:, -1:]
+    return false_M, true_M
 
 
 def sensitivity_of(hits_RM: np.ndarray, taken_RM: np.ndarray, *, specificity: float) -> np.ndarray:

@@ -416,8 +416,8 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
     )
     image = f"epsilon {up(account.epsilon or 0.0, 2)}"
     chosen = (
-        "epsilon_filter describes settings chosen after seeing earlier runs; it is no "
-        "guarantee, for lack of a cap set before the first."
+        "For settings chosen after seeing earlier runs, statement.json has epsilon_filter; it is "
+        "no guarantee, for lack of a cap set before the first run."
     )
     if account.cap is not None and account.cap_covers_choice:
         chosen = (
@@ -432,9 +432,10 @@ def other_runs(account: StoreAccount, run_id: str) -> str:
         else f"{person}, and {image} for an image,"
     )
     return (
-        f"{count(others, 'other run')} used the same images. Together they cost {total} at delta "
-        f"{up_delta(account.delta or 0.0)} if their settings were fixed beforehand; every run "
-        f"counts with all its planned steps. {chosen} {unknown}"
+        f"{count(others, 'other run')} charged to the same store, whose parts (dpvision data "
+        "split) share one account; a release of scores counts as a run. With this run they cost "
+        f"{total} at delta {up_delta(account.delta or 0.0)} if their settings were fixed "
+        f"beforehand; every run counts with all its planned steps. {chosen} {unknown}"
     )
 
 
