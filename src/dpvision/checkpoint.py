@@ -145,6 +145,10 @@ def _check_lineage(
         )
 
 
+_ENTRY = {"store_id", "visibility", "run_id", "guarantee"}
+"""Fields of each entry of a lineage (``runs.lineage``)."""
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint folder, its lineage compared with the one in the weights; the
     tensors are not read.
@@ -170,7 +174,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         not all(isinstance(found, dict) for found in (manifest["config"], *files))
         or any(Path(name).name != name for name in (*files[0], *files[1]))
         or not isinstance(manifest["lineage"], list)
-        or not all(isinstance(entry, dict) for entry in manifest["lineage"])
+        or not all(
+            isinstance(entry, dict) and entry.keys() >= _ENTRY for entry in manifest["lineage"]
+        )
     ):
         raise CheckpointError(
             f"checkpoint: {folder / MANIFEST}: config, tensors, files or lineage of another kind; "

@@ -47,7 +47,7 @@ def _in_order(file: bytes) -> bytes:
     the same weights are then the same bytes.
     """
     size = int.from_bytes(file[:8], "little")
-    header = json.loads(file[8 : 8 + size])
+    header = parse_json(file[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # tensors start at a multiple of 8

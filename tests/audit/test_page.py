@@ -29,6 +29,8 @@ def test_the_page_has_the_black_boxes_of_the_newest_result() -> None:
     failed = [line for line in lines if "| NO |" in line]
     assert all(audits.NO_NOISE in line for line in failed), "an audit of what runs failed"
     assert any("| head |" in line for line in failed), "a head without noise passed"
+
+
 def test_the_page_has_the_memorisation_of_the_newest_result() -> None:
     newest = sorted((ROOT / "benchmarks" / "results").glob("*-memorisation.json"))[-1]
     assert memorisation.table(newest) in (ROOT / "docs" / "audits.md").read_text()

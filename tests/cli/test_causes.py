@@ -276,7 +276,13 @@ def files(tmp_path: Path, at: Path) -> Path:
         {
             "images/1.png": png(1),
             "run/config.json": b"{}",
-            "run/run.json": js(format="dpvision-run-1", run_id="r"),
+            "run/run.json": js(
+                format="dpvision-run-1",
+                run_id="r",
+                store_id="s",
+                store_visibility="private",
+                guarantee="dp",
+            ),
         },
     )
     return tmp_path

@@ -245,11 +245,8 @@ def read_run(root: Path) -> tuple[Path, RunConfig, dict[str, Any]]:
             raise ValueError("unknown format")
         for name in ("store_id", "store_visibility", "guarantee"):
             about[name]
-        return (
-            base,
-            _settings(parse_json((base / "config.json").read_bytes()), base, "config.json"),
-            about,
-        )
+        config = _settings(parse_json((base / "config.json").read_bytes()), base, "config.json")
+        return base, config, about
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = remedy_for(error, "Restore run.json and config.json as the run wrote them.")
         raise CheckpointError(f"run: {base} cannot be read ({error!r}). {remedy}") from None
