@@ -22,9 +22,10 @@ from dpvision.config import PrivacyConfig
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.noise import grid_of, privatize
-from dpvision.dp.normals import Normals
+from dpvision.dp.normals import Normals, box_muller, normals
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.sampling import derive_rng
+from dpvision.privacy.stream import WORDS_PER_BLOCK, Keystream, subkey
 from dpvision.train import loop
 from dpvision.train.start import new_session
 
@@ -114,7 +115,7 @@ def test_the_largest_draw_reveals_no_sum() -> None:
     true law's mass beyond t.
 
     24 bits stop at 5.8, 53 bits at 8.57 (mass 1e-17, but the last values are few and far apart);
-    here it is 9.49 (2e-21).
+    one word stops at 9.49 (2e-21), and here a second one follows.
     """
 
     def largest(bits: int) -> float:
@@ -131,6 +132,45 @@ def test_the_largest_draw_reveals_no_sum() -> None:
     # At 8 standard deviations, where delta = 2e-9 is long past, one radius in 1e14: the old
     # generator had 114 values beyond, now 233,000.
     assert points_beyond(8, 53) < 200 and points_beyond(8, 64) > 200_000
+
+
+@pytest.mark.parametrize("way", ["cpu", "torch"])
+def test_no_output_far_out_shows_that_the_sum_moved(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Radii of one word, sqrt(-2 log((k + 1/2) 2^-64)), are rings. Beyond 8.2 standard deviations
+    they are farther apart than the grid, and most outputs of a sum that moved lie on none.
+    """
+    fill = Keystream.fill
+
+    def far_out(self: Keystream, out_W: np.ndarray) -> None:
+        fill(self, out_W)
+        if len(out_W) > WORDS_PER_BLOCK:  # the noise: all radii as far out as 1 in 2^50
+            out_W.view(np.uint64)[0::2] >>= np.uint64(50)
+
+    monkeypatch.setattr(Keystream, "fill", far_out)
+    grid, num = grid_of(1.0), 20_000
+
+    def shown(noise_P2: np.ndarray, moved: float) -> float:
+        """Share of the outputs that are on no ring, for a sum of 0."""
+        output_P2 = np.abs(np.rint((noise_P2 + moved) / grid) * grid)
+        near, far = (np.hypot(*(output_P2 + side * grid / 2).T) for side in (-1, 1))
+        most, least = (2.0**64 * np.exp(-(r**2) / 2) - 0.5 for r in (near - 1e-12, far + 1e-12))
+        return float(np.mean(np.floor(most) < np.ceil(least)))
+
+    words = np.empty(2 * num, dtype="<i8")
+    Keystream(subkey(key(), "noise")).fill(words)
+    old = Normals().box_muller(words).copy().reshape(-1, 2)
+    assert shown(old, 0.0) == 0 and shown(old, 1e-3) > 0.5  # one word: the attack works
+    noise_key = subkey(key(), "noise")
+    made = (
+        normals(noise_key, 0, 2 * num)
+        if way == "cpu"
+        else box_muller(torch.from_numpy(words), key=noise_key).numpy()
+    ).reshape(-1, 2)
+    still, moved = shown(made, 0.0), shown(made, 1e-3)
+    assert still > 0.5 and abs(still - moved) < 5 / math.sqrt(num)
+    np.testing.assert_allclose(np.hypot(*made.T), np.hypot(*old.T), rtol=0.1)
 
 
 def test_nothing_is_repeated_but_by_the_same_key_step_and_parameter() -> None:

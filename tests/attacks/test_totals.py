@@ -28,7 +28,7 @@ from dpvision.data.open import open_store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.dp.buckets import block_error, blocks, num_buckets, passes
 from dpvision.dp.clip import clipped_sum
-from dpvision.dp.clipped import ClippedSum
+from dpvision.dp.clipped import ClippedSum, require_seal
 from dpvision.dp.outer_products import Dense, OuterProducts
 from dpvision.dp.rounding import (
     BUDGET,
@@ -40,10 +40,11 @@ from dpvision.dp.rounding import (
     proven_bound,
 )
 from dpvision.dp.weight_grads import _pulled as pulled
+from dpvision.errors import PrivacyError
 from dpvision.models import make_model
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.train import step as step_module
-from dpvision.train.distributed import Group
+from dpvision.train.distributed import Group, all_reduce_sum
 from dpvision.train.objectives import loss_function
 from dpvision.train.step import Training, step_sum
 
@@ -513,3 +514,21 @@ def test_a_sum_in_float64_reaches_a_reshaped_parameter_unrounded() -> None:
         < 1e-9
         < float((grad.float().double() - grad).abs().max())
     )
+
+
+def test_a_sum_that_the_ranks_added_up_in_place_is_not_added_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks' sums twice would be four: a record would move it by twice the clipping norm."""
+
+    def twice(values: torch.Tensor) -> None:
+        values.detach().numpy()[...] *= 2  # like a collective: no write that torch counts
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", twice)
+    group = Group(0, 2, torch.device("cpu"))
+    total = made_sum({"a": torch.ones(3, dtype=torch.float64)}, 1, 1.0)
+    added = all_reduce_sum(total, group)
+    with pytest.raises(PrivacyError, match="edited by hand"):
+        all_reduce_sum(total, group)
+    assert added.grads["a"].tolist() == [2.0] * 3
+    require_seal(added, "test", "")

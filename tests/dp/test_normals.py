@@ -16,6 +16,7 @@ from mpmath import mp
 
 from dpvision.dp import normals as normals_module
 from dpvision.dp.normals import Normals, box_muller, key_words, normals
+from dpvision.privacy.gaussian import LARGEST_NORMAL
 from dpvision.privacy.stream import Key, Keystream, subkey
 
 KEY = subkey(key(), "noise", step=3, parameter="a")
@@ -136,15 +137,28 @@ def test_a_normal_is_the_exact_function_of_its_words_within_4_ulp(way: str) -> N
 
 
 def test_the_largest_normal_is_beyond_nine_standard_deviations() -> None:
-    """k = 0 at the angles 0, a quarter, a half and three quarters of a turn; the missing mass is as
-    stated.
+    """k = 0 without a second word, at the angles 0, a quarter, a half and three quarters of a turn;
+    with one the missing mass is as stated.
     """
     quarter = [0, 2**62, -(2**63), -(2**62)]
     x = Normals().box_muller(np.array([[0, angle] for angle in quarter]).ravel()).reshape(4, 2)
     expected = LARGEST * np.array([[1, 0], [0, 1], [-1, 0], [0, -1]])
     np.testing.assert_allclose(x, expected, atol=2e-15, rtol=1e-15)
     assert abs(LARGEST - 9.492) < 1e-3
-    assert 2 * scipy.stats.norm.sf(LARGEST) == pytest.approx(2.3e-21, rel=0.03)
+    assert 2 * scipy.stats.norm.sf(LARGEST_NORMAL) == pytest.approx(8.7e-41, rel=0.03)
+    assert LARGEST_NORMAL == math.sqrt(-2 * math.log(2.0**-64 * 2.0**-65))
+
+
+def test_second_words_are_the_same_by_numpy_and_torch_and_in_any_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(normals_module, "_RARE", 0.3)
+    whole, word_W = normals(KEY, 0, 4096), words(4096)
+    theirs = box_muller(torch.from_numpy(word_W), key=KEY).numpy()
+    assert (np.abs(whole - theirs) <= 4 * np.spacing(np.abs(whole))).all()
+    assert np.array_equal(normals(KEY, 999, 2001), whole[999:2001])
+    later = box_muller(torch.from_numpy(word_W[1024:]), key=KEY, first_pair=512).numpy()
+    np.testing.assert_array_equal(later, theirs[1024:])
 
 
 @pytest.mark.parametrize(

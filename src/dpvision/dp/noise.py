@@ -238,8 +238,10 @@ class _Release:
         block = piece.first // WORDS_PER_BLOCK
         blocks = -(-piece.stop // WORDS_PER_BLOCK) - block
         (normal, *others) = (
-            box_muller(chacha_words(key_8, block, blocks), std)
-            for key_8, (_, std) in zip(keys_8, piece.terms, strict=True)
+            box_muller(
+                chacha_words(key_8, block, blocks), std, key, block * WORDS_PER_BLOCK // 2
+            )
+            for key_8, (key, std) in zip(keys_8, piece.terms, strict=True)
         )
         for other in others:
             normal += other

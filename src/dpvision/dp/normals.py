@@ -5,9 +5,12 @@ device, by the same formulas.
                    the subkey's stream
     normal 2 j + 1 = r sin(a)      a = 2 pi 2^-64 w of the signed word w = word 2 j + 1
 
-(Box and Muller 1958), all in float64 and never rounded further. The largest value is sqrt(130 log
-2) = 9.492; a normal is beyond it with probability 2.3e-21. The angle has 53 significant bits. Radii
-below 2^-20 have steps of up to 1.5e-8, a thirtieth of the grid that ``noise.privatize`` rounds to.
+(Box and Muller 1958), all in float64 and never rounded further. Where u is below 2^-20, a word k'
+of the pair's own subkey takes the place of the 1/2: u = (k + (k' + 1/2) 2^-64) 2^-64. Otherwise
+the radii beyond 8.2 would be rings farther apart than the grid that ``noise.privatize`` rounds to,
+and an output between two of them would show that a sum had moved (docs/proofs.md). The largest
+value is sqrt(258 log 2) = 13.37; a normal is beyond it with probability 8.7e-41. The angle has 53
+significant bits. Radii below 2^-20 have steps of up to 1.5e-8, a thirtieth of the grid.
 
 Legend: W words (two for two normals), H half of them.
 """
@@ -20,9 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, Keystream, uniforms
+from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, Keystream, Stream, subkey, uniforms
 
 _ANGLE = 2 * math.pi * 2.0**-64
+_RARE = 2.0**-20
+"""Uniform numbers below it have a second word."""
 _BLOCK = 2**17
 """Normals computed at once. Larger than a core's cache: with 2^15, which fits it, two threads spend
 a third of their time contending for the interpreter lock (``benchmarks/noise.py``).
@@ -56,24 +61,30 @@ class Normals:
             end = min(at + _BLOCK, stop)
             num_words = -(-(end - at) // WORDS_PER_BLOCK) * WORDS_PER_BLOCK
             keystream.fill(self._word_W[:num_words])
-            normal_W = self._box_muller(num_words, std)
+            normal_W = self._box_muller(num_words, std, key, at // 2)
             yield max(at, first), normal_W[max(first - at, 0) : end - at]
 
     def box_muller(self, word_W: np.ndarray) -> np.ndarray:
         """Standard normals of int64 words, an even number of them up to 2^17, in an array that the
-        next call overwrites.
+        next call overwrites; without second words.
         """
         self._word_W[: len(word_W)] = word_W
         return self._box_muller(len(word_W), 1.0)
 
-    def _box_muller(self, num_words: int, std: float) -> np.ndarray:
-        """Replace the first ``num_words`` words by normals."""
+    def _box_muller(
+        self, num_words: int, std: float, key: Key | None = None, first_pair: int = 0
+    ) -> np.ndarray:
+        """Replace the first ``num_words`` words by normals, with second words of ``key``."""
         to = (
             self._full
             if num_words == _BLOCK
             else _Views.of(self._word_W, self._spare_3H, num_words)
         )
         uniforms(to.radius_word_H, to.radius_H, to.part_H)
+        if key is not None and to.radius_H.min() < _RARE:
+            for pair in np.flatnonzero(to.radius_H < _RARE).tolist():
+                word = int(to.radius_word_H[pair])
+                to.radius_H[pair] = _refined(word, key, first_pair + pair)
         np.log(to.radius_H, out=to.radius_H)
         np.multiply(to.radius_H, -2.0 * std**2, out=to.radius_H)
         np.sqrt(to.radius_H, out=to.radius_H)
@@ -124,6 +135,12 @@ class _Views(NamedTuple):
         )
 
 
+def _refined(word: int, key: Key, pair: int) -> float:
+    """Return u of a small word k and the second word of its pair."""
+    second = Stream(subkey(key, "second word", step=pair)).uniforms(1)
+    return (word + float(second[0])) * 2.0**-64
+
+
 def normals(key: Key, first: int, stop: int) -> np.ndarray:
     """Return the normals of coordinates ``first`` to ``stop`` - 1: float64 of shape (stop -
     first,).
@@ -142,13 +159,22 @@ def key_words(keys: Sequence[Key]) -> Tensor:
     ).view(-1, 8)
 
 
-def box_muller(word_W: Tensor, std: float = 1.0) -> Tensor:
+def box_muller(
+    word_W: Tensor, std: float = 1.0, key: Key | None = None, first_pair: int = 0
+) -> Tensor:
     """Normals of int64 words by torch's functions, on the words' device; within 4 units in the last
     place of ``Normals``.
+
+    Args:
+        key: of the words, for second words; without it there are none.
+        first_pair: number of the first pair of words in the key's stream.
     """
     word_H2 = word_W.view(-1, 2)
     uniform_H = (word_H2[:, 0].double() + 0.5) * 2.0**-64
     uniform_H -= uniform_H.floor()
+    if key is not None:
+        for pair in (uniform_H < _RARE).nonzero()[:, 0].tolist():
+            uniform_H[pair] = _refined(int(word_H2[pair, 0]), key, first_pair + pair)
     radius_H = uniform_H.log_().mul_(-2.0 * std**2).sqrt_()
     if std < 0:
         radius_H.neg_()

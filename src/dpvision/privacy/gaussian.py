@@ -11,8 +11,12 @@ from collections.abc import Callable
 import numpy as np
 from scipy import special
 
-LARGEST_NORMAL = math.sqrt(130 * math.log(2))
-"""9.492 standard deviations: what is drawn is never beyond (``dp.normals``)."""
+LARGEST_NORMAL = math.sqrt(258 * math.log(2))
+"""13.37 standard deviations: what is drawn is never beyond (``dp.normals``)."""
+DENSE_NORMAL = math.sqrt(212 * math.log(2))
+"""12.12: up to it radii are closer than 1/20 of the grid that sums are rounded to; beyond, some
+outputs are never drawn.
+"""
 _BRACKET = 4.0
 _ROUNDED_UP = 1 + 1e-9
 
@@ -63,14 +67,14 @@ def full_batch_noise(epsilon: float, delta: float, steps: int) -> float:
 
 
 def beyond_largest(shift: float) -> float:
-    """Probability that a pair of normals, moved by ``shift``, is longer than ``LARGEST_NORMAL``:
-    without the move no such pair is drawn, so it shows that there was one (docs/proofs.md).
+    """Probability that a pair of normals, moved by ``shift``, is longer than ``DENSE_NORMAL``:
+    without the move few such pairs are drawn, so it may show that there was one (docs/proofs.md).
 
     The tail of the Rice distribution, by the trapezoid rule.
     """
-    if shift >= 2 * LARGEST_NORMAL:
+    if shift >= 2 * DENSE_NORMAL:
         return 1.0
-    r = LARGEST_NORMAL + np.linspace(0.0, 40.0, 20_001)
+    r = DENSE_NORMAL + np.linspace(0.0, 40.0, 20_001)
     density = r * np.exp(-((r - shift) ** 2) / 2) * special.i0e(r * shift)
     return min(1.0, float(np.trapezoid(density, r)))
 

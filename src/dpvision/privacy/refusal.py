@@ -83,8 +83,8 @@ def weakness(plan: DPPlan) -> str | None:
 
 
 def seen_in_tails(plan: DPPlan) -> float:
-    """Return a bound on the probability that a release shows a unit because no normal beyond
-    ``gaussian.LARGEST_NORMAL`` is drawn: what the accounting, of normals without end, leaves out.
+    """Return a bound on the probability that a release shows a unit because not all normals beyond
+    ``gaussian.DENSE_NORMAL`` are drawn: what the accounting, of normals without end, leaves out.
     """
     sampler, k, noise = plan.sampler, plan.unit.clipped, plan.noise.multiplier
     rate, count = sampler.sample_rate if sampler.random else 1.0, np.arange(1.0, k + 1)
@@ -104,9 +104,10 @@ def _shown_by_tails(plan: DPPlan) -> str | None:
         return (
             f"privacy: noise_multiplier={plan.noise.multiplier:g} at "
             f"delta={up_delta(plan.delta)}; "
-            f"expected more noise in a step: that no normal beyond {gaussian.LARGEST_NORMAL:.2f} "
-            f"is drawn could show a record with probability {seen:.1g}, which must be below 1% of "
-            "delta. Plan more noise, more steps or a larger delta."
+            "expected more noise in a step: that not all normals beyond "
+            f"{gaussian.DENSE_NORMAL:.2f} are drawn could show a record with probability "
+            f"{seen:.1g}, which must be below 1% of delta. Plan more noise, more steps or a larger "
+            "delta."
         )
     return None
 

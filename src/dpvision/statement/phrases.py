@@ -490,8 +490,8 @@ def noise_generator(plan: DPPlan) -> str:
     return (
         "ChaCha20, a cryptographic stream cipher, with a 256-bit key from the operating system, "
         "new at every start; it also gives the draws of batches and every other secret random "
-        "number. Normal numbers by Box-Muller in float64, up to 9.49 standard deviations "
-        "(exceeded with probability 2e-21). Sum plus noise is rounded in float64 to a public "
+        "number. Normal numbers by Box-Muller in float64, up to 13.37 standard deviations "
+        "(exceeded with probability 9e-41). Sum plus noise is rounded in float64 to a public "
         "grid, about a millionth of the noise's standard deviation, then divided by the "
         "expected batch size. The grid is a mitigation of attacks on floating point, not a "
         "proof against them."

@@ -442,6 +442,9 @@ def test_training_images_are_known_after_their_store_has_moved(tmp_path: Path) -
     moved = open_store(tmp_path / "stores" / "moved")
     with pytest.raises(DataError, match="which images were trained on cannot be seen otherwise"):
         released(run, moved, dataset_size=200, num_units=None)
+    write_digits(tmp_path / "stores" / "train", 200, 400)  # another import in its place
+    with pytest.raises(DataError, match="which images were trained on cannot be seen otherwise"):
+        released(run, moved, dataset_size=200, num_units=None)
     assert len(charged(moved)) == 1  # the training
 
 

@@ -107,7 +107,8 @@ def release_scores(
         classifier.window, False, store, "evaluate", "the images that the run was trained on"
     )
     same_import = checkpoint.manifest["lineage"][-1]["store_id"] == store.store_id
-    if same_import and trained_store(config.data) is None:
+    trained = trained_store(config.data)
+    if same_import and (trained is None or trained.store_id != store.store_id):
         raise DataError(
             f"evaluate: --release with {store.path}, of the same import as the run's training "
             f"images, which are not at {config.data.store}; expected them there: which images were "
