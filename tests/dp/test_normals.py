@@ -146,7 +146,7 @@ def test_the_largest_normal_is_beyond_nine_standard_deviations() -> None:
     np.testing.assert_allclose(x, expected, atol=2e-15, rtol=1e-15)
     assert abs(LARGEST - 9.492) < 1e-3
     assert 2 * scipy.stats.norm.sf(LARGEST_NORMAL) == pytest.approx(8.7e-41, rel=0.03)
-    assert LARGEST_NORMAL == math.sqrt(-2 * math.log(2.0**-64 * 2.0**-65))
+    assert math.sqrt(-2 * math.log(2.0**-64 * 2.0**-65)) == LARGEST_NORMAL
 
 
 def test_second_words_are_the_same_by_numpy_and_torch_and_in_any_range(

@@ -238,9 +238,7 @@ class _Release:
         block = piece.first // WORDS_PER_BLOCK
         blocks = -(-piece.stop // WORDS_PER_BLOCK) - block
         (normal, *others) = (
-            box_muller(
-                chacha_words(key_8, block, blocks), std, key, block * WORDS_PER_BLOCK // 2
-            )
+            box_muller(chacha_words(key_8, block, blocks), std, key, block * WORDS_PER_BLOCK // 2)
             for key_8, (key, std) in zip(keys_8, piece.terms, strict=True)
         )
         for other in others:
