@@ -2,6 +2,7 @@
 the order that a power cut needs.
 """
 
+import contextlib
 import errno
 import os
 import signal
@@ -32,7 +33,7 @@ from dpvision import files
 target, stage = Path(sys.argv[1]), sys.argv[2]
 kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 if stage == "renaming":
-    Path.replace = Path.rename = kill
+    Path.replace = Path.rename = files._exchange = kill
 if target.name == "file":
     with files.replacing(target) as partial:
         partial.write_bytes(b"new" * 1000)
@@ -190,6 +191,32 @@ def test_all_bytes_are_appended_where_the_system_takes_a_few_at_a_time(
     with (tmp_path / "k").open("ab") as file:
         append(file.fileno(), b"0123456789")
     assert (tmp_path / "k").read_bytes() == b"0123456789" and synced == [10]
+
+
+def test_a_kill_while_a_folder_is_replaced_leaves_one_of_the_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each rename; the next folder beside it removes what a kill left."""
+    rename = Path.rename
+    for number in range(1, 4):
+        folder, renames = tmp_path / str(number) / "k", []
+        with new_folder(folder) as partial:
+            (partial / "a").write_text("old")
+
+        def killed(self: Path, to: Path, number: int = number, renames: list = renames) -> Path:
+            renames.append(to)
+            if len(renames) >= number:
+                raise KeyboardInterrupt
+            return rename(self, to)
+
+        with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+            patched.setattr(Path, "rename", killed)
+            with new_folder(folder, replace=True) as partial:
+                (partial / "a").write_text("new")
+        with new_folder(folder.parent / "other"):
+            pass
+        assert (folder / "a").read_text() in ("old", "new")
+        assert sorted(path.name for path in folder.parent.iterdir()) == ["k", "other"]
 
 
 def test_nothing_else_renames_or_syncs() -> None:

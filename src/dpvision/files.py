@@ -7,6 +7,7 @@ they say nothing else: callers know what the reader can do about it.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -67,11 +68,24 @@ def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Ite
                 sync(Path(below, name))
             sync(Path(below))
         old = partial.with_name(f"{partial.name}-old")
-        if replace and folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
+        if not (replace and folder.exists() and _exchange(partial, folder)):
+            if replace and folder.exists():
+                folder.rename(old)
+            partial.rename(folder)
         sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, two: Path) -> bool:
+    """Exchange two names at once, and return whether the system can: between two renames a kill
+    would leave neither folder under its name.
+    """
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):  # not Linux
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return call(here, os.fsencode(one), here, os.fsencode(two), exchange) == 0
 
 
 def remove_folder(folder: Path) -> None:

@@ -10,17 +10,9 @@ import pytest
 from scipy import optimize, stats
 
 from dpvision.audit import one_run
-from dpvision.audit.one_run import (
-    epsilon_low,
-    epsilon_low_of_plan,
-    guess_counts,
-    level_of,
-    mass_needed,
-    one_run_bound,
-    right_guesses,
-    tail,
-)
+from dpvision.audit.one_run import epsilon_low_of_plan, level_of, mass_needed, one_run_bound
 from dpvision.config import PrivacyConfig
+from dpvision.privacy.coin_guesses import epsilon_low, guess_counts, right_guesses, tail
 from dpvision.privacy.plan import DPPlan, draft_plan
 
 

@@ -5,11 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dpvision.errors import CheckpointError, DPVisionError, PrivacyError
 from dpvision.files import write_json
+from dpvision.privacy.coin_guesses import guesses_tried
 from dpvision.privacy.ledger import read_ledger
+from dpvision.privacy.printed import down, up
 from dpvision.statement.audits import FORMAT
 from dpvision.statement.history_phrases import NO_AUDITS
 from dpvision.statement.statement import make_statement, write_statement
@@ -28,6 +31,65 @@ def audit_of(run: Path, **more: Any) -> dict[str, Any]:
         "ranks": 1,
         "code_sha256": "0" * 64,
     } | more
+
+
+def black_box_of(run: Path, **more: Any) -> dict[str, Any]:
+    """The same of the black box: 500 canaries; of the 250 most certain guesses 178 are right."""
+    plan = read_ledger(run / "ledger.jsonl").plan
+    inside_M = np.arange(500) % 2 == 1
+    for half, wrong in ((np.arange(125), 36), (np.arange(375, 500), 36)):
+        inside_M[half] = half >= 250
+        inside_M[half[:: 125 // wrong][:wrong]] ^= True
+    tried = guesses_tried(np.arange(500.0), inside_M, plan.delta)
+    best = max(tried, key=lambda one: one["epsilon_low"])
+    bound = {
+        "canaries": 500,
+        **best,
+        "epsilon_low_of_plan": 0.5294,
+        "epsilon": plan.epsilon,
+        "confidence": 0.999,
+    }
+    shares = {"auc": 0.5, "tpr_at_fpr_0.01": 0.0, "tpr_at_fpr_0.001": 0.0}
+    attacked = {
+        "kind": "black-box",
+        "executed": plan.to_dict(),
+        "bound": bound,
+        "attack": shares,
+        "limits": shares,
+        "score_of_canary": np.arange(500.0).tolist(),
+        "canary_inside": inside_M.tolist(),
+    }
+    return audit_of(run, **(attacked | more))
+
+
+def test_a_black_box_whose_figures_do_not_follow_is_refused(copy_of: Callable[[], Path]) -> None:
+    run = copy_of()
+    made = black_box_of(run)
+    bound, shares = made["bound"], made["attack"]
+    forged: list[dict[str, Any]] = [
+        {"passed": "false"},
+        {"passed": False},
+        {"bound": bound | {"epsilon_low": 900.0}},
+        {"bound": bound | {"epsilon_low": 0.0}},
+        {"bound": bound | {"right": 250}},
+        {"bound": bound | {"epsilon_low_of_plan": bound["epsilon"] + 1}},
+        {"bound": bound | {"epsilon": 100.0}},
+        {"canary_inside": [True] * 500},
+        {"canary_inside": [1] * 500},
+        {"executed": made["executed"] | {"noise_multiplier": 13.0}},
+        {"executed": made["executed"] | {"steps": 1}},
+        {"executed": {}},
+        {"attack": {}},
+        {"attack": [1]},
+        {"attack": shares | {"auc": 3}},
+        {"attack": shares | {"auc": 10**400}},
+    ]
+    for change in forged:
+        write_json(run / "audit_black_box.json", made | change)
+        with pytest.raises(CheckpointError, match=r"cannot be read.*--black-box"):
+            make_statement(run)
+    write_json(run / "audit_black_box.json", made | {"attack": shares | {"alice.png": 1}})
+    assert "alice" not in json.dumps(make_statement(run))
 
 
 def statuses(path: Path, run: Path) -> dict[str, str]:
@@ -57,25 +119,20 @@ def test_a_statement_names_both_kinds_of_audit(copy_of: Callable[[], Path]) -> N
     before = write_statement(run)
     one = before.read_bytes()
     attacked = {
-        "kind": "black-box",
-        "bound": {
-            "canaries": 500,
-            "guesses": 250,
-            "right": 178,
-            "epsilon_low": 0.4015,
-            "epsilon_low_of_plan": 0.5294,
-            "confidence": 0.999,
-        },
-        "attack": {"auc": 0.6816},
-        "limits": {"auc": 0.8806},
+        "attack": {"auc": 0.6816, "tpr_at_fpr_0.01": 0.05, "tpr_at_fpr_0.001": 0.0},
+        "limits": {"auc": 0.8806, "tpr_at_fpr_0.01": 0.3, "tpr_at_fpr_0.001": 0.1},
     }
-    write_json(run / "audit_black_box.json", audit_of(run, **attacked))
+    write_json(run / "audit_black_box.json", black_box_of(run, **attacked))
     assert statuses(before, run)["audits"] == "ok", "attacked after the statement"
     path = write_statement(run)
     assert path.read_bytes() != one
     text = json.loads(path.read_text())["history"]["audits"]["text"]
     assert "4,300 scores: it passed" in text and "Of 250 guesses 178 were right" in text
-    assert "0.4015, whatever the mechanism, and at least 0.5294 with" in text
+    (stated,) = json.loads(path.read_text())["history"]["audits"]["runs"][1:]
+    low, most = down(stated["epsilon_low"]), up(stated["epsilon_low_at_most"])
+    assert f"{low}, whatever the mechanism, and at least 0.5294 with" in text
+    assert f"cannot show more than {most} whatever the mechanism" in text
+    assert 0 < stated["epsilon_low"] < stated["epsilon_low_at_most"] < 5
     assert "was 0.682, where the plan allows 0.881" in text
     found = statuses(path, run)
     assert found["audits"] == found["written again"] == "ok" and "failed" not in found.values()

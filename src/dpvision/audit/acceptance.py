@@ -22,10 +22,10 @@ from scipy import stats
 
 from dpvision.audit.canaries import CanaryRun, network_run
 from dpvision.config import PrivacyConfig, RunConfig
+from dpvision.privacy.coin_guesses import FALSE_ALARM
 from dpvision.privacy.plan import DPPlan
 from dpvision.train.distributed import Group
 
-FALSE_ALARM = 1e-3
 RARE_ALARM = 1e-4
 """The same for the checks of all steps, whose figures are far more precise."""
 _CANARIES, _OTHERS, _STEPS = 20, 12, 50

@@ -49,6 +49,7 @@ _VOCABULARY, _SENTENCES = 440, 4000
 _KEYS = 8
 """Steps whose augmentations and masks a canary's loss is averaged over."""
 _FEWEST = 20
+_LARGEST = 1e300
 
 
 def black_box(
@@ -83,6 +84,8 @@ def black_box(
         config = _on_canaries(config, plan, num_canaries, data, Path(folder))
         attack = _attack_head if isinstance(config.model, HeadConfig) else _attack_network
         executed, score_M, inside_M = attack(config, Path(folder) / "run", quiet)
+    # Of weights that are not finite the losses are not either.
+    score_M = np.nan_to_num(score_M, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
     plan = plan or executed
     bound = one_run_bound(score_M, inside_M, executed)
     return {

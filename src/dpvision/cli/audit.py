@@ -207,7 +207,9 @@ def _black_box_text(result: dict[str, Any]) -> str:
                 for row in [("", "this attack", "the plan's"), *rows]
             ),
             "",
-            "Passed. A weak attack proves nothing: the plan's figures are proven, not these."
+            "Passed. A weak attack proves nothing: the plan's figures are proven, not these. So "
+            f"many canaries show no epsilon above {up(bound['epsilon_low_at_most'])}, whatever "
+            "the mechanism."
             if result["passed"]
             else "FAILED: the weights give away more than the plan allows. Do not train with it.",
         ]

@@ -41,8 +41,10 @@ ATTACKED = (
     "A run of this plan on synthetic records, with {canaries:,} canaries included by fair coins, "
     "was attacked through its weights: it {verdict}. Of {guesses:,} guesses {right:,} were right: "
     "epsilon is at least {low}, whatever the mechanism, and at least {low_of_plan} with Gaussian "
-    "noise of whatever size, at confidence {confidence:g}. The attack's area under the ROC curve "
-    "was {auc:.3f}, where the plan allows {limit:.3f}. This model itself was not attacked."
+    "noise of whatever size, at confidence {confidence:g}. So many canaries cannot show more than "
+    "{at_most} whatever the mechanism, and a weak attack shows less. The attack's area under the "
+    "ROC curve was {auc:.3f}, where the plan allows {limit:.3f}. This model itself was not "
+    "attacked."
 )
 TOKENIZER = (
     "Tokenizer: trained on text declared to be public or synthetic; the command that trains it "
@@ -169,6 +171,7 @@ def audits(runs: list[dict[str, Any]]) -> str:
         words = {"verdict": verdict, "low": down(run["epsilon_low"])}
         if run["kind"] == "black-box":
             words["low_of_plan"] = down(run["epsilon_low_of_plan"])
+            words["at_most"] = up(run["epsilon_low_at_most"])
             auc = {"auc": run["attack"]["auc"], "limit": run["limits"]["auc"]}
             said.append(ATTACKED.format(**run, **words, **auc))
         else:

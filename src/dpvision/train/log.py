@@ -73,7 +73,11 @@ class RunLog:
         self._public = append_lines(base / "progress.jsonl")
         self._private = append_lines(confidential / "metrics.jsonl")
         self._hook, threading.excepthook = threading.excepthook, _unless_raised_again
-        self._board = SummaryWriter(str(confidential / "tensorboard"))
+        try:
+            self._board = SummaryWriter(str(confidential / "tensorboard"))
+        except BaseException:
+            self._end_writers()
+            raise
         self._console = Console(stderr=True, quiet=quiet)
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -101,10 +105,13 @@ class RunLog:
             for file in (self._public, self._private, self._board):
                 file.close()
         finally:
-            for thread in threading.enumerate():
-                if type(thread).__name__ == _WRITER and getattr(thread, "exception", None):
-                    thread.join()  # it ends at once, by the hook
-            threading.excepthook = self._hook
+            self._end_writers()
+
+    def _end_writers(self) -> None:
+        for thread in threading.enumerate():
+            if type(thread).__name__ == _WRITER and getattr(thread, "exception", None):
+                thread.join()  # it ends at once, by the hook
+        threading.excepthook = self._hook
 
     def say(self, text: str) -> None:
         """Print one line for the operator."""
