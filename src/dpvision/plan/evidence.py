@@ -89,7 +89,7 @@ HEADS = (
     HeadResult("pets_sample", 222, 0.5, 3.11, "2026-11-22-head_regret-frequencies"),
     HeadResult("pets_sample", 222, 1, 3.51, "2026-11-22-head_regret-frequencies"),
     HeadResult("pets_sample", 222, 3, 4.73, "2026-11-22-head_regret-frequencies"),
-    HeadResult("pets_sample", 222, 8, 8.11, "2026-11-23-small_data-defaults"),
+    HeadResult("pets_sample", 222, 8, 7.43, "2026-11-27-small_data-auroc"),
     HeadResult("pets_sample", 222, 8, 6.35, "2026-11-22-head_regret-frequencies"),
 )
 # fmt: on
