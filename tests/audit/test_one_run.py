@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from dpvision.audit import one_run
 from dpvision.audit.one_run import epsilon_low_of_plan, level_of, mass_needed, one_run_bound
 from dpvision.config import PrivacyConfig
+from dpvision.privacy import coin_guesses
 from dpvision.privacy.coin_guesses import epsilon_low, guess_counts, right_guesses, tail
 from dpvision.privacy.plan import DPPlan, draft_plan
 
@@ -250,7 +250,7 @@ def test_the_confidence_is_shared_among_the_numbers_of_guesses(
     """One number of guesses, fixed beforehand, gives more than the same among five."""
     scores = released(plan, 400, 2, noise=0.2)
     several = one_run_bound(*scores, plan)
-    monkeypatch.setattr(one_run, "_SHARES", (several["guesses"] / 400,))
+    monkeypatch.setattr(coin_guesses, "_SHARES", (several["guesses"] / 400,))
     alone = one_run_bound(*scores, plan)
     assert alone["guesses"] == several["guesses"]
     assert alone["epsilon_low"] > several["epsilon_low"]

@@ -70,7 +70,7 @@ def test_a_recipe_is_audited_at_another_epsilon(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--recipe", "vip.micro"], "Add --white-box"),
+        (["--recipe", "vip.micro", "--out", "a.json"], "Add --white-box"),
         (["--white-box"], "Give a run's folder, or --recipe NAME"),
         (["run", "--recipe", "vip.micro", "--white-box"], "expected one of the two"),
         (["run", "--white-box", "--epsilon", "1"], "Drop them, or use --recipe"),
