@@ -155,6 +155,11 @@ def test_an_altered_audit_fails_verification(copy_of: Callable[[], Path]) -> Non
     write_json(path, stated)
     found = statuses(path, run)
     assert found["audits"] == found["sentences"] == "failed"
+    for junk in ([{}], [5], [{"kind": ["white-box"]}]):
+        stated["history"]["audits"]["runs"] = junk
+        write_json(path, stated)
+        assert statuses(path, run)["audits"] == "failed"
+    path = write_statement(run)
     (run / "audit.json").unlink()
     assert statuses(path, run)["audits"] == "failed"
 

@@ -445,7 +445,8 @@ def check_audits(statement: dict[str, Any], root: Path, plan: DPPlan) -> Check:
 
 def _audits_of(stated: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the audits of the kinds that are stated; of others the run was audited since."""
-    return [audit for audit in found if audit["kind"] in {one["kind"] for one in stated}]
+    kinds = [one.get("kind") for one in stated if isinstance(one, dict)]
+    return [audit for audit in found if audit["kind"] in kinds]
 
 
 def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | None) -> Check:
