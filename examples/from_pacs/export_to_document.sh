@@ -11,7 +11,7 @@ CLASSES=$(wc -l < pacs/classes.txt)
 
 run data import pacs/archive stores/all --window 0 4095 --label-from BodyPartExamined --classes pacs/classes.txt
 run data split stores/all stores/train stores/test --fraction 0.75 --json > split.txt
-held() { $PYTHON -c "import json; print(*list(json.loads(open('split.txt').read().split('\n', 1)[1]).values())[$1].values())"; }
+held() { $PYTHON -c "import json; print(*list(json.loads(open('split.txt').read().split('\n', 1)[1])['parts'].values())[$1].values())"; }
 read -r IMAGES PEOPLE < <(held 0)
 run plan --images "$IMAGES" --people "$PEOPLE" --labels "$CLASSES" --epsilon 1
 declared=(--dataset-size "$IMAGES" --privacy.num-units "$PEOPLE" --privacy.sampling-unit person --privacy.max-records-per-unit 6)

@@ -223,7 +223,7 @@ def test_a_pacs_export_becomes_documents_by_the_wheel(tmp_path: Path) -> None:
         *f"{commands}, export, predict".split(", "),
     ]
     unit = json.loads((folder / "runs/finder/statement.json").read_text())["scope"]["unit"]
-    parts = json.loads((folder / "split.txt").read_text().split("\n", 1)[1])
+    parts = json.loads((folder / "split.txt").read_text().split("\n", 1)[1])["parts"]
     assert unit["num_units"] == parts[str(folder / "stores/train")]["people"]
     assert sum(part["people"] for part in parts.values()) == 120
     found = {

@@ -353,7 +353,8 @@ def split(
         *to_train(made[0]),
         f"Keep {made[1].path} for the test: a finished run names the command that scores it there.",
     ]
-    emit(held, json, "\n".join(lines))
+    private = made[0].results_visibility == "private"
+    emit({"operator_only": private, "parts": held}, json, "\n".join(lines))
 
 
 def _counts(store: "Store") -> dict[str, int | None]:
