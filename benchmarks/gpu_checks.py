@@ -32,7 +32,7 @@ from dpvision.dp.clip import check_bits, clipped_sum, public_loss_scale
 from dpvision.dp.clipped import ClippedSum, seal
 from dpvision.dp.compiled import compile_blocks
 from dpvision.dp.noise import grid_of, privatize
-from dpvision.dp.normals import box_muller, key_words, normals
+from dpvision.dp.normals import box_muller, key_words, normals, second_uniforms, smallest_words
 from dpvision.errors import PrivacyError
 from dpvision.models import make_model
 from dpvision.privacy.plan import make_plan
@@ -179,7 +179,10 @@ def noise(device: torch.device) -> Checks:
     Keystream(key, 5).fill(word_W)
     made = _words(key, 5, num, device)
     yield Check("words that differ from the CPU's", float((made != word_W).sum()), 0)
-    ours = box_muller(torch.from_numpy(made).to(device), 1.0, key, 20).cpu().numpy()
+    there = torch.from_numpy(made).to(device)
+    found_K2 = smallest_words(there)
+    second = (found_K2[:, 0], second_uniforms(found_K2.cpu(), key, 20).to(device))
+    ours = box_muller(there, second=second).cpu().numpy()
     theirs = normals(key, 40, 40 + num)
     yield Check(
         "normals: largest difference from the CPU's, ulp",

@@ -75,7 +75,8 @@ def test_a_step_waits_once_a_pass_and_once_at_its_end(
         (COPY, "train/step.py _copied"): width * passes,
         (COPY, "data/transform.py normalise_tensor"): 2 * passes,
         (COPY, "dp/clip.py _sum_of_pass"): 3 * passes,
-        (COPY, "dp/noise.py _Release.run"): 1,
+        (COPY, "dp/noise.py _Release._away"): 2,
+        (WAIT, "dp/noise.py _Release._away"): 1,
     }
 
 

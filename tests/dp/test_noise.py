@@ -15,9 +15,10 @@ from mpmath import mp
 
 from dpvision.config import PrivacyConfig
 from dpvision.dp import noise as noise_module
+from dpvision.dp import normals as normals_module
 from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.noise import DPGradient, grid_of, privatize
-from dpvision.dp.normals import box_muller, key_words, normals
+from dpvision.dp.normals import box_muller, normals
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.stream import Keystream, subkey
@@ -191,16 +192,18 @@ def test_what_a_gpu_computes_is_the_release_of_a_cpu(monkeypatch):
         "dpvision.dp.chacha_triton",
         SimpleNamespace(chacha_words=chacha_words),
     )
+    monkeypatch.setattr(noise_module, "_GPU_PIECE", 9_999)
+    monkeypatch.setattr(normals_module, "_RARE", 2.0**-8)  # twenty second words in a piece
     total = torch.randn(100_003)
-    for way in ("_on_cpu", "_on_gpu"):
+    for way in ("_on_cpu", "_away"):
         made[way] = torch.empty(100_003, dtype=torch.float64)
         terms = ((subkey(key(), "noise"), STD),)
         share = noise_module._Share(total, made[way], terms, 3, 100_003)
         release = noise_module._Release(STD, 64.0)
-        for piece in share.pieces(9_999):
-            release._on_cpu(noise_module.deque([piece])) if way == "_on_cpu" else release._on_gpu(
-                piece, [key_words([terms[0][0]])[0]]
-            )
+        if way == "_on_cpu":
+            release._on_cpu(noise_module.deque(share.pieces(9_999)))
+        else:
+            release._away([share])
     cpu, gpu = (value[3:].numpy() * 64 / grid_of(STD) for value in made.values())
     assert (
         np.array_equal(gpu, np.rint(gpu))

@@ -15,7 +15,14 @@ from made import key
 from mpmath import mp
 
 from dpvision.dp import normals as normals_module
-from dpvision.dp.normals import Normals, box_muller, key_words, normals
+from dpvision.dp.normals import (
+    Normals,
+    box_muller,
+    key_words,
+    normals,
+    second_uniforms,
+    smallest_words,
+)
 from dpvision.privacy.gaussian import LARGEST_NORMAL
 from dpvision.privacy.stream import Key, Keystream, subkey
 
@@ -149,15 +156,31 @@ def test_the_largest_normal_is_beyond_nine_standard_deviations() -> None:
     assert math.sqrt(-2 * math.log(2.0**-64 * 2.0**-65)) == LARGEST_NORMAL
 
 
+def by_torch(word_W: torch.Tensor, first_pair: int) -> np.ndarray:
+    """As a GPU does it, but with as many second words as there may be."""
+    found_K2 = smallest_words(word_W, most=len(word_W))
+    uniform_K = second_uniforms(found_K2, KEY, first_pair)
+    return box_muller(word_W, second=(found_K2[:, 0], uniform_K)).numpy()
+
+
+def test_the_smallest_words_are_those_of_the_smallest_uniforms() -> None:
+    word_W = torch.from_numpy(words(4096))
+    found_K2 = smallest_words(word_W, most=10)
+    unsigned_H = word_W.numpy().view(np.uint64)[0::2]
+    assert set(found_K2[:, 0].tolist()) == set(np.argsort(unsigned_H)[:10].tolist())
+    assert torch.equal(found_K2[:, 1], word_W[0::2][found_K2[:, 0]])
+    assert len(smallest_words(word_W[:16])) == 8
+
+
 def test_second_words_are_the_same_by_numpy_and_torch_and_in_any_range(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(normals_module, "_RARE", 0.3)
     whole, word_W = normals(KEY, 0, 4096), words(4096)
-    theirs = box_muller(torch.from_numpy(word_W), key=KEY).numpy()
+    theirs = by_torch(torch.from_numpy(word_W), 0)
     assert (np.abs(whole - theirs) <= 4 * np.spacing(np.abs(whole))).all()
     assert np.array_equal(normals(KEY, 999, 2001), whole[999:2001])
-    later = box_muller(torch.from_numpy(word_W[1024:]), key=KEY, first_pair=512).numpy()
+    later = by_torch(torch.from_numpy(word_W[1024:]), 512)
     np.testing.assert_array_equal(later, theirs[1024:])
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dpvision.devices import send
 from dpvision.dp.clipped import ClippedSum, require_seal, seal
-from dpvision.dp.normals import Normals, box_muller, key_words
+from dpvision.dp.normals import Normals, box_muller, key_words, second_uniforms, smallest_words
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, secret_of, subkey
@@ -184,14 +184,8 @@ class _Release:
 
     def run(self, shares: list[_Share]) -> None:
         """Fill the shares' gradients, block by block in float64."""
-        away = [share for share in shares if share.summed.device.type != "cpu"]
-        if away:
-            keys = [key for share in away for key, _ in share.terms]
-            words = iter(send(key_words(keys), away[0].summed.device))
-            for share in away:
-                keys_8 = [next(words) for _ in share.terms]
-                for piece in share.pieces(_GPU_PIECE):
-                    self._on_gpu(piece, keys_8)
+        if away := [share for share in shares if share.summed.device.type != "cpu"]:
+            self._away(away)
         tasks = deque(
             piece
             for share in shares
@@ -232,18 +226,46 @@ class _Release:
                 normal /= self._divisor
                 out[at:end] = normal
 
-    def _on_gpu(self, piece: _Share, keys_8: list[Tensor]) -> None:
-        from dpvision.dp.chacha_triton import chacha_words  # Triton is not installed everywhere
+    def _away(self, shares: list[_Share]) -> None:
+        """Fill the shares on a GPU. The host waits once: for the words of all pieces that may have
+        second words, which it draws.
+        """
+        device = shares[0].summed.device
+        key_words_8 = iter(
+            send(key_words([key for share in shares for key, _ in share.terms]), device)
+        )
+        pieces = []
+        for share in shares:
+            keys_8 = [next(key_words_8) for _ in share.terms]
+            pieces += [(piece, keys_8) for piece in share.pieces(_GPU_PIECE)]
+        found = [
+            smallest_words(_words(piece, key_8)) for piece, keys_8 in pieces for key_8 in keys_8
+        ]
+        sizes = [len(found_K2) for found_K2 in found]
+        here = torch.cat(found).cpu().split(sizes)
+        of = [(key, _first_block(piece)) for piece, _ in pieces for key, _ in piece.terms]
+        uniform = torch.cat(
+            [
+                second_uniforms(found_K2, key, block * WORDS_PER_BLOCK // 2)
+                for found_K2, (key, block) in zip(here, of, strict=True)
+            ]
+        )
+        seconds = iter(zip(found, send(uniform, device).split(sizes), strict=True))
+        for piece, keys_8 in pieces:
+            self._on_gpu(piece, keys_8, [next(seconds) for _ in keys_8])
 
-        block = piece.first // WORDS_PER_BLOCK
-        blocks = -(-piece.stop // WORDS_PER_BLOCK) - block
+    def _on_gpu(
+        self, piece: _Share, keys_8: list[Tensor], seconds: list[tuple[Tensor, Tensor]]
+    ) -> None:
         (normal, *others) = (
-            box_muller(chacha_words(key_8, block, blocks), std, key, block * WORDS_PER_BLOCK // 2)
-            for key_8, (key, std) in zip(keys_8, piece.terms, strict=True)
+            box_muller(_words(piece, key_8), std, (found_K2[:, 0], uniform_K))
+            for key_8, (_, std), (found_K2, uniform_K) in zip(
+                keys_8, piece.terms, seconds, strict=True
+            )
         )
         for other in others:
             normal += other
-        skipped = piece.first - block * WORDS_PER_BLOCK
+        skipped = piece.first - _first_block(piece) * WORDS_PER_BLOCK
         normal = normal[skipped : skipped + piece.stop - piece.first]
         noisy = (
             normal.add_(piece.summed[piece.first : piece.stop])
@@ -252,6 +274,19 @@ class _Release:
             .div_(self._divisor)
         )
         piece.out[piece.first : piece.stop] = noisy.to(piece.out.dtype)
+
+
+def _first_block(piece: _Share) -> int:
+    """Number of the cipher's first block of a piece."""
+    return piece.first // WORDS_PER_BLOCK
+
+
+def _words(piece: _Share, key_8: Tensor) -> Tensor:
+    """Return the words of a piece's blocks, on the device of the key."""
+    from dpvision.dp.chacha_triton import chacha_words  # Triton is not installed everywhere
+
+    block = _first_block(piece)
+    return chacha_words(key_8, block, -(-piece.stop // WORDS_PER_BLOCK) - block)
 
 
 def grid_of(noise_std: float) -> float:

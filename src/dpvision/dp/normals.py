@@ -28,6 +28,10 @@ from dpvision.privacy.stream import WORDS_PER_BLOCK, Key, Keystream, Stream, sub
 _ANGLE = 2 * math.pi * 2.0**-64
 _RARE = 2.0**-20
 """Uniform numbers below it have a second word."""
+_MOST_RARE = 64
+"""Pairs of a GPU's piece that may have one; of 2^22 pairs four have, more than 63 with probability
+1e-50.
+"""
 _BLOCK = 2**17
 """Normals computed at once. Larger than a core's cache: with 2^15, which fits it, two threads spend
 a third of their time contending for the interpreter lock (``benchmarks/noise.py``).
@@ -159,24 +163,53 @@ def key_words(keys: Sequence[Key]) -> Tensor:
     ).view(-1, 8)
 
 
+def smallest_words(word_W: Tensor, most: int = _MOST_RARE) -> Tensor:
+    """Return the pairs of the smallest radius words, which may have second words: place and word,
+    int64 (K, 2), on the device of the words. The host does not wait.
+    """
+    word_H = word_W[0::2]
+    unsigned_H = word_H ^ torch.iinfo(torch.int64).min  # the order of unsigned words
+    place_K = unsigned_H.topk(min(most, len(word_H)), largest=False, sorted=False).indices
+    return torch.stack((place_K, word_H[place_K]), dim=1)
+
+
+def second_uniforms(found_K2: Tensor, key: Key, first_pair: int) -> Tensor:
+    """Return u of the pairs of ``smallest_words`` on the host, with second words where there are:
+    float64 (K,).
+
+    Args:
+        key: of the words.
+        first_pair: number of their first pair in the key's stream.
+    """
+    place_K, word_K = found_K2.unbind(1)
+    uniform_K = _uniform(word_K)
+    for at in (uniform_K < _RARE).nonzero()[:, 0].tolist():
+        uniform_K[at] = _refined(int(word_K[at]), key, first_pair + int(place_K[at]))
+    return uniform_K
+
+
 def box_muller(
-    word_W: Tensor, std: float = 1.0, key: Key | None = None, first_pair: int = 0
+    word_W: Tensor, std: float = 1.0, second: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Normals of int64 words by torch's functions, on the words' device; within 4 units in the last
     place of ``Normals``.
 
     Args:
-        key: of the words, for second words; without it there are none.
-        first_pair: number of the first pair of words in the key's stream.
+        second: places of pairs and their ``second_uniforms``, on the device; None for no second
+            words.
     """
     word_H2 = word_W.view(-1, 2)
-    uniform_H = (word_H2[:, 0].double() + 0.5) * 2.0**-64
-    uniform_H -= uniform_H.floor()
-    if key is not None:
-        for pair in (uniform_H < _RARE).nonzero()[:, 0].tolist():
-            uniform_H[pair] = _refined(int(word_H2[pair, 0]), key, first_pair + pair)
+    uniform_H = _uniform(word_H2[:, 0])
+    if second is not None:
+        uniform_H.index_copy_(0, *second)
     radius_H = uniform_H.log_().mul_(-2.0 * std**2).sqrt_()
     if std < 0:
         radius_H.neg_()
     angle_H = word_H2[:, 1].double() * _ANGLE
     return torch.stack((radius_H * angle_H.cos(), radius_H * angle_H.sin()), dim=1).view(-1)
+
+
+def _uniform(word_H: Tensor) -> Tensor:
+    """Return (k + 1/2) 2^-64 of the unsigned words k."""
+    uniform_H = (word_H.double() + 0.5) * 2.0**-64
+    return uniform_H.sub_(uniform_H.floor())
