@@ -29,7 +29,8 @@ EXAMPLE = ROOT / "examples" / "from_pacs"
 def wheel(folder: Path) -> Path:
     """Return a folder with dpvision as its wheel installs it."""
     uv = str(Path(sys.executable).with_name("uv"))
-    build = [uv, "build", "--quiet", "--wheel", "--out-dir", str(folder), str(ROOT)]
+    # By way of an sdist: a wheel of the tree would take what an earlier one left in build/.
+    build = [uv, "build", "--quiet", "--out-dir", str(folder), str(ROOT)]
     subprocess.run(build, check=True)
     (made,) = folder.glob("*.whl")
     install = [uv, "pip", "install", "--quiet", "--no-deps", "--target", str(folder / "site")]
