@@ -117,7 +117,7 @@ def test_the_report_tells_a_release_on_the_other_half_from_other_training(tmp_pa
     assert main(["report", str(made), "--tuning", "none"]) == 0
     page = " ".join((made / "report.html").read_text().split())
     assert "1 other run charged to the same store, whose parts (dpvision data split)" in page
-    assert "(this run): ε" in page and "(scores released below): ε 4.00." in page
+    assert "(this run): ε" in page and "(scores released below): ε 4.00" in page
     assert "The test images are of the same import as the training images" in page
 
 
