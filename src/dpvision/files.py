@@ -56,7 +56,7 @@ def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Ite
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.parent):  # nobody sees the new folder before it is in use
+        with locked(folder.parent):  # or another process removes the new folder before its lock
             for left in folder.parent.glob(".*.partial-*"):
                 if left.is_dir() and not left.is_symlink() and _abandoned(left):
                     shutil.rmtree(left, ignore_errors=True)

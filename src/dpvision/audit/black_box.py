@@ -22,7 +22,7 @@ import torch
 
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.session import feature_stream
-from dpvision.audit.bound import area_above
+from dpvision.audit.bound import area_above, on_records
 from dpvision.audit.canary_images import canary_rows, write_canaries
 from dpvision.audit.lira import attack_head, fair_coins
 from dpvision.audit.one_run import one_run_bound
@@ -179,28 +179,15 @@ def _on_canaries(
 
 
 def _privacy(asked: PrivacyConfig, plan: DPPlan | None, num: int) -> PrivacyConfig:
-    """Return the settings of the plan on ``num`` records: its law, rate, noise, steps, clipping and
-    delta, and so its epsilon. A head's number of steps and target may still be open.
+    """Return the settings of the plan on ``num`` records. A head's number of steps and target may
+    still be open.
     """
     if plan is None and asked.steps is not None and asked.dataset_size > 1:
         plan = draft_plan(asked)
     if plan is None:
         size = {"dataset_size": num, "expected_batch_size": float(num)}
         return replace(asked, **size, delta=asked.delta or 1e-5)  # type: ignore[arg-type]
-    rate, law = plan.sample_rate, plan.sampler.law
-    most = math.ceil(num * rate + 8 * math.sqrt(num * rate) + 8)
-    return PrivacyConfig(
-        dataset_size=num,
-        expected_batch_size=num * rate if plan.sampler.random else num,
-        steps=plan.steps,
-        sampling=law,
-        max_batch_size=min(most, num) if law == "truncated_poisson" else None,
-        noise_multiplier=plan.noise.multiplier,
-        max_grad_norm=plan.max_grad_norm,
-        clipping=plan.clipping,
-        delta=plan.delta,
-        allow_weak_guarantee=True,
-    )
+    return replace(on_records(plan, num), allow_weak_guarantee=True)
 
 
 def _attack_network(

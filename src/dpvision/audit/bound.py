@@ -50,11 +50,15 @@ def num_scores(epsilon: float) -> int:
 
 
 def bound_plan(plan: DPPlan) -> PrivacyConfig:
-    """Return the settings of a run on canaries that has the law, rate, noise and steps of
-    ``plan``, and so its epsilon.
-    """
+    """Return the settings of ``plan`` on the canaries of the bound."""
     assert plan.epsilon is not None
-    num = num_scores(plan.epsilon) // 2
+    return on_records(plan, num_scores(plan.epsilon) // 2)
+
+
+def on_records(plan: DPPlan, num: int) -> PrivacyConfig:
+    """Return the settings of ``plan`` on ``num`` records: its law, rate, noise, steps, clipping and
+    delta, and so its epsilon.
+    """
     rate, law = plan.sample_rate, plan.sampler.law
     most = math.ceil(num * rate + 8 * math.sqrt(num * rate) + 8)
     return PrivacyConfig(

@@ -1,13 +1,13 @@
 """Lower bounds on epsilon from one run whose canaries were included by fair coins.
 
-M canaries are in the data or not, each by its own coin. An attacker guesses the coins of some of
-them from what was released. Privacy limits how many guesses are right:
+Each of M canaries is in the data or not, by a coin of its own. An attacker guesses some of the
+coins from what was released. Privacy limits how many guesses are right:
 
 - ``coin_guesses.tail``: for (epsilon, delta), whatever the mechanism: the largest probability of so
   many (of Steinke, Nasr and Jagielski 2023, Privacy auditing with one (1) training run, made
   exact);
 - ``mass_needed``: for a trade-off function, by recursion (Mahloujifar, Melis and Chaudhuri 2024,
-  Auditing f-differential privacy in one run); here that of the plan at another noise multiplier.
+  Auditing f-differential privacy in one run); here the plan's, at another noise multiplier.
 
 The numbers of guesses that are tried are fixed by ``coin_guesses.guess_counts`` before any score is
 known, and the confidence is shared equally among them, so that the best of them may be reported.

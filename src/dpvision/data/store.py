@@ -385,9 +385,10 @@ class Store:
         line = os.pread(text.fd, int(entry["caption_size"]), int(entry["caption_offset"]))
         try:
             found = json.loads(line)
-            assert isinstance(found["key"], str) and isinstance(found["captions"], list)
+            if not (isinstance(found["key"], str) and isinstance(found["captions"], list)):
+                raise TypeError("key or captions of another kind")
             return found
-        except (ValueError, KeyError, TypeError, RecursionError, AssertionError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             where = self.path / self.meta["text"]["path"]
             raise DataError(
                 f"store: {where}: row {row} is damaged; expected a line of JSON. {REMEDY}"

@@ -214,10 +214,13 @@ def read_scores(path: Path) -> list[dict]:
         for entry in entries:
             texts = *_key(entry), entry["visibility"]
             numbers = [entry[name] for name in ("value", "low", "high", "chance", "n")]
-            assert all(isinstance(text, str) for text in texts)
-            assert all(type(number) in (int, float) for number in numbers)
+            if not (
+                all(isinstance(text, str) for text in texts)
+                and all(type(number) in (int, float) for number in numbers)
+            ):
+                raise TypeError("a text or number of another kind")
         return list(entries)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = remedy_for(error, "Move it away and evaluate again.")
         raise CheckpointError(f"scores: {path} cannot be read ({error!r}). {remedy}") from None
 

@@ -12,9 +12,9 @@ def code_digest(package: Path) -> str:
     """Return the SHA-256 of a package's code, which a wheel, an sdist, a checkout and an editable
     install of one version share.
 
-    It is that of the lines which ``sha256sum ./PATH`` prints for all files of ``TEXTS`` and
-    ``CONSTANTS``, in the order of their paths as bytes. Line ends of texts count as a line feed;
-    other files, such as ``__pycache__``, modes and times do not count.
+    What is hashed has a line for each file of ``TEXTS`` and ``CONSTANTS``, as ``sha256sum ./PATH``
+    prints it, in the order of the paths as bytes. Line ends of texts count as a line feed; other
+    files, such as ``__pycache__``, modes and times do not count.
 
     Args:
         package: its folder, such as ``src/dpvision``.
