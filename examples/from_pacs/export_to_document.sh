@@ -10,7 +10,7 @@ $PYTHON write_export.py pacs/new "$PATIENTS" 10 ${MEDNIST:+"$MEDNIST"}
 CLASSES=$(wc -l < pacs/classes.txt)
 
 run data import pacs/archive stores/all --window 0 4095 --label-from BodyPartExamined --classes pacs/classes.txt
-run data split stores/all stores/train stores/test --fraction 0.75 --json > split.txt
+run data split stores/all stores/train stores/test --fraction 0.75 --json | tee split.txt
 held() { $PYTHON -c "import json; print(*list(json.loads(open('split.txt').read().split('\n', 1)[1])['parts'].values())[$1].values())"; }
 read -r IMAGES PEOPLE < <(held 0)
 run plan --images "$IMAGES" --people "$PEOPLE" --labels "$CLASSES" --epsilon 1

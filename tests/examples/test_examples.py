@@ -233,8 +233,8 @@ def test_a_pacs_export_becomes_documents_by_the_wheel(tmp_path: Path) -> None:
     assert tested == parts[str(folder / "stores/test")]["people"]
     for attribute, values in {"sex": "FM", "scanner": "AB"}.items():
         groups = [("confidential", f"{attribute}={value}", "persons") for value in values]
-        assert sum(found[group] for group in groups) == tested
-    assert found["confidential", "all", "AUROC"] > 0.55
+        assert sum(found[group]["value"] for group in groups) == tested
+    assert found["confidential", "all", "AUROC"]["value"] > 0.55
     persons = (folder / "confidential/new-persons.csv").read_text().splitlines()[1:]
     assert [line.split(",")[0] for line in persons] == [f"P{k:05}" for k in range(120, 130)]
     for path in (folder / "stores").rglob("*.tar"):
