@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from dpvision.data.open import open_store
-from dpvision.data.store import ROW, Store, _Shard
-from dpvision.data.store_writer import keyed_hash, read_key
+from dpvision.data.rows import ROW, keyed_hash
+from dpvision.data.store import Store, _Shard
+from dpvision.data.store_writer import read_key
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 

@@ -16,9 +16,9 @@ from dpvision.data.import_people import WithoutPerson
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.overlap import write_without
 from dpvision.data.person_names import PersonRule
+from dpvision.data.rows import keyed_hash
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
-from dpvision.data.store_writer import keyed_hash
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 from dpvision.eval.probes.knn import KNN

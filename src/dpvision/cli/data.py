@@ -374,8 +374,7 @@ def _held(counts: dict[str, int | None]) -> str:
 
 def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     """Return lines with the list of files left out, and how to convert unsupported formats."""
-    from dpvision.data.importer import DICOM_FILE
-    from dpvision.data.table_files import UNMATCHED_FILE
+    from dpvision.data.import_merge import DICOM_FILE, UNMATCHED_FILE
 
     left_out = summary.get("left_out")
     confidential = store.path / "confidential"

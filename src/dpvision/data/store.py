@@ -7,7 +7,7 @@ A store is a folder::
     store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}],
                         text {path, bytes}, label_names, ...; ledger_marks true in a private store,
                         which is refused without ledger_marks.json
-    index.npy           one row per record, ROW below; memory-mapped
+    index.npy           one row per record (rows.py); memory-mapped
     ledger_marks.json   marks of the runs on this store (privacy.marks)
     labels.npy          label sets, only in a store with several labels per record (multi_label.py)
     records.jsonl       one line per record: its key in the source and its captions
@@ -49,22 +49,6 @@ has another meaning there.
 """
 TEXTURES_FORMAT = "dpvision-textures-1"
 """Format of a store of generated textures (``data.texture_store``)."""
-ROW = np.dtype(
-    [
-        ("shard", "<u4"),
-        ("offset", "<u8"),
-        ("size", "<u4"),
-        ("caption_offset", "<u8"),
-        ("caption_size", "<u4"),
-        ("id", "<i8"),
-        ("unit", "<i8"),
-        ("label", "<i4"),
-    ]
-)
-"""caption_offset and caption_size: the record's line in records.jsonl. unit and label are -1 for
-none. With several labels per record, label is the position of the record's set (multi_label.py).
-"""
-
 SHARED_KEPT = "shared_images_kept"
 """Entry of store.json: images of two persons were kept for the first, as the operator asked;
 statements list it as not covered.
@@ -480,30 +464,27 @@ class Store:
 
 def write_description(
     folder: Path,
-    index: np.ndarray,
+    num_records: int,
     about: Mapping[str, Any],
     *,
     shards: Sequence[tuple[str, int]],
     text: tuple[str, int],
     labels: tuple[str, int] | None = None,
 ) -> None:
-    """Write index.npy, store.json and ledger_marks.json.
-
-    The first two make a folder a store.
+    """Write store.json and ledger_marks.json: with index.npy they make a folder a store.
 
     Args:
         about: the entries of ``ABOUT``; the first five are required, others may be missing.
         shards, text: path and size of each file, relative to ``folder`` or absolute.
         labels: path and size of labels.npy, for several labels per record.
     """
-    np.save(folder / "index.npy", index, allow_pickle=False)
 
     def file(path: str, size: int) -> dict[str, Any]:
         return {"path": path, "bytes": size}
 
     meta = {
         "format": FORMAT if labels is None else SEVERAL_FORMAT,
-        "num_records": len(index),
+        "num_records": num_records,
         "shards": [file(*shard) for shard in shards],
         "text": file(*text),
         **about,
