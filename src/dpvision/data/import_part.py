@@ -20,7 +20,7 @@ This module and what it imports do without torch, so that processes start in hal
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ def write_part(
     *,
     threads: int,
     shards: ShardWriter,
-    without_row: frozenset[str] = frozenset(),
+    without_row: Collection[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Part:
     """Read samples and write a part.
@@ -106,7 +106,7 @@ def write_part(
         folder: to fill; must exist.
         threads: threads that decode; 1 decodes in this one.
         shards: takes the images that are copied.
-        without_row: images that the table of the source has no row for.
+        without_row: images that the table of the source has no row for, known when they are read.
         progress: called from time to time with the number of images read.
 
     Raises:
@@ -195,7 +195,7 @@ class _Part:
         files: contextlib.ExitStack,
         rule: ReadRule,
         shards: ShardWriter,
-        without_row: frozenset[str],
+        without_row: Collection[str],
     ) -> None:
         self._rule, self._shards = rule, shards
         self.labels = rule.imported_labels()

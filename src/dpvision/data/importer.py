@@ -270,7 +270,7 @@ def _import_stream(
             rule,
             threads=workers,
             shards=shards,
-            without_row=frozenset(source.missed.files),
+            without_row=source.missed.files,
             progress=progress,
         )
         making.write([part], folder, shards.finish())
