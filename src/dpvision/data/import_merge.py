@@ -65,8 +65,9 @@ class Totals:
         for part in parts:
             fields.update(part.about["fields"])
             no_person.add_all(*part.about["without_person"])
-            self.name_of_unit.update(part.about["persons"])
-            numbers = [labels.number(*entry) for entry in part.about["labels"]]
+            tables = part.tables()
+            self.name_of_unit.update(tables["persons"])
+            numbers = [labels.number(*entry) for entry in tables["labels"]]
             self.label_of.append(np.array([*numbers, -1], dtype=np.int32))
         for option, name in (("--unit-from", people.unit_from), ("--label-from", labels.field)):
             if name is not None and name != "label" and fields:

@@ -7,8 +7,9 @@ number of processes, and again after a crash.
 
 A part is a folder::
 
-    part.json           counts and small tables, written last: a folder without it is incomplete
-    rows                PART_ROW of each record, label and shard as places in tables of part.json
+    part.json           counts, written last: a folder without it is incomplete
+    tables.json         different labels and persons, read by one part at a time
+    rows                PART_ROW of each record, label and shard as places in these tables
     ids                 sorted runs of (id, row)
     text                lines of records.jsonl
     left_out, ...       lines of the files under confidential/
@@ -89,6 +90,17 @@ class Part(NamedTuple):
     about: dict[str, Any]
     """The content of part.json."""
 
+    @classmethod
+    def write(cls, folder: Path, about: dict[str, Any], tables: dict[str, Any]) -> "Part":
+        """Write the two JSON files of a part."""
+        (folder / "tables.json").write_text(json.dumps(tables))
+        (folder / "part.json").write_text(json.dumps(about))
+        return cls(folder, about)
+
+    def tables(self) -> dict[str, Any]:
+        """Return the content of tables.json."""
+        return parse_json((self.folder / "tables.json").read_text(), nan=True)
+
 
 def write_part(
     samples: Iterable[Sample],
@@ -121,9 +133,8 @@ def write_part(
             done += len(chunk)
             if progress is not None:
                 progress(done)
-        about = part.finish() | {"seen": done}
-    (folder / "part.json").write_text(json.dumps(about))
-    return Part(folder, parse_json((folder / "part.json").read_text()))
+        about, tables = part.finish()
+    return Part.write(folder, about | {"seen": done}, tables)
 
 
 class _Checked(NamedTuple):
@@ -301,18 +312,18 @@ class _Part:
         self._runs.append(len(rows))
         self._rows.clear()
 
-    def finish(self) -> dict[str, Any]:
-        """Write the last rows; return the entries of part.json."""
+    def finish(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Write the last rows; return the entries of part.json and of tables.json."""
         if self._rows:
             self._flush()
-        return {
+        about = {
             "runs": self._runs,
             "text_bytes": self._text.tell(),
             "tars": [str(path) for path in self._in_place],
-            "labels": self._labels,
-            "persons": [[unit, name] for unit, name in self._name_of_unit.items()],
             "without_person": [self._no_person.count, self._no_person.names],
             "without_row": self._num_without_row,
             "fields": sorted(self._fields_seen),
             **self._counts,
         }
+        persons = [[unit, name] for unit, name in self._name_of_unit.items()]
+        return about, {"labels": self._labels, "persons": persons}

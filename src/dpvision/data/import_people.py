@@ -113,15 +113,16 @@ def check_field(option: str, field: str, seen: set[str]) -> None:
         )
 
 
-def write_people(samples: Iterable[Sample], folder: Path, rule: PersonRule) -> dict[str, Any]:
+def write_people(
+    samples: Iterable[Sample], folder: Path, rule: PersonRule
+) -> tuple[dict[str, Any], list[str]]:
     """Collect the persons of a part of a source, before its images are decoded.
 
     Args:
         folder: gets a file ``digests`` of sorted runs: digests of an image and of its person.
 
     Returns:
-        What ``person_check.check_persons`` needs: fields seen, persons' names, images without one,
-        lengths of the runs.
+        Counts that ``person_check.check_persons`` needs, and the names of the persons.
     """
     missing, seen, names, runs = WithoutPerson(), set[str](), set[str](), list[int]()
     digests, persons = array("q"), array("q")
@@ -149,12 +150,8 @@ def write_people(samples: Iterable[Sample], folder: Path, rule: PersonRule) -> d
                 digests, persons = array("q"), array("q")
         if digests:
             flush()
-    return {
-        "fields": sorted(seen),
-        "persons": sorted(names),
-        "without_person": [missing.count, missing.names],
-        "runs": runs,
-    }
+    without = [missing.count, missing.names]
+    return {"fields": sorted(seen), "without_person": without, "runs": runs}, sorted(names)
 
 
 def shared_images(samples: Iterable[Sample], rule: PersonRule, suspects: set[int]) -> list[Shared]:

@@ -182,19 +182,19 @@ def _do(job: _Job) -> Path:
     if job.kind == "people":
         counts = replace(job.rule, require_captions=False).counts
         listed = with_classes(samples, job.rule.imported_labels(), counts)
-        about = write_people(listed, made, job.rule.people)
+        about, persons = write_people(listed, made, job.rule.people)
+        tables: dict[str, Any] = {"persons": persons}
     else:
         with contextlib.ExitStack() as files:
             shards = ShardWriter(made, files, whole=True)
             part = write_part(samples, made, job.rule, threads=job.threads, shards=shards)
-            about = part.about | {"images": shards.finish()}
+            about, tables = part.about | {"images": shards.finish()}, part.tables()
     if _stamp(job.part.path) != job.stamp:
         raise DataError(
             f"source: {job.part.path}: changed while it was read; expected a file at rest. Import "
             "again once it is written."
         )
-    about |= {"stamp": job.stamp, "noted": noted}
-    (made / "part.json").write_text(json.dumps(about))
+    Part.write(made, about | {"stamp": job.stamp, "noted": noted}, tables)
     for folder, _, names in os.walk(made):
         for name in names:
             path = Path(folder, name)

@@ -261,7 +261,8 @@ def _import_stream(
         if again is not None and people.checked_first:
             counts = replace(rule, require_captions=False).counts
             listed = with_classes(again().samples, rule.imported_labels(), counts)
-            facts = Part(work, write_people(listed, work, people))
+            about, persons = write_people(listed, work, people)
+            facts = Part.write(work, about, {"persons": persons})
             check_persons([facts], people, lambda some: again().samples)
         samples, shards = source.samples, ShardWriter(folder, files)
         part = write_part(

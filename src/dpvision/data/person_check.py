@@ -46,7 +46,7 @@ def check_persons(
     missing, seen, names = WithoutPerson(), set[str](), set[str]()
     for part in parts:
         seen.update(part.about["fields"])
-        names.update(part.about["persons"])
+        names.update(part.tables()["persons"])
         missing.add_all(*part.about["without_person"])
     if seen:
         check_field("--unit-from", rule.unit_from, seen)

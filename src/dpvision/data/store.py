@@ -21,6 +21,7 @@ of all requested rows, K classes.
 
 import functools
 import json
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -225,6 +226,8 @@ class Store:
                     f"inside. {REMEDY}"
                 )
             last[rows["shard"]] = np.arange(start, start + len(rows))
+            if isinstance(self.index, np.memmap):  # or all of it would stay in memory
+                self.index._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
         for row in last[last >= 0].tolist():
             entry = self.index[row]
             header = os.pread(
