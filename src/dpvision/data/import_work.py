@@ -93,7 +93,7 @@ def work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
 
 def complete(work: Path) -> int:
     """Return the number of files whose images are read."""
-    return sum(1 for _ in work.glob("read-*/part.json"))
+    return sum("." not in path.parent.name for path in work.glob("read-*/part.json"))
 
 
 def _said(error: BaseException, work: Path) -> str:
@@ -127,7 +127,8 @@ def _keep_only(work: Path, settings: dict[str, Any]) -> None:
         same = False
     for path in work.iterdir():
         if not same or (path.is_dir() and path.name.count(".")):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            # a process of a killed import may still write
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
     if not same:
         file.write_text(json.dumps(wanted))
         sync(file)
@@ -200,7 +201,12 @@ def _do(job: _Job) -> Path:
             path = Path(folder, name)
             path.unlink() if not path.stat().st_size else sync(path)
     sync(made)
-    made.rename(job.folder)
+    try:
+        made.rename(job.folder)
+    except OSError:
+        if _complete(job) is None:
+            raise
+        shutil.rmtree(made)  # a process of a killed import was as fast
     return job.folder
 
 
