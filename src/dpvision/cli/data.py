@@ -359,11 +359,10 @@ def split(
 
 def _counts(store: "Store") -> dict[str, int | None]:
     """Return the numbers of records, and of people if the import recorded them."""
-    import numpy as np
-
     from dpvision.data.declared import count_units, has_units
+    from dpvision.data.rows import AllRows
 
-    people = count_units(store, np.arange(store.num_records)) if has_units(store) else None
+    people = count_units(store, AllRows(store.num_records)) if has_units(store) else None
     return {"records": store.num_records, "people": people}
 
 
