@@ -44,6 +44,7 @@ from dpvision.data.store_writer import (
     read_key,
     require_new,
 )
+from dpvision.environment import own_cores
 from dpvision.errors import DataError
 from dpvision.files import sync
 
@@ -61,7 +62,7 @@ def import_source(
     licence: str | None = None,
     window: Window | None = None,
     dicom: DicomRule = DicomRule(),
-    workers: int = 2,
+    workers: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
     """Import an image folder, parquet files, WebDataset tars or DICOM files into a new store.
@@ -85,7 +86,8 @@ def import_source(
             stored as 8-bit PNG; images of tars are then copied too.
         dicom: which DICOM files and frames. Their field PatientID names the person unless
             ``people`` names another.
-        workers: threads that decode.
+        workers: processes that read the files of a source of several, else threads that decode; if
+            None, the cores of this process. It changes no byte of the store.
         progress: called from time to time with the number of images checked so far.
 
     Raises:
@@ -93,6 +95,7 @@ def import_source(
             exists, or the disk is full. Nothing half-made is left behind.
     """
     target, origin = Path(store_dir).resolve(), Path(source).resolve()
+    workers = own_cores() if workers is None else workers
     require_new(target)
     if window is not None:
         check_window(window, "data import")
@@ -128,7 +131,7 @@ def import_samples(
     captions: CaptionRule = CaptionRule(),
     licence: str | None = None,
     window: Window | None = None,
-    workers: int = 2,
+    workers: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
     """Import a source or any iterable of samples into a new store; see ``import_source``.
@@ -139,6 +142,7 @@ def import_samples(
     """
     source = source if isinstance(source, Source) else Source(iter(source))
     making = _Making.of(source, public, people, labels.read(), captions, licence, window)
+    workers = own_cores() if workers is None else workers
     return _import_stream(making, Path(store_dir).resolve(), workers, progress)
 
 
