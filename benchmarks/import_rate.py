@@ -5,8 +5,10 @@ all its shards.
     [--work FOLDER] [--json FILE]
 
 The records are tiny (4 x 2 pixels, 1 KiB of tar each, no texts), so that hardly more than the
-import's own work is left. "records_per_s" is that of the whole command; "speedup" its ratio to one
-process, turn about, in rounds; "peak_mb" the largest resident memory of the importing process and,
+import's own work is left. "records_per_s" is by the clock; "speedup" the ratio to one process, turn
+about, in rounds. "cpu_us" is the CPU time of a record that is not divided among processes: that of
+the importing process, and each other's share of theirs; "cpu_speedup" its ratio to one process's,
+the speed-up on idle cores, which can be measured on a busy machine. "peak_mb" the largest resident memory of the importing process and,
 as "worker_mb", of a process that it starts; "imports_mb" what its libraries take before it
 begins. "reads_per_s": random records, 64 at once, from a store whose shards are all in the kernel's
 memory.
@@ -65,6 +67,12 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
 
+def cpu_of_children() -> float:
+    """Seconds of CPU time of the children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def watch_workers(found: list[float]) -> None:
     """Append the largest resident memory of each child, twice a second, for ever.
 
@@ -84,10 +92,14 @@ def import_once(source: str, store: str, workers: int) -> None:
     from dpvision.data.importer import import_source
 
     before, start, children = peak_mb(), time.perf_counter(), [0.0]
+    cpu, others = time.process_time(), cpu_of_children()
     threading.Thread(target=watch_workers, args=[children], daemon=True).start()
     made = import_source(source, store, public=True, workers=workers)
+    clock = time.perf_counter() - start
+    cpu = time.process_time() - cpu + (cpu_of_children() - others) / workers
     figures = {
-        "records_per_s": made.num_records / (time.perf_counter() - start),
+        "records_per_s": made.num_records / clock,
+        "cpu_us": 1e6 * cpu / made.num_records,
         "imports_mb": before,
         "peak_mb": peak_mb(),
         "worker_mb": max(children),
@@ -144,9 +156,11 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         for metric in figures[0]
     ]
     if not args.only:
-        one, many = ([f["records_per_s"] for f in found[count]] for count in counts)
-        speedups = [b / a for a, b in zip(one, many, strict=True)]
-        rows.append(row(case, f"{args.workers} processes", "speedup", speedups))
+        for name, metric in (("speedup", "records_per_s"), ("cpu_speedup", "cpu_us")):
+            one, many = ([f[metric] for f in found[count]] for count in counts)
+            ratios = [b / a for a, b in zip(one, many, strict=True)]
+            ratios = [1 / ratio for ratio in ratios] if metric == "cpu_us" else ratios
+            rows.append(row(case, f"{args.workers} processes", name, ratios))
     return [*rows, row(case, "store", "reads_per_s", rates)]
 
 

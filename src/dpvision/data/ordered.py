@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections import deque
@@ -75,11 +76,12 @@ def _without_main() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends.
+    """End this process when its parent ends, and at once at Ctrl-C, which the parent reports.
 
     Without this, the workers of a killed process would wait for work forever, since each holds both
     ends of the pool's queue.
     """
+    signal.signal(signal.SIGINT, lambda *_: os._exit(1))
     parent = multiprocessing.parent_process()
     assert parent is not None
 
