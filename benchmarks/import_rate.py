@@ -5,13 +5,15 @@ all its shards.
     [--work FOLDER] [--json FILE]
 
 The records are tiny (4 x 2 pixels, 1 KiB of tar each, no texts), so that hardly more than the
-import's own work is left. "records_per_s" is by the clock; "speedup" the ratio to one process, turn
-about, in rounds. "cpu_us" is the CPU time of a record that is not divided among processes: that of
-the importing process, and each other's share of theirs; "cpu_speedup" its ratio to one process's,
-the speed-up on idle cores, which can be measured on a busy machine. "peak_mb" the largest resident memory of the importing process and,
-as "worker_mb", of a process that it starts; "imports_mb" what its libraries take before it
-begins. "reads_per_s": random records, 64 at once, from a store whose shards are all in the kernel's
-memory.
+import's own work is left.
+
+    records_per_s   by the clock; "speedup" is the ratio to one process, turn about, in rounds
+    cpu_us          CPU time of a record that is not divided among processes: the importing
+                    process's, and each other's share of theirs; "cpu_speedup" is the ratio to one
+                    process's, the speed-up on idle cores, which a busy machine can show
+    peak_mb         largest resident memory of the importing process, of which "imports_mb" are its
+                    libraries; "worker_mb" that of a process that it starts
+    reads_per_s     random records, 64 at once, of a store whose shards are in the kernel's memory
 
 With --work the shards are made there, if they are not yet, and kept.
 """
