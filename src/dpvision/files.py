@@ -66,10 +66,7 @@ def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Ite
             partial.mkdir(mode=mode)
             stack.enter_context(locked(partial))
         yield partial
-        for below, _, names in os.walk(partial):
-            for name in names:
-                sync(Path(below, name))
-            sync(Path(below))
+        _sync_all(partial)
         old = partial.with_name(f"{partial.name}-old")
         if not (replace and folder.exists() and _exchange(partial, folder)):
             if replace and folder.exists():
@@ -77,6 +74,21 @@ def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Ite
             partial.rename(folder)
         sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def name_folder(made: Path, folder: Path) -> None:
+    """Give a folder that is complete its name, its files synced before. Raises OSError where there
+    is a folder with files.
+    """
+    _sync_all(made)
+    made.rename(folder)
+
+
+def _sync_all(folder: Path) -> None:
+    for below, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(below, name))
+        sync(Path(below))
 
 
 def _exchange(one: Path, two: Path) -> bool:

@@ -24,7 +24,7 @@ from dpvision.data.rows import keyed_hash
 from dpvision.data.sample import SourcePart
 from dpvision.data.shard_writer import ShardWriter
 from dpvision.errors import DataError, remedy_for
-from dpvision.files import sync
+from dpvision.files import name_folder, sync
 from dpvision.strict_json import parse_json
 
 Kind = Literal["people", "read"]
@@ -198,11 +198,10 @@ def _do(job: _Job) -> Path:
     Part.write(made, about | {"stamp": job.stamp, "noted": noted}, tables)
     for folder, _, names in os.walk(made):
         for name in names:
-            path = Path(folder, name)
-            path.unlink() if not path.stat().st_size else sync(path)
-    sync(made)
+            if not Path(folder, name).stat().st_size:
+                Path(folder, name).unlink()
     try:
-        made.rename(job.folder)
+        name_folder(made, job.folder)
     except OSError:
         if _complete(job) is None:
             raise
