@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +35,7 @@ from dpvision.data.shard_writer import ShardWriter
 from dpvision.data.sorted_runs import in_order
 from dpvision.data.store import SHARED_KEPT, UNDECLARED, WINDOW, write_description
 from dpvision.data.table_files import UNMATCHED_FILE
+from dpvision.data.tarindex import BLOCK
 from dpvision.errors import DataError
 
 DICOM_FILE = "dicom.jsonl"
@@ -201,7 +202,7 @@ def _join(
         if about.get("images"):
             ((name, size),) = about["images"]
             images = (part.folder / name).open("rb")
-            end = size - 2 * 512
+            end = size - 2 * BLOCK  # before the end mark
         with contextlib.nullcontext() if images is None else images:
             for block, following in _blocks(part):
                 block["caption_offset"] += np.uint64(base)
@@ -209,7 +210,7 @@ def _join(
                 if len(place):
                     block["shard"] = place[block["shard"]]
                 elif images is not None:
-                    stop = end if following is None else int(following["offset"]) - 512
+                    stop = end if following is None else int(following["offset"]) - BLOCK
                     offset_N, size_N = (block[k].astype(np.int64) for k in ("offset", "size"))
                     block["shard"], block["offset"] = writer.join(images, offset_N, size_N, stop)
                 rows.write(block.tobytes())
@@ -218,7 +219,7 @@ def _join(
     return list(copied) if copied is not None else writer.finish()
 
 
-def _blocks(part: Part) -> Any:
+def _blocks(part: Part) -> Iterator[tuple[np.ndarray, np.void | None]]:
     """Yield the rows of a part in blocks, each with the row that follows it, or None."""
     num, path, at = sum(part.about["runs"]), part.folder / "rows", 0
     while at < num:

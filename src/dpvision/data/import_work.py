@@ -214,7 +214,8 @@ def _complete(job: _Job) -> Part | None:
         about = parse_json((job.folder / "part.json").read_text(), nan=True)
     except (OSError, ValueError):
         return None
-    return Part(job.folder, about) if about.get("stamp") == job.stamp else None
+    whole = isinstance(about, dict) and about.get("stamp") == job.stamp
+    return Part(job.folder, about) if whole else None
 
 
 def _stamp(path: Path) -> list[int]:
