@@ -37,7 +37,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.multi_label import LabelSets, zero_one
 from dpvision.data.record_lines import captions_of, have_captions
 from dpvision.data.rgb import Window
-from dpvision.data.rows import AllRows, Rows
+from dpvision.data.rows import ROW, AllRows, Rows
 from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.data.transform import random_views
 from dpvision.errors import DataError, remedy_for
@@ -205,6 +205,7 @@ class Store:
                 )
         shard_bytes = np.array([size for _, size in files], dtype=np.uint64)
         last = np.full(len(files), -1, dtype=np.int64)
+        entry_of = np.zeros(len(files), dtype=ROW)
         for start in range(0, self.num_records, _CHECK_ROWS):
             rows = self.index[start : start + _CHECK_ROWS]
             if rows["shard"].max() >= len(files):
@@ -228,9 +229,10 @@ class Store:
                     f"inside. {REMEDY}"
                 )
             last[rows["shard"]] = np.arange(start, start + len(rows))
+            # read now: to look rows up again one by one would map most of the index
+            entry_of[rows["shard"]] = rows
             self._release()
-        for row in last[last >= 0].tolist():
-            entry = self.index[row]
+        for row, entry in zip(last[last >= 0].tolist(), entry_of[last >= 0], strict=True):
             header = os.pread(
                 self._shard(int(entry["shard"])).fd, BLOCK, int(entry["offset"]) - BLOCK
             )
