@@ -200,15 +200,22 @@ def parts(work: Path) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_killed_import_goes_on_and_changes_no_byte(tmp_path, kills):
+@pytest.mark.parametrize(
+    ("number", "kills"),
+    [
+        (signal.SIGKILL, 1),
+        pytest.param(signal.SIGKILL, 3, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_import_goes_on_and_changes_no_byte(tmp_path, number, kills):
     source, store = write_tars(tmp_path / "src", 24, 150), tmp_path / "s"
     work, before = tmp_path / ".s.importing", dict[str, int]()
     for _ in range(kills):
         pid = start(source, store, workers=2, **OPTIONS)
         enough = len(before) + 3
         wait_for(lambda enough=enough: len(parts(work)) >= enough, pid)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         os.waitpid(pid, 0)
         killed = parts(work)
         assert before.items() <= killed.items(), "a complete part was read again"
