@@ -42,6 +42,7 @@ prove: setup
 	mkdir -p runs/bench
 	$(BIN)/python benchmarks/draws.py --json runs/bench/draws.json
 	$(BIN)/python benchmarks/store_reads.py --quick --json runs/bench/store_reads.json
+	$(BIN)/python benchmarks/import_rate.py --quick --json runs/bench/import_rate.json
 	$(BIN)/python benchmarks/loader.py --quick --json runs/bench/loader.json
 	$(BIN)/python benchmarks/step.py --small --models mae_micro --json runs/bench/step.json
 	$(BIN)/python benchmarks/clipping.py --quick --json runs/bench/clipping.json

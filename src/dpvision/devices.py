@@ -4,7 +4,6 @@ without waiting.
 
 import contextlib
 import ctypes
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dpvision.environment import own_cores
 from dpvision.errors import ConfigError, PrivacyError
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -159,10 +159,16 @@ def loader_threads(workers: int | None, device: torch.device) -> int:
     """Return the number of threads that read and decode images.
 
     Args:
-        workers: HardwareConfig's; if None, 2 on a CPU, which computes with the others, and on a GPU
-            this process's share of the cores, from 2 to 16.
+        workers: HardwareConfig's; if None, from 2 to 16: this process's share of the cores, and on
+            a CPU, which computes with the others, a quarter of it.
     """
     if workers is not None:
         return workers
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return 2 if device.type == "cpu" else min(16, max(2, cores))
+    return min(16, max(2, own_cores() // (4 if device.type == "cpu" else 1)))
+
+
+def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an empty tensor on the CPU to fill for ``send``: pinned where ``device`` is a GPU, so
+    that ``send`` need not copy it to pinned memory first.
+    """
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")

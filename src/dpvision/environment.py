@@ -23,6 +23,11 @@ LLVM's.
 """
 
 
+def own_cores() -> int:
+    """Return the cores that this process may use: its share where torchrun started several."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def set_defaults() -> None:
     """Set what is not set, for this process and those that it starts."""
     for name, value in _PRODUCTS.items():

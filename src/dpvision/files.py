@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ CONFIDENTIAL = "confidential"
 """Name of the folders that files on private records must lie in."""
 _TAIL_BYTES = 1 << 16
 """More than a line of a log has."""
+_OTHER_FILES = 1024
+"""Room for files and sockets of others in this process."""
 
 
 @contextlib.contextmanager
@@ -63,10 +66,7 @@ def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Ite
             partial.mkdir(mode=mode)
             stack.enter_context(locked(partial))
         yield partial
-        for below, _, names in os.walk(partial):
-            for name in names:
-                sync(Path(below, name))
-            sync(Path(below))
+        _sync_all(partial)
         old = partial.with_name(f"{partial.name}-old")
         if not (replace and folder.exists() and _exchange(partial, folder)):
             if replace and folder.exists():
@@ -74,6 +74,21 @@ def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Ite
             partial.rename(folder)
         sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def name_folder(made: Path, folder: Path) -> None:
+    """Give a folder that is complete its name, its files synced before. Raises OSError where there
+    is a folder with files.
+    """
+    _sync_all(made)
+    made.rename(folder)
+
+
+def _sync_all(folder: Path) -> None:
+    for below, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(below, name))
+        sync(Path(below))
 
 
 def _exchange(one: Path, two: Path) -> bool:
@@ -206,6 +221,20 @@ def make_folders(folder: Path) -> None:
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{os.getpid()}")
+
+
+def files_to_hold(wanted: int) -> int:
+    """Return how many of ``wanted`` files may be held open: at most half of what the system allows
+    this process, and at least one. The process's own limit is raised for it, up to the system's.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = 2 * wanted + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        most = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft // 2))
 
 
 def check_out(path: Path, where: str, *suffixes: str, name: str = "out") -> None:

@@ -17,8 +17,9 @@ from dpvision.cli import main
 from dpvision.config import PrivacyConfig, RunConfig, to_dict
 from dpvision.data.open import open_store
 from dpvision.data.overlap import write_without
+from dpvision.data.rows import keyed_hash
 from dpvision.data.split import split_store
-from dpvision.data.store_writer import KEY_FILE, keyed_hash, read_key
+from dpvision.data.store_writer import KEY_FILE, read_key
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import PrivacyError
 from dpvision.files import write_json

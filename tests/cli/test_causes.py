@@ -179,7 +179,7 @@ def test_missing_classes_are_found_before_the_images_are_decoded(
     kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, decoded = SOURCES[kind](), list[int]()
-    monkeypatch.setattr("dpvision.data.importer._check", lambda *args: decoded.append(1))
+    monkeypatch.setattr("dpvision.data.import_part._check", lambda *args: decoded.append(1))
     said = _error(
         [
             "data",

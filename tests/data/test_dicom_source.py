@@ -12,7 +12,8 @@ from dpvision.data.decode import decode
 from dpvision.data.dicom_source import DicomRule
 from dpvision.data.image_files import find_images
 from dpvision.data.import_labels import LabelRule
-from dpvision.data.importer import DICOM_FILE, import_source
+from dpvision.data.import_merge import DICOM_FILE
+from dpvision.data.importer import import_source
 from dpvision.data.open import open_store
 from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import open_source

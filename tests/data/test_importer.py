@@ -183,7 +183,7 @@ def test_a_pattern_chooses_among_tars(tmp_path):
 
 
 def test_written_shards_are_webdataset_and_import_again_in_place(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpvision.data.store_writer.SHARD_BYTES", 8000)
+    monkeypatch.setattr("dpvision.data.shard_writer.SHARD_BYTES", 8000)
     samples = [
         Sample(
             f"odd name.{i}",

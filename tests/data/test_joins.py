@@ -249,7 +249,7 @@ def test_damaged_files_and_other_files_need_no_person(tmp_path: Path) -> None:
 def test_images_of_two_persons_are_refused_with_both_before_others_are_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    from dpvision.data import import_people, importer
+    from dpvision.data import import_part, import_people
 
     images = [png(0), png(1), png(0), png(2), png(1)]
     source, field = write_people(tmp_path / "src", kind, ["p1", "p1", "p2", "p2", "p1"], images)
@@ -257,7 +257,7 @@ def test_images_of_two_persons_are_refused_with_both_before_others_are_decoded(
     real = import_people.decode
     monkeypatch.setattr(import_people, "decode", lambda data: decoded.append(data) or real(data))
     monkeypatch.setattr(
-        importer, "decode", lambda data: pytest.fail("decoded before the persons were checked")
+        import_part, "decode", lambda data: pytest.fail("decoded before the persons were checked")
     )
     with pytest.raises(
         DataError,

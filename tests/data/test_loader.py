@@ -20,6 +20,7 @@ from dpvision.data.store import Store
 from dpvision.data.texture_store import write_texture_store
 from dpvision.data.tokenizer import MIN_VOCAB_SIZE, CaptionReader, check_captions, train_tokenizer
 from dpvision.data.transform import CROP_NUMBERS, crop_box, preprocess
+from dpvision.devices import host_buffer
 from dpvision.errors import DataError
 from dpvision.train.step import on_device
 
@@ -278,6 +279,34 @@ def test_ordered_map_keeps_order_bounds_what_is_ahead_and_passes_errors():
         assert len(taken) <= n + 6
     with pytest.raises(ZeroDivisionError):
         list(ordered_map(lambda i: 1 // (i - 3), range(9), workers=2, ahead=2))
+
+
+def test_images_are_filled_into_the_buffers_that_a_gpu_reads(store, monkeypatch):
+    """A double of pinned memory: the loader asks for it, with the device, fills it and hands out
+    that memory, not a copy. Only images of a batch are asked for.
+    """
+    made = []
+
+    def double(shape, dtype, device):
+        made.append((torch.full(shape, 99, dtype=dtype), device.type))
+        return made[-1][0]
+
+    rows, options = np.arange(20), {"physical_batch_size": 8, "workers": 2}
+    expected = list(physical_batches(store, rows, KEY, DATA, 16, **options))
+    monkeypatch.setattr("dpvision.data.loader.host_buffer", double)
+    batches = list(physical_batches(store, rows, KEY, DATA, 16, device="cuda", **options))
+    assert {kind for _, kind in made} == {"cuda"} and len(made) == len(batches)
+    for batch, other, (buffer, _) in zip(batches, expected, made, strict=True):
+        assert batch.image_BVCHW.data_ptr() == buffer.data_ptr()
+        assert torch.equal(batch.image_BVCHW, other.image_BVCHW)
+
+
+def test_memory_is_pinned_for_a_gpu_only(monkeypatch):
+    asked = []
+    monkeypatch.setattr("torch.empty", lambda *a, pin_memory, **k: asked.append(pin_memory))
+    for device in ("cpu", "cuda"):
+        host_buffer((2, 3), torch.uint8, torch.device(device))
+    assert asked == [False, True]
 
 
 # --- captions

@@ -318,7 +318,7 @@ def test_a_video_is_not_read_whole(tmp_path, monkeypatch):
         film.write(b"\0\0\0\x14ftypqt  ")
         os.truncate(film.fileno(), 400 << 20)
     monkeypatch.setattr(
-        "dpvision.data.importer.decode",
+        "dpvision.data.import_part.decode",
         lambda data: decode(data) if len(data) < 1 << 20 else pytest.fail("read"),
     )
     assert import_source(source, tmp_path / "s", public=True).import_summary()["left_out"] == {
@@ -327,7 +327,7 @@ def test_a_video_is_not_read_whole(tmp_path, monkeypatch):
 
 
 def test_chunks_are_bounded_in_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpvision.data.importer._CHUNK_BYTES", 5000)
+    monkeypatch.setattr("dpvision.data.import_part._CHUNK_BYTES", 5000)
     held = []
 
     def samples():

@@ -22,9 +22,10 @@ from dpvision.data.loader import image_batches, physical_batches
 from dpvision.data.multi_label import NOT_KNOWN
 from dpvision.data.open import open_store
 from dpvision.data.overlap import write_without
+from dpvision.data.rows import ROW
 from dpvision.data.sources import Sample, Source
 from dpvision.data.split import split_store
-from dpvision.data.store import FORMAT, ROW, Store
+from dpvision.data.store import FORMAT, Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 from dpvision.synthetic.scenes import LABELS, make_scene

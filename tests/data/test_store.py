@@ -1,15 +1,18 @@
 import json
 import os
+import resource
 import shutil
 
 import numpy as np
 import pytest
 
 from dpvision.data.open import open_store
-from dpvision.data.store import ROW, Store, _Shard
-from dpvision.data.store_writer import keyed_hash, read_key
+from dpvision.data.rows import ROW, AllRows, keyed_hash, of_rows
+from dpvision.data.store import Store, _Shard
+from dpvision.data.store_writer import read_key
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
+from dpvision.files import files_to_hold
 
 from .image_files import encode, noise, png
 
@@ -161,9 +164,9 @@ def test_what_is_no_store_says_how_to_make_one(tmp_path):
         open_store(tmp_path)
 
 
-def test_no_more_than_a_few_hundred_shards_are_held_open(store, monkeypatch):
+def test_no_more_shards_are_held_open_than_the_system_allows(store, monkeypatch):
     closed, expected = [], store.read_many(np.arange(40))
-    monkeypatch.setattr("dpvision.data.store._OPEN_SHARDS", 2)
+    monkeypatch.setattr("dpvision.data.store.files_to_hold", lambda wanted: 2)
     shards = [store.path / f"copy-{i}.tar" for i in range(5)]
     for shard in shards:
         shutil.copy(store.shard_paths[0], shard)
@@ -173,6 +176,44 @@ def test_no_more_than_a_few_hundred_shards_are_held_open(store, monkeypatch):
     monkeypatch.setattr("os.close", lambda fd, close=os.close: (closed.append(fd), close(fd)))
     assert many.read_many(np.arange(40)) == expected
     assert len(closed) >= 38  # rows go round the five shards, two at a time
+
+
+def test_as_many_files_are_held_as_half_of_the_limit_allows():
+    """In a process of its own, whose limits can only be lowered."""
+    pid = os.fork()
+    if not pid:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (100, 3000))
+            assert files_to_hold(10) == 10
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1044, "raised as needed"
+            assert files_to_hold(5000) == 1500
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (3000, 3000)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+            assert files_to_hold(5000) == 50
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_all_rows_are_those_of_an_array():
+    every, array = AllRows(9), np.arange(9)
+    for place in (np.array([3, 0, -1, 8]), np.array([], dtype=np.int64), slice(2, 7), slice(4)):
+        assert every[place].tolist() == array[place].tolist()
+    assert every[::-1].tolist() == array[::-1].tolist()
+    assert np.asarray(every).tolist() == array.tolist() and len(every) == 9
+    column = np.arange(9) * 10
+    assert of_rows(column, every).tolist() == of_rows(column, array).tolist()
+    for place in ([9], [-10]):
+        with pytest.raises(IndexError):
+            every[np.array(place)]
+
+
+def test_rows_of_a_store_without_persons_are_no_array(tmp_path):
+    """At 233 million records the array took 1.9 GB on each rank."""
+    store = write_scenes(tmp_path / "s", 5, 16)
+    assert isinstance(store.eligible_rows(1, 0), AllRows)
+    assert np.asarray(store.eligible_rows(1, 0)).tolist() == list(range(5))
 
 
 def set_shards(index: np.ndarray) -> np.ndarray:

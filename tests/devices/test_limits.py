@@ -367,7 +367,9 @@ def test_float32_convolutions_of_a_run_are_float32(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("workers", "device", "cores", "ranks", "expected"),
     [
-        (None, "cpu", 16, "1", 2),
+        (None, "cpu", 2, "1", 2),
+        (None, "cpu", 16, "1", 4),
+        (None, "cpu", 64, "2", 8),
         (None, "cuda", 16, "1", 16),
         (None, "cuda", 64, "8", 8),
         (None, "cuda", 4, "8", 2),

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dpvision.data import importer, person_names
+from dpvision.data import import_merge, import_part, person_names
 from dpvision.data.import_labels import ImportedLabels, LabelRule
 from dpvision.data.import_people import WithoutPerson
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.overlap import write_without
 from dpvision.data.person_names import PersonRule
+from dpvision.data.rows import keyed_hash
 from dpvision.data.sources import Sample
 from dpvision.data.store import Store
-from dpvision.data.store_writer import keyed_hash
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 from dpvision.eval.probes.knn import KNN
@@ -81,7 +81,7 @@ def test_classes_from_private_names(tmp_path: Path, scenes: Store) -> None:
         return ImportedLabels(*args, private=False, **options)
 
     check()
-    with planted(importer, "ImportedLabels", as_public, "one more record renumbers the others"):
+    with planted(import_part, "ImportedLabels", as_public, "one more record renumbers the others"):
         check()
 
 
@@ -127,7 +127,7 @@ def test_person_spelled_twice(tmp_path: Path, scenes: Store) -> None:
         )
 
     check()
-    with planted(importer, "refuse_alike", lambda field, names: None, "is two persons"):
+    with planted(import_merge, "refuse_alike", lambda field, names: None, "is two persons"):
         check()
 
 
@@ -162,7 +162,10 @@ def test_image_of_two_persons(tmp_path: Path, scenes: Store) -> None:
 
     check()
     with planted(
-        importer, "refuse_shared", lambda field, found: None, "removing one person changes another"
+        import_merge,
+        "refuse_shared",
+        lambda field, found: None,
+        "removing one person changes another",
     ):
         check()
 
@@ -178,7 +181,7 @@ def test_ids_under_a_published_key(tmp_path: Path) -> None:
 
     check()
     with planted(
-        importer,
+        import_part,
         "keyed_hash",
         lambda key, data: keyed_hash(b"", data),
         "whoever has an image can test",

@@ -86,7 +86,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     assert config.data.store is not None and model.num_classes is not None
     # The store. Where people are drawn, all their images count until one is chosen.
     store = open_store(config.data.store)
-    row_N = rows_to_draw(store, cfg.unit, config.seed)
+    row_N = np.asarray(rows_to_draw(store, cfg.unit, config.seed))
     if cfg.dataset_size == _UNDECLARED:
         raise _undeclared(store, row_N)
     # The encoder, then the head, its plan, and what follows from the plan.

@@ -199,7 +199,7 @@ def _attack_network(
     with new_session(config, root) as session:
         row_M = canary_rows(session.store)
         inside_M = fair_coins(len(row_M))
-        session.rows = np.setdiff1d(session.rows, row_M[~inside_M])
+        session.rows = np.setdiff1d(np.asarray(session.rows), row_M[~inside_M])
         before_M = _losses(session, row_M)
         if not fit(session, quiet=quiet):
             raise RunStopped("audit: stopped by a signal. No result was written; start it again.")

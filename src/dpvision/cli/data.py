@@ -22,6 +22,7 @@ from dpvision.data.dicom import CUT, NO_RANGE
 from dpvision.data.dicom_source import DicomRule
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.person_names import SHARED_FILE, PersonRule
+from dpvision.environment import own_cores
 from dpvision.errors import OPERATOR_ONLY, DataError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def import_(
     licence: str | None = None,
     dataset: str | None = None,
     split: str | None = None,
-    workers: int = 2,
+    workers: int | None = None,
     json: bool = False,
 ) -> None:
     """Import images into a store: tar shards and a memory-mapped index.
@@ -121,7 +122,8 @@ def import_(
         dataset: One of the papers' data sets, e.g. imagenet, cifar100, caltech101, aircraft. Labels
             and their order are then the same for each split.
         split: With --dataset: train, val or test, as defined by that data set.
-        workers: Threads that check images.
+        workers: Processes that read the files of a source of several, else threads that check
+            images; if None, the cores of this machine.
         json: Print JSON.
     """
     window = range.window if range.max_value is None else (0, range.max_value)
@@ -229,7 +231,7 @@ def scenes(
     label: SceneLabel = "shape",
     multi_label: bool = False,
     public: bool = False,
-    workers: int = 2,
+    workers: int | None = None,
     json: bool = False,
 ) -> None:
     """Make a store of procedural captioned scenes: coloured shapes, each with a true caption,
@@ -244,7 +246,7 @@ def scenes(
             object; colour is the easiest to learn.
         multi_label: Label a scene with the attribute of all its objects, not just the largest.
         public: Mark the store public. By default it is private, as a substitute for private images.
-        workers: Processes that render.
+        workers: Processes that render; if None, the cores of this machine.
         json: Print JSON.
     """
     from dpvision.data.synthetic_store import write_scenes
@@ -258,7 +260,7 @@ def scenes(
             first=first,
             label=label,
             multi_label=multi_label,
-            workers=workers,
+            workers=workers or own_cores(),
             public=public,
             progress=lambda n: status.update(
                 f"drawing: {n:,} of {num:,} scenes, {n / (time.monotonic() - start):,.0f}/s"
@@ -359,11 +361,10 @@ def split(
 
 def _counts(store: "Store") -> dict[str, int | None]:
     """Return the numbers of records, and of people if the import recorded them."""
-    import numpy as np
-
     from dpvision.data.declared import count_units, has_units
+    from dpvision.data.rows import AllRows
 
-    people = count_units(store, np.arange(store.num_records)) if has_units(store) else None
+    people = count_units(store, AllRows(store.num_records)) if has_units(store) else None
     return {"records": store.num_records, "people": people}
 
 
@@ -374,8 +375,7 @@ def _held(counts: dict[str, int | None]) -> str:
 
 def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
     """Return lines with the list of files left out, and how to convert unsupported formats."""
-    from dpvision.data.importer import DICOM_FILE
-    from dpvision.data.table_files import UNMATCHED_FILE
+    from dpvision.data.import_merge import DICOM_FILE, UNMATCHED_FILE
 
     left_out = summary.get("left_out")
     confidential = store.path / "confidential"

@@ -9,6 +9,7 @@ import numpy as np
 
 from dpvision.config import CaptionerConfig, RunConfig
 from dpvision.data.declared import numbers_to_declare
+from dpvision.data.rows import AllRows, Rows
 from dpvision.data.split import other_half
 from dpvision.data.store import Store
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
@@ -86,12 +87,12 @@ def to_train(store: Store) -> list[str]:
     return lines
 
 
-def _to_adapt(store: Store, rows: np.ndarray, declared: str) -> str:
+def _to_adapt(store: Store, rows: Rows, declared: str) -> str:
     """Return the command that plans a classifier, or why these labels allow none."""
     from dpvision.runs.store_checks import check_labels
 
     classes = (
-        int(store.classes(rows)[1].max(initial=0)) + 1
+        int(store.classes(np.asarray(rows))[1].max(initial=0)) + 1
         if store.label_names is None
         else len(store.label_names)
     )
@@ -132,7 +133,7 @@ def _to_score(run: str, store: Store, other: Store | None, config: RunConfig) ->
     kind, test = config.model.kind, "" if other is None else quote(str(other.path))
     if kind == "captioner":
         captioned = (
-            other is not None and int(other.has_captions(np.arange(other.num_records)).sum()) > 1
+            other is not None and int(other.has_captions(AllRows(other.num_records)).sum()) > 1
         )
         return [
             f"  dpvision evaluate captioner {run} "

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from dpvision.environment import own_cores
 from dpvision.errors import OPERATOR_ONLY, ConfigError
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class Reading:
 
     batch_size: int = 256
     """Images in one forward pass."""
-    workers: int = 2
+    workers: int = field(default_factory=own_cores)
     """Threads that read images."""
 
     def check(self, command: str) -> None:

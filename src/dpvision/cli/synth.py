@@ -11,6 +11,7 @@ from rich.console import Console
 
 from dpvision.cli.output import emit, pairs, parse
 from dpvision.cli.paths import check_sheet, check_sheet_size
+from dpvision.environment import own_cores
 from dpvision.errors import ConfigError
 from dpvision.recipes import get_recipe
 
@@ -26,7 +27,7 @@ def synth(
     sheet: Path | None = None,
     sheet_num: int = 96,
     instance: int | None = None,
-    workers: int = 2,
+    workers: int | None = None,
     json: bool = False,
 ) -> None:
     """Make procedural textures for a warm start: unlimited, public, free of licences, and identical
@@ -51,7 +52,7 @@ def synth(
         sheet_num: Images on the sheet.
         instance: Show this view (position, zoom, rotation, light) on the sheet instead of the
             canonical one.
-        workers: Processes that render, with --files.
+        workers: Processes that render, with --files; if None, the cores of this machine.
         json: Print JSON.
     """
     if store is None and sheet is None:
@@ -79,7 +80,7 @@ def synth(
                     num,
                     size_px,
                     first=first,
-                    workers=workers,
+                    workers=workers or own_cores(),
                     progress=lambda n: status.update(
                         f"drawing: {n:,} of {num:,} textures, "
                         f"{n / (time.monotonic() - start):,.0f}/s"

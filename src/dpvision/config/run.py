@@ -123,8 +123,8 @@ class HardwareConfig:
     or more at the start.
     """
     workers: int | None = None
-    """Threads that read and decode images; if None, 2 on a CPU, and on a GPU the cores of this
-    process, from 2 to 16.
+    """Threads that read and decode images; if None, from 2 to 16: on a GPU the cores of this
+    process, on a CPU a quarter of them.
     """
     checkpoint_every_s: float = 300.0
     """Seconds between checkpoints under ``confidential/``; one that may leave is written at the end

@@ -167,20 +167,27 @@ def check_packed(source: Path, paths: Sequence[Path], for_import: bool = True) -
         )
 
 
-def check_tar(path: Path, images: Sequence[str], plain: bool, seen: set[str]) -> None:
+def tar_folders(images: Sequence[str], plain: bool) -> set[str]:
+    """Return the folders of a tar whose names would be lost.
+
+    Args:
+        images: keys of the images.
+        plain: the tar holds images only.
+    """
+    tops = {key.partition("/")[0] for key in images if "/" in key}
+    return {top for top in tops if split_of(top)} | (
+        {key.rpartition("/")[0] for key in images} if plain and tops else set()
+    )
+
+
+def check_tar(path: Path, plain: bool, seen: set[str]) -> None:
     """Raise DataError for a tar of folders whose names would be lost.
 
     These are splits, and class folders of images without labels or texts.
 
     Args:
-        images: keys of the images.
-        plain: the tar holds images only.
-        seen: folders of the tars before, to which this tar's are added.
+        seen: ``tar_folders`` of this tar and of those before.
     """
-    tops = {key.partition("/")[0] for key in images if "/" in key}
-    seen |= {top for top in tops if split_of(top)} | (
-        {key.rpartition("/")[0] for key in images} if plain and tops else set()
-    )
     unpack = f"mkdir DIR; tar -xf {quote(str(path))} -C DIR; dpvision data import DIR STORE"
     if len({split_of(name) for name in seen} - {None}) > 1:
         raise DataError(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dpvision.data.rgb import Window
+from dpvision.data.rows import Rows, of_rows
 from dpvision.data.store import Store
 from dpvision.errors import DataError
 from dpvision.privacy.sampling import TOLERANCE
@@ -67,9 +68,9 @@ def shared_images(store: Store) -> int:
         return 0
 
 
-def count_units(store: Store, rows: np.ndarray) -> int:
+def count_units(store: Store, rows: Rows) -> int:
     """Number of units among int64 ``rows``; a record without one is its own unit."""
-    unit = store.index["unit"][rows]
+    unit = of_rows(store.index["unit"], rows)
     return len(np.unique(unit[unit >= 0])) + int((unit < 0).sum())
 
 

@@ -291,10 +291,13 @@ class ImportedLabels:
         self._check_unknown()
         raise AssertionError("no name")
 
-    def number(self, key: str, value: Any) -> int:
+    def number(self, key: str, value: Any, count: int = 1) -> int:
         """Provisional number of a value's class, or set of classes; -1 for no label.
 
         ``finish`` takes it.
+
+        Args:
+            count: records that have the value, of which ``key`` is the first.
 
         Raises:
             DataError: the value is neither a class nor a list of different classes, or some records
@@ -317,7 +320,7 @@ class ImportedLabels:
             else [self._class(key, value, value)]
         )
         if None in classes:
-            self._num_unknown += 1
+            self._num_unknown += count
             return -1
         if not several:
             return classes[0]
@@ -436,16 +439,18 @@ class ImportedLabels:
             )
 
     def finish(
-        self, rows: np.ndarray, folder: Path
-    ) -> tuple[list[str] | None, tuple[str, int] | None]:
-        """Replace the provisional numbers in ``rows["label"]`` by classes, or by places of sets.
+        self, folder: Path, labelled: bool
+    ) -> tuple[list[str] | None, tuple[str, int] | None, np.ndarray | None]:
+        """Return what the provisional numbers become: classes, or places of sets.
 
         Args:
             folder: the store's folder, for the file of label sets.
+            labelled: whether a record has a label.
 
         Returns:
             Class names (declared, the source's, or in a public store those found, sorted); name and
-            size of the file of label sets, if any.
+            size of the file of label sets, if any; the final number of each provisional one, int32,
+            with -1 appended for unlabelled records, or None if they are final.
 
         Raises:
             DataError: names and numbers in one store, undeclared classes, or numbers with two
@@ -460,15 +465,13 @@ class ImportedLabels:
         if self._classes:
             self._names = sorted(self._classes)
             rank = {name: i for i, name in enumerate(self._names)}
-            class_of = np.array([rank[name] for name in self._classes])
-        labelled = bool((rows["label"] >= 0).any())
+            class_of = np.array([rank[name] for name in self._classes], dtype=np.int32)
         if self._several and labelled:
             place_of = self._sets.write(folder / LABELS_FILE, class_of)
-            rows["label"] = place_of[rows["label"]]
-            return self._names, (LABELS_FILE, (folder / LABELS_FILE).stat().st_size)
+            return self._names, (LABELS_FILE, (folder / LABELS_FILE).stat().st_size), place_of
         if class_of is not None:
-            rows["label"] = np.append(class_of, -1)[rows["label"]]  # the last entry serves label -1
-        return self._names, None
+            return self._names, None, np.append(class_of, np.int32(-1))
+        return self._names, None, None
 
 
 def with_classes(

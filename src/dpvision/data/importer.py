@@ -1,6 +1,8 @@
 """Make a store from a source: check and hash images, merge identical ones, write the index.
 
-A store is made whole or not at all.
+A store is made whole or not at all. A source of several tar or parquet files is read by processes,
+each file by itself, and what was read survives a crash (import_work.py); any other source is one
+stream, which threads decode.
 
 Image bytes are kept as they are; orientation and colour modes are handled at each read (decode.py).
 """
@@ -8,65 +10,45 @@ Image bytes are kept as they are; orientation and colour modes are handled at ea
 import contextlib
 import json
 import secrets
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from dpvision.data.caption_files import CaptionFile
-from dpvision.data.captions import CaptionRule, Captions, find_captions
-from dpvision.data.decode import BadImage, as_png, decode, in_8_bits, largest_undeclared
-from dpvision.data.dicom import BURNED_IN, NO_RANGE, OVERLAY, is_dicom, render
+from dpvision.data.captions import CaptionRule
 from dpvision.data.dicom_source import DicomRule
 from dpvision.data.folders import Missed
-from dpvision.data.import_labels import ImportedLabels, LabelRule, with_classes
-from dpvision.data.import_people import (
-    NO_PERSON,
-    Shared,
-    WithoutPerson,
-    check_field,
-    check_persons,
-    decodes,
-    person_bytes,
-    refuse_alike,
-    refuse_known,
-    refuse_shared,
-)
+from dpvision.data.import_labels import LabelRule, with_classes
+from dpvision.data.import_merge import write_store
+from dpvision.data.import_part import Part, ReadRule, write_part
+from dpvision.data.import_people import write_people
+from dpvision.data.import_work import read_parts, settings_of, work_folder
 from dpvision.data.open import open_store
-from dpvision.data.ordered import ordered_map
-from dpvision.data.person_names import SHARED_FILE, PersonRule
-from dpvision.data.record_lines import append_line, have_captions, line_of, merge_duplicates
+from dpvision.data.person_check import check_persons
+from dpvision.data.person_names import PersonRule
 from dpvision.data.rgb import Window, check_window
 from dpvision.data.sample import Sample, Source
+from dpvision.data.shard_writer import ShardWriter
 from dpvision.data.sources import open_source
-from dpvision.data.store import (
-    ROW,
-    SHARED_KEPT,
-    UNDECLARED,
-    WINDOW,
-    Store,
-    write_description,
-)
+from dpvision.data.store import Store
 from dpvision.data.store_writer import (
-    ShardWriter,
-    keyed_hash,
+    KEY_FILE,
+    copy_key,
     new_key,
     new_store_folder,
+    read_key,
     require_new,
 )
-from dpvision.data.table_files import UNMATCHED_FILE
+from dpvision.environment import own_cores
 from dpvision.errors import DataError
+from dpvision.files import sync
 
-DICOM_FILE = "dicom.jsonl"
-"""File under a store's confidential/: images with a burned-in annotation or an overlay."""
-BLANK = "DICOM: one value only"
-_CHUNK, _CHUNK_BYTES = 64, 1 << 26
-"""A chunk ends at this many samples or bytes, whichever comes first."""
-_ROWS_IN_LIST = 1 << 16
+_Progress = Callable[[int], None] | None
 
 
 def import_source(
@@ -80,7 +62,7 @@ def import_source(
     licence: str | None = None,
     window: Window | None = None,
     dicom: DicomRule = DicomRule(),
-    workers: int = 2,
+    workers: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
     """Import an image folder, parquet files, WebDataset tars or DICOM files into a new store.
@@ -104,7 +86,8 @@ def import_source(
             stored as 8-bit PNG; images of tars are then copied too.
         dicom: which DICOM files and frames. Their field PatientID names the person unless
             ``people`` names another.
-        workers: threads that decode.
+        workers: processes that read the files of a source of several, else threads that decode; if
+            None, the cores of this process. It changes no byte of the store.
         progress: called from time to time with the number of images checked so far.
 
     Raises:
@@ -112,6 +95,7 @@ def import_source(
             exists, or the disk is full. Nothing half-made is left behind.
     """
     target, origin = Path(store_dir).resolve(), Path(source).resolve()
+    workers = own_cores() if workers is None else workers
     require_new(target)
     if window is not None:
         check_window(window, "data import")
@@ -131,25 +115,10 @@ def import_source(
         dicom=dicom,
     )
     found = opened()
-    people = _checked_rule(people, found)
-    if people.unit_from is not None and "refuse" in (people.unmatched, people.shared_images):
-        if captions.captions is not None:
-            CaptionFile(captions.captions)  # refused before a pass over all images
-        named = ImportedLabels(labels, found.label_names, private=not public)
-        counts = partial(_counts, people=people, require_captions=False)
-        check_persons(lambda: with_classes(opened().samples, named, counts), people)
-    return import_samples(
-        found,
-        store_dir,
-        public=public,
-        people=people,
-        labels=labels,
-        captions=captions,
-        licence=licence,
-        window=window,
-        workers=workers,
-        progress=progress,
-    )
+    making = _Making.of(found, public, people, labels, captions, licence, window)
+    if len(found.parts) > 1 and making.captions is None:
+        return _import_parts(making, target, workers, progress)
+    return _import_stream(making, target, workers, progress, again=opened)
 
 
 def import_samples(
@@ -162,7 +131,7 @@ def import_samples(
     captions: CaptionRule = CaptionRule(),
     licence: str | None = None,
     window: Window | None = None,
-    workers: int = 2,
+    workers: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Store:
     """Import a source or any iterable of samples into a new store; see ``import_source``.
@@ -171,311 +140,144 @@ def import_samples(
         source: e.g. of ``datasets.dataset_source``, or ``Source(samples, label_names)``.
         licence: if None, the source's.
     """
-    target = Path(store_dir).resolve()
     source = source if isinstance(source, Source) else Source(iter(source))
-    people = _checked_rule(people, source)
-    caption_file = None if captions.captions is None else CaptionFile(captions.captions)
-    with new_store_folder(target, private=not public) as folder, contextlib.ExitStack() as files:
-        imported = ImportedLabels(labels, source.label_names, private=not public)
-        build = _Build(folder, files, people, imported, source.missed)
-        samples = source.samples if caption_file is None else caption_file.attach(source.samples)
-        counts = partial(_counts, people=people, require_captions=captions.require_captions)
-        listed, done = with_classes(samples, imported, counts), 0
-        for chunk in _checked(listed, build.key, captions.require_captions, window, workers):
-            for checked in chunk:
-                build.add(checked)
-            done += len(chunk)
-            if progress is not None:
-                progress(done)
-        more: dict[str, Any] = dict(source.counts)
-        if caption_file is not None:
-            more |= caption_file.summary()
-            build.write_missed(caption_file.missed())
-        more |= {} if window is None else {"window": list(window)}
+    making = _Making.of(source, public, people, labels.read(), captions, licence, window)
+    workers = own_cores() if workers is None else workers
+    return _import_stream(making, Path(store_dir).resolve(), workers, progress)
+
+
+@dataclass(frozen=True)
+class _Making:
+    """A store to be made."""
+
+    source: Source
+    rule: ReadRule
+    """Without a key yet."""
+    captions: CaptionFile | None
+    about: dict[str, Any]
+    """Entries of store.json."""
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        public: bool,
+        people: PersonRule,
+        labels: LabelRule,
+        captions: CaptionRule,
+        licence: str | None,
+        window: Window | None,
+    ) -> "_Making":
+        """Read the file of captions, and complete the rules by what the source declares."""
+        people = replace(people, unit_from=people.unit_from or source.unit_from)
+        people.check()
         about = {
             "visibility": "public" if public else "private",
             "licence": licence or source.licence,
             "metric": source.metric,
         }
-        build.finish(about, done, more)
+        rule = ReadRule(
+            b"", public, people, labels, source.label_names, captions.require_captions, window
+        )
+        rule.imported_labels()  # refuses a separator before anything is made
+        file = None if captions.captions is None else CaptionFile(captions.captions)
+        return cls(source, rule, file, about)
+
+    def write(
+        self,
+        parts: Sequence[Part],
+        folder: Path,
+        copied: Sequence[tuple[str, int]] | None = None,
+    ) -> None:
+        """Write the store of the parts; arguments as for ``import_merge.write_store``."""
+        more: dict[str, Any] = dict(self.source.counts)
+        before, after = _lines(self.source.missed._replace(files=frozenset())), ""
+        if self.captions is not None:
+            more |= self.captions.summary()
+            after = _lines(self.captions.missed())
+        more |= {} if self.rule.window is None else {"window": list(self.rule.window)}
+        write_store(
+            parts,
+            folder,
+            people=self.rule.people,
+            labels=self.rule.imported_labels(),
+            about=self.about | {"store_id": secrets.token_hex(16)},
+            more=more,
+            unmatched=(before, after),
+            copied=copied,
+        )
+
+
+def _lines(missed: Missed) -> str:
+    """Names of a join that have no counterpart, as lines of JSON."""
+    return "".join(
+        json.dumps({kind: name, "table": missed.table}) + "\n"
+        for kind, names in (("row_without_file", missed.rows), ("file_without_row", missed.files))
+        for name in names
+    )
+
+
+def _import_parts(making: _Making, target: Path, workers: int, progress: _Progress) -> Store:
+    """Import each file by itself; what is complete is kept if the import fails."""
+    source, rule = making.source, making.rule
+    with work_folder(target, settings_of(rule, version("dpvision"))) as work:
+        if not (work / KEY_FILE).exists():
+            new_key(work)
+            sync(work / KEY_FILE)
+        rule = replace(rule, key=read_key(work))
+        if rule.people.checked_first:
+            check_persons(
+                list(read_parts("people", source.parts, work, rule, workers)),
+                rule.people,
+                lambda some: chain.from_iterable(source.parts[i].samples({}) for i in some),
+            )
+        parts, done = list[Part](), 0
+        for part in read_parts("read", source.parts, work, rule, workers):
+            parts.append(part)
+            done += part.about["seen"]
+            if progress is not None:
+                progress(done)
+        with new_store_folder(target, private=not rule.public) as folder:
+            copy_key(work, folder)
+            making.write(parts, folder)
     return open_store(target)
 
 
-def _checked_rule(people: PersonRule, source: Source) -> PersonRule:
-    """Return the rule with the source's field of persons, where none is declared."""
-    people = replace(people, unit_from=people.unit_from or source.unit_from)
-    people.check()
-    return people
-
-
-def _counts(sample: Sample, people: PersonRule, require_captions: bool) -> bool:
-    """Return whether an image is not left out for its person, its captions or its bytes."""
-    dropped = (
-        people.unit_from is not None and people.unmatched == "drop" and people.name(sample) is None
-    )
-    return (
-        not dropped
-        and (not require_captions or bool(find_captions(sample.fields).kept))
-        and decodes(sample.image)
-    )
-
-
-class _Checked(NamedTuple):
-    sample: Sample
-    problem: str | None
-    """Reason to leave the image out, or None."""
-    record_id: int
-    text: Captions
-    largest: int | None
-    """Largest sample of an image of 16 bits whose file does not state their range."""
-    remarks: tuple[str, ...]
-    """Of a DICOM file, for the operator; see ``dicom.Rendered``."""
-
-
-def _checked(
-    samples: Iterable[Sample],
-    key: bytes,
-    require_captions: bool,
-    window: Window | None,
+def _import_stream(
+    making: _Making,
+    target: Path,
     workers: int,
-) -> Iterator[list[_Checked]]:
-    """Yield chunks of samples in order; threads decode the images and clean the captions."""
+    progress: _Progress,
+    again: Callable[[], Source] | None = None,
+) -> Store:
+    """Import a source that is one stream, whole or not at all.
 
-    def check(chunk: list[Sample]) -> list[_Checked]:
-        return [_check(sample, key, require_captions, window) for sample in chunk]
-
-    return ordered_map(check, _chunks(samples), workers=workers, ahead=2 * workers)
-
-
-def _chunks(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    chunk, size = list[Sample](), 0
-    for sample in samples:
-        chunk.append(sample)
-        size += len(sample.image)
-        if len(chunk) == _CHUNK or size >= _CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def _check(sample: Sample, key: bytes, require_captions: bool, window: Window | None) -> _Checked:
-    problem, text, largest = sample.problem, find_captions(sample.fields), None
-    remarks: tuple[str, ...] = ()
-    if problem is None:
-        try:
-            if is_dicom(sample.image):
-                pixels, remarks = render(sample.image, window)
-                sample = sample._replace(image=as_png(pixels), place=None)
-                # the blank frames of a volume are alike for all persons
-                problem = BLANK if pixels.min() == pixels.max() else None
-            elif window is None:
-                decode(sample.image)
-                largest = largest_undeclared(sample.image)
-            else:
-                sample = sample._replace(image=in_8_bits(sample.image, window), place=None)
-        except BadImage as error:
-            problem = error.reason
-    if problem is None and require_captions and not text.kept:
-        problem = "no caption"
-    record_id = -1 if problem is not None else keyed_hash(key, sample.image)
-    return _Checked(sample, problem, record_id, text, largest, remarks)
-
-
-class _Build:
-    """A store under construction in ``folder``."""
-
-    def __init__(
-        self,
-        folder: Path,
-        files: contextlib.ExitStack,
-        people: PersonRule,
-        labels: ImportedLabels,
-        missed: Missed,
-    ) -> None:
-        self.store_id = secrets.token_hex(16)
-        self._folder = folder
-        self._people, self._labels = people, labels
-        self._no_person, self._name_of_unit = WithoutPerson(), dict[int, str]()
-        self.key = new_key(folder)
-        self._text = files.enter_context((folder / "records.jsonl").open("w+b"))
-        self._left_out = files.enter_context((folder / "confidential" / "left_out.jsonl").open("w"))
-        self._unmatched = files.enter_context((folder / "confidential" / UNMATCHED_FILE).open("w"))
-        self._without_row, self._num_without_row = missed.files, 0
-        self.write_missed(missed._replace(files=frozenset()))
-        self._writer = ShardWriter(folder, files)
-        self._in_place: dict[Path, int] = {}
-        self._rows: list[tuple[int, ...]] = []
-        self._blocks: list[np.ndarray] = []
-        self._reasons: Counter[str] = Counter()
-        self._num_captions = self._num_cut = 0
-        self._dropped: Counter[str] = Counter()
-        self._suspicious: Counter[str] = Counter()
-        self._largest: Counter[int] = Counter()
-        self._remarks: Counter[str] = Counter()
-        self._burned: list[str] = []
-        self._fields_seen: set[str] = set()
-
-    def add(self, checked: _Checked) -> None:
-        sample, problem, record_id, text, largest, remarks = checked
-        self._dropped += text.dropped
-        self._suspicious.update(text.suspicious if problem is None else ())
-        person = None if problem is not None else self._people.name(sample)
-        if (
-            problem is None
-            and person is None
-            and self._people.unit_from is not None
-            and self._people.unmatched != "own-person"
-        ):
-            self._no_person.add(sample.key)
-            problem = NO_PERSON
-        if sample.fields:
-            self._fields_seen |= sample.fields.keys()
-        if problem is not None:
-            self._reasons[problem] += 1
-            where = {"tar": sample.place[0].name} if sample.place else {}
-            self._left_out.write(json.dumps({"key": sample.key, "reason": problem, **where}) + "\n")
-            return
-        if largest is not None:
-            self._largest[largest.bit_length()] += 1
-        self._remarks.update(remarks)
-        if burned := [remark for remark in remarks if remark in (BURNED_IN, OVERLAY)]:
-            self._burned.append(json.dumps({"key": sample.key, "dicom": burned}) + "\n")
-        if sample.key in self._without_row:
-            self._num_without_row += 1
-            self._unmatched.write(json.dumps({"file_without_row": sample.key}) + "\n")
-        captions, unit, value = text.kept, self._unit(person), self._labels.value(sample)
-        label = self._labels.number(sample.key, value)
-        self._num_captions += len(captions)
-        self._num_cut += text.num_cut
-        if sample.place is None:
-            shard, offset = self._writer.add(sample, captions, value, unit)
-        else:
-            shard, offset = (
-                self._in_place.setdefault(sample.place[0], len(self._in_place)),
-                sample.place[1],
-            )
-        position, size = append_line(self._text, sample.key, captions)
-        self._rows.append(
-            (shard, offset, len(sample.image), position, size, record_id, unit, label)
+    Args:
+        again: opens the source anew; if None, persons are checked last only.
+    """
+    source, people = making.source, making.rule.people
+    with (
+        new_store_folder(target, private=not making.rule.public) as folder,
+        contextlib.ExitStack() as files,
+    ):
+        rule, work = replace(making.rule, key=new_key(folder)), folder / "confidential" / "part"
+        work.mkdir()
+        if again is not None and people.checked_first:
+            counts = replace(rule, require_captions=False).counts
+            listed = with_classes(again().samples, rule.imported_labels(), counts)
+            about, persons = write_people(listed, work, people)
+            facts = Part.write(work, about, {"persons": persons})
+            check_persons([facts], people, lambda some: again().samples)
+        samples, shards = source.samples, ShardWriter(folder, files)
+        part = write_part(
+            samples if making.captions is None else making.captions.attach(samples),
+            work,
+            rule,
+            threads=workers,
+            shards=shards,
+            without_row=source.missed.files,
+            progress=progress,
         )
-        if len(self._rows) == _ROWS_IN_LIST:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._blocks.append(np.array(self._rows, dtype=ROW))
-        self._rows.clear()
-
-    def write_missed(self, missed: Missed) -> None:
-        """List the names of a join that have no counterpart, under confidential/."""
-        for kind, names in (("row_without_file", missed.rows), ("file_without_row", missed.files)):
-            for name in names:
-                self._unmatched.write(json.dumps({kind: name, "table": missed.table}) + "\n")
-
-    def _unit(self, person: str | None) -> int:
-        if person is None:
-            return -1
-        unit = keyed_hash(self.key, person_bytes(person))
-        self._name_of_unit[unit] = person
-        return unit
-
-    def _write_shared(self, pairs: list[tuple[np.void, np.void]]) -> None:
-        """Refuse images of two persons, or list them with both, under confidential/."""
-
-        def of(row: np.void) -> tuple[str, str | None]:
-            return line_of(self._text, row)["key"], self._name_of_unit.get(int(row["unit"]))
-
-        found = [Shared(*of(first), *of(second)) for first, second in pairs]
-        self._text.seek(0, 2)
-        if self._people.unit_from is not None and self._people.shared_images == "refuse":
-            refuse_shared(self._people.unit_from, found)
-        if found:
-            lines = [json.dumps(shared._asdict()) + "\n" for shared in found]
-            (self._folder / "confidential" / SHARED_FILE).write_text("".join(lines))
-
-    def _check_fields(self) -> None:
-        for option, name in (
-            ("--unit-from", self._people.unit_from),
-            ("--label-from", self._labels.field),
-        ):
-            if name is not None and name != "label" and self._fields_seen:
-                check_field(option, name, self._fields_seen)
-        if self._people.unit_from is not None and self._people.unmatched == "refuse":
-            self._no_person.refuse(self._people.unit_from)
-        if self._people.unit_from is not None:
-            refuse_alike(self._people.unit_from, self._name_of_unit.values())
-        if self._people.apart_from is not None:
-            refuse_known(self._people.apart_from, self._name_of_unit.values())
-
-    def finish(self, about: dict[str, Any], num_seen: int, more: dict[str, Any]) -> None:
-        self._check_fields()
-        self._flush()
-        rows = np.concatenate(self._blocks)
-        left_out = dict(sorted(self._reasons.items()))
-        if not len(rows):
-            got = (
-                f"{num_seen} files, none an image that can be read: {left_out}"
-                if num_seen
-                else "empty source"
-            )
-            what = "images with captions" if "no caption" in left_out else "images"
-            raise DataError(
-                f"data import: {got}; expected {what}. Check the path, or convert them to JPEG "
-                "or PNG."
-            )
-        names, labels = self._labels.finish(rows, self._folder)
-        rows, merged, shared = merge_duplicates(rows, self._text)
-        self._write_shared(shared)
-        shards = [
-            (str(path), path.stat().st_size) for path in self._in_place
-        ] or self._writer.finish()
-        self._text.flush()
-        self._unmatched.flush()
-        if not self._unmatched.tell():
-            (self._folder / "confidential" / UNMATCHED_FILE).unlink()
-        about = about | {
-            "store_id": self.store_id,
-            "label_names": names,
-            "unit_field": self._people.unit_from,
-            "split": None,
-            "may_be_unlabelled": self._labels.may_be_unlabelled,
-        }
-        if self._people.unit_from is not None:
-            about["shared_images"] = merged["unit_conflicts"]
-            about |= {SHARED_KEPT: "first"} if self._people.shared_images == "first" else {}
-        about |= {WINDOW: more["window"]} if "window" in more else {}
-        about |= {UNDECLARED: True} if self._largest or self._remarks[NO_RANGE] else {}
-        text = ("records.jsonl", self._text.tell())
-        write_description(self._folder, rows, about, shards=shards, text=text, labels=labels)
-        summary = {
-            "seen": num_seen,
-            "records": len(rows),
-            "left_out": left_out,
-            **merged,
-            "classes_not_declared": self._labels.num_unknown,
-            "without_label": int((rows["label"] < 0).sum()),
-            "without_unit": int((rows["unit"] < 0).sum()),
-            "without_caption": int(
-                (
-                    ~have_captions(
-                        self._folder / "records.jsonl", rows["caption_offset"], rows["caption_size"]
-                    )
-                ).sum()
-            ),
-            **(
-                {"files_without_table_row": self._num_without_row}
-                if "table_rows_without_file" in more
-                else {}
-            ),
-            "captions": self._num_captions,
-            "captions_cut": self._num_cut,
-            "captions_dropped": dict(sorted(self._dropped.items())),
-            "captions_suspicious": dict(sorted(self._suspicious.items())),
-            **more,
-        }
-        largest = {f"up to {2**bits - 1}": n for bits, n in sorted(self._largest.items())}
-        summary |= {"largest_values_of_16_bits": largest} if largest else {}
-        summary |= {"dicom": dict(sorted(self._remarks.items()))} if self._remarks else {}
-        if self._burned:
-            (self._folder / "confidential" / DICOM_FILE).write_text("".join(self._burned))
-        (self._folder / "confidential" / "import.json").write_text(json.dumps(summary, indent=1))
+        making.write([part], folder, shards.finish())
+        shutil.rmtree(work)
+    return open_store(target)

@@ -34,11 +34,13 @@ from dpvision.data.transform import (
     normalise_canvas,
     normalise_tensor,
 )
+from dpvision.devices import host_buffer
 from dpvision.errors import DataError
 
 _CHUNK = 64
 """Records per task of a thread; larger physical batches are joined from several tasks."""
 _AHEAD_BATCHES = 2
+_CPU = torch.device("cpu")
 _Arrays = tuple[np.ndarray, ...]
 """In training batches id (B,), valid (B,), the rows whose labels apply, (B,) or (B, K), and with
 captions tokens (B, V, L).
@@ -76,7 +78,8 @@ def physical_batches(
             sum to the number of rows.
         workers: threads, at least 1. Neither this nor ``physical_batch_size`` changes a bit of any
             record.
-        device: where textures are generated; other images are on the CPU in any case.
+        device: where textures are generated; other images are on the CPU in any case, in pinned
+            memory if ``device`` is a GPU.
         captions: reads token_BVL (``tokenizer``); if None, no tokens.
         labels: whether to read labels; False for models that use none.
         num_classes: the declared K of a store with several labels per record; if None, such a store
@@ -120,15 +123,16 @@ def physical_batches(
         )
 
     views = data.views * (1 if rows.ndim == 1 else rows.shape[1])
-    shape, dtype = (views, 3, image_size, image_size), np.float32 if normalised else np.uint8
+    shape = (views, 3, image_size, image_size)
+    dtype = torch.float32 if normalised else torch.uint8
     for _, x_BVCHW, (record_id, valid, used, *tokens) in _batched(
-        augmented, parts, shape, workers, dtype
+        augmented, parts, shape, workers, dtype, device
     ):
         label = labels_of(used)
         yield Batch(
             record_id_B=torch.from_numpy(record_id),
             valid_B=torch.from_numpy(valid),
-            image_BVCHW=torch.from_numpy(x_BVCHW),
+            image_BVCHW=x_BVCHW,
             token_BVL=torch.from_numpy(tokens[0]) if tokens else None,
             label_B=label if used.ndim == 1 else None,
             label_BV=label.repeat_interleave(data.views, 1)
@@ -171,9 +175,8 @@ def image_batches(
         if valid.any():
             kept = part[valid]
             label = np.full(len(kept), -1) if store.multi_label else store.index["label"][kept]
-            x_BCHW = x_BCHW if valid.all() else x_BCHW[valid]
             yield (
-                torch.from_numpy(x_BCHW),
+                x_BCHW if valid.all() else x_BCHW[torch.from_numpy(valid)],
                 torch.from_numpy(kept),
                 torch.from_numpy(label.astype(np.int64)),
             )
@@ -225,27 +228,29 @@ def _batched(
     parts: list[np.ndarray],
     shape: tuple[int, ...],
     workers: int,
-    dtype: type = np.float32,
-) -> Iterator[tuple[np.ndarray, np.ndarray, _Arrays]]:
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
+) -> Iterator[tuple[np.ndarray, Tensor, _Arrays]]:
     """Apply ``work`` to chunks in threads.
 
     Yields each part of the rows, its images (B, *shape) and the joined results of ``work``.
 
     ``work`` gets a chunk of rows and the part of the images that it has to fill: joining finished
     images would leave the reader's thread a copy of every one, more than it can make for 16
-    threads.
+    threads. The memory is what ``device`` reads from without another copy (``host_buffer``).
     """
     largest = max(map(len, parts), default=1)
     images = max((part[0].size for part in parts if len(part)), default=1)
     chunk = max(1, min(_CHUNK // images, -(-largest // workers)))
-    filled: deque[np.ndarray] = deque()
+    filled: deque[Tensor] = deque()
 
     def chunks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for part in parts:
-            x: np.ndarray = np.empty((len(part), *shape), dtype=dtype)
+            x = host_buffer((len(part), *shape), dtype, device)
             filled.append(x)
+            pixels = x.numpy()
             for i in range(0, len(part), chunk):
-                yield part[i : i + chunk], x[i : i + chunk]
+                yield part[i : i + chunk], pixels[i : i + chunk]
 
     ahead = workers + _AHEAD_BATCHES * -(-largest // chunk)
     done = ordered_map(lambda item: work(*item), chunks(), workers=workers, ahead=ahead)

@@ -7,10 +7,10 @@ import numpy as np
 
 from dpvision.data.multi_label import NO_ARRAY, LabelSets
 from dpvision.data.no_store import check_is_store
+from dpvision.data.rows import ROW
 from dpvision.data.store import (
     FORMAT,
     REMEDY,
-    ROW,
     SEVERAL_FORMAT,
     TEXTURES_FORMAT,
     WINDOW,

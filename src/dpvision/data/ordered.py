@@ -2,10 +2,14 @@
 
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
 from typing import TypeVar
 
 from dpvision.errors import ConfigError
@@ -27,7 +31,8 @@ def ordered_map(
     At most ``ahead`` items are taken before their result is requested, so memory stays bounded. An
     exception of ``function`` or of the iterable is raised in place of its result; closing the
     iterator early cancels the calls that have not begun. Processes are started with the first
-    request, import ``function`` by name, and end when this process ends, even if it is killed.
+    request, import ``function`` by name but not the program that runs, which may lack a guard, and
+    end when this process ends, even if it is killed.
 
     Raises:
         ConfigError: ``workers`` is below 1.
@@ -47,7 +52,8 @@ def ordered_map(
     )
     try:
         for item in items:
-            pending.append(pool.submit(function, item))
+            with _without_main() if processes else nullcontext():
+                pending.append(pool.submit(function, item))
             if len(pending) > ahead:
                 yield pending.popleft().result()
         while pending:
@@ -56,12 +62,26 @@ def ordered_map(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the program from a process that is started meanwhile: it would run the program again,
+    whole unless it is guarded by ``if __name__ == "__main__"``.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def _end_with_parent() -> None:
-    """End this process when its parent ends.
+    """End this process when its parent ends, and at once at Ctrl-C, which the parent reports.
 
     Without this, the workers of a killed process would wait for work forever, since each holds both
     ends of the pool's queue.
     """
+    signal.signal(signal.SIGINT, lambda *_: os._exit(1))
     parent = multiprocessing.parent_process()
     assert parent is not None
 

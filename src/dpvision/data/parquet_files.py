@@ -1,6 +1,7 @@
 """Read parquet files of images: which column holds them, class names, and the rows."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,52 +138,66 @@ def _batch_rows(file: pq.ParquetFile, path: Path) -> int:
     )
 
 
-def read_parquet(
-    paths: list[Path], label: str, wanted: list[str]
-) -> tuple[Iterator[tuple[str, bytes | None, dict[str, Any]]], list[str] | None, int]:
-    """Return the rows, class names, and the number of further columns of images.
+@dataclass(frozen=True)
+class Layout:
+    """What all files of a source have in common: the first one decides."""
 
-    A row is (image name, image file or None, other cells).
+    first: Path
+    image: str
+    """The column of images."""
+    columns: list[str]
+    """All columns that are read, ``image`` first."""
+    useful: frozenset[str]
+    """Columns that a file must have, if the first one has them."""
+    label: str
+    label_names: list[str] | None
+
+
+def parquet_layout(path: Path, label: str, wanted: list[str]) -> tuple[Layout, int]:
+    """Return the layout of a file, and the number of further columns of images.
 
     Args:
         label: the column of classes, if there is one.
         wanted: columns that must exist.
 
     Raises:
-        DataError: a file is damaged or has other columns or class names than the first one, or
-            there is no column of images.
+        DataError: the file is damaged, or has no column of images.
     """
-    schema = _schema(paths[0])
-    image, others = image_column(schema, paths[0])
-    require_fields(wanted, set(schema.names) - {image}, paths[0])
+    schema = _schema(path)
+    image, others = image_column(schema, path)
+    require_fields(wanted, set(schema.names) - {image}, path)
     useful = {label, *wanted, *CAPTION_FIELDS} - {image}
-    columns, label_names = [image, *sorted(useful & set(schema.names))], _class_names(schema, label)
+    columns = [image, *sorted(useful & set(schema.names))]
+    names = _class_names(schema, label)
+    return Layout(path, image, columns, frozenset(useful), label, names), others
 
-    def rows() -> Iterator[tuple[str, bytes | None, dict[str, Any]]]:
-        for path in paths:
-            file = read_arrow(path, partial(pq.ParquetFile, path))
-            found = _schema(path)
-            if image not in found.names or useful & set(found.names) != set(columns) - {image}:
-                raise DataError(
-                    f"source: {path}: columns {found.names}; expected those of {paths[0]}, "
-                    f"{columns}. Import it separately."
-                )
-            if _class_names(found, label) != label_names:
-                raise DataError(
-                    f"source: {path}: class names unlike those of {paths[0]}; expected the same, "
-                    "in one order. Import it apart."
-                )
-            batches = file.iter_batches(batch_size=_batch_rows(file, path), columns=columns)
-            number = 0
-            while (batch := read_arrow(path, partial(next, batches, None))) is not None:
-                for row in read_arrow(path, batch.to_pylist):
-                    cell = row.pop(image)
-                    data, name = (
-                        (cell.get("bytes"), cell.get("path"))
-                        if isinstance(cell, dict)
-                        else (cell, None)
-                    )
-                    yield name or f"{path.stem}-{number}", data, row
-                    number += 1
 
-    return rows(), label_names, others
+def parquet_rows(path: Path, layout: Layout) -> Iterator[tuple[str, bytes | None, dict[str, Any]]]:
+    """Yield the rows of a file: image name, image file or None, other cells.
+
+    Raises:
+        DataError: the file is damaged, or has other columns or class names than the layout.
+    """
+    image, columns = layout.image, layout.columns
+    file = read_arrow(path, partial(pq.ParquetFile, path))
+    found = _schema(path)
+    if image not in found.names or layout.useful & set(found.names) != set(columns) - {image}:
+        raise DataError(
+            f"source: {path}: columns {found.names}; expected those of {layout.first}, {columns}. "
+            "Import it separately."
+        )
+    if _class_names(found, layout.label) != layout.label_names:
+        raise DataError(
+            f"source: {path}: class names unlike those of {layout.first}; expected the same, in "
+            "one order. Import it apart."
+        )
+    batches = file.iter_batches(batch_size=_batch_rows(file, path), columns=columns)
+    number = 0
+    while (batch := read_arrow(path, partial(next, batches, None))) is not None:
+        for row in read_arrow(path, batch.to_pylist):
+            cell = row.pop(image)
+            data, name = (
+                (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+            )
+            yield name or f"{path.stem}-{number}", data, row
+            number += 1

@@ -145,6 +145,11 @@ class PersonRule:
     model that the images will test.
     """
 
+    @property
+    def checked_first(self) -> bool:
+        """bool: whether persons are checked before the images are decoded."""
+        return self.unit_from is not None and "refuse" in (self.unmatched, self.shared_images)
+
     def check(self) -> None:
         """Raise DataError for a choice about persons where there are none."""
         if self.unit_from is None and self != PersonRule():

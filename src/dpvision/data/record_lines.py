@@ -1,8 +1,5 @@
 """Read and write the lines of a store's records.jsonl: a record's key and its captions.
 
-Rows with the same image are merged into one, so that one person's image is clipped and counted
-once.
-
 Legend: B requested rows.
 """
 
@@ -52,53 +49,3 @@ def append_line(text: BinaryIO, key: str, captions: Sequence[str]) -> tuple[int,
     position = text.tell()
     text.write(line)
     return position, len(line)
-
-
-def merge_duplicates(
-    rows: np.ndarray, text: BinaryIO
-) -> tuple[np.ndarray, dict[str, int], list[tuple[np.void, np.void]]]:
-    """Keep the first row of each image, with the captions of all its rows of the same unit.
-
-    Two rows with one id have identical bytes (the chance that 63 bits collide among 200 million
-    images is 0.2%, and costs one record). The first row's label (or labels) and unit are kept.
-    Captions under another unit are dropped: the record is bounded and removed with the first unit,
-    so it must hold nothing of another.
-
-    Args:
-        rows: ROW array in the order of the source.
-        text: records.jsonl, open for reading and appending; a merged record gets a new line at its
-            end.
-
-    Returns:
-        The rows kept, in order; counts for the operator: duplicates_merged, label_conflicts,
-        unit_conflicts; and for each unit conflict the row kept and the row of the other unit.
-    """
-    order = np.argsort(rows["id"], kind="stable")
-    repeats = (
-        np.flatnonzero(np.diff(rows["id"][order]) == 0) + 1
-    )  # places in `order` that repeat the one before
-    duplicates = order[repeats]
-    is_first = np.ones(len(rows), dtype=bool)
-    is_first[duplicates] = False
-    firsts = order[np.flatnonzero(is_first[order])][np.cumsum(is_first[order])[repeats] - 1]
-    captions: dict[int, dict[str, None]] = {}
-    same_unit = rows["unit"][firsts] == rows["unit"][duplicates]
-    for first, duplicate in zip(
-        firsts[same_unit].tolist(), duplicates[same_unit].tolist(), strict=True
-    ):
-        known = captions.setdefault(first, dict.fromkeys(line_of(text, rows[first])["captions"]))
-        known.update(dict.fromkeys(line_of(text, rows[duplicate])["captions"]))
-    for first, known in captions.items():
-        line = line_of(text, rows[first])
-        if list(known) != line["captions"]:
-            text.seek(0, 2)
-            position, size = append_line(text, line["key"], tuple(known))
-            rows["caption_offset"][first], rows["caption_size"][first] = position, size
-    text.seek(0, 2)
-    counts = {
-        "duplicates_merged": len(duplicates),
-        "label_conflicts": int((rows["label"][firsts] != rows["label"][duplicates]).sum()),
-        "unit_conflicts": int((~same_unit).sum()),
-    }
-    conflicts = zip(rows[firsts[~same_unit]], rows[duplicates[~same_unit]], strict=True)
-    return rows[is_first], counts, list(conflicts)

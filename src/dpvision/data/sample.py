@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dpvision.data.beside import is_nifti
 from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
@@ -29,6 +29,20 @@ class Sample(NamedTuple):
     """Reason to leave the image out, found before decoding."""
 
 
+class SourcePart(Protocol):
+    """One file of a source of several, which a process of its own can read."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
+        """Yield the samples of the file; ``noted`` gets what ``check`` needs, as JSON has it."""
+
+    def check(self, noted: dict[str, Any], seen: set[str]) -> None:
+        """Raise DataError if the file does not go with those before, of which ``seen`` is kept."""
+
+
 class Source(NamedTuple):
     """Samples in a fixed order."""
 
@@ -47,6 +61,8 @@ class Source(NamedTuple):
     """How scores on the labels are computed, "accuracy" or "mean_per_class"; if None, the
     evaluation's setting.
     """
+    parts: tuple[SourcePart, ...] = ()
+    """The files that ``samples`` reads one after the other, if each can be read by itself."""
 
 
 def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:

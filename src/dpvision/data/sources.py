@@ -6,7 +6,8 @@ Every kind yields ``Sample``; importer.py alone interprets its fields (label, un
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dpvision.data.beside import (
     is_nifti,
     refuse_nifti,
     split_of,
+    tar_folders,
 )
 from dpvision.data.captions import CAPTION_FIELDS, MAX_TEXT_BYTES, decode_text
 from dpvision.data.decode import MAX_FILE_BYTES
@@ -37,7 +39,7 @@ from dpvision.data.folders import (
     refuse_unreadable,
 )
 from dpvision.data.ordered import ordered_map
-from dpvision.data.parquet_files import read_parquet
+from dpvision.data.parquet_files import Layout, parquet_layout, parquet_rows
 from dpvision.data.sample import Sample, Source, file_sample
 from dpvision.data.table_files import METADATA_NAMES, read_metadata, require_fields
 from dpvision.data.tarindex import Member, scan
@@ -87,11 +89,9 @@ def open_source(
             "these options, or give the folder of the DICOM files."
         )
     if kind == "tar":
-        return Source(
-            _tar_samples(
-                paths, workers, for_import and "parent" not in wanted and label_from is None
-            )
-        )
+        refuse_folders = for_import and "parent" not in wanted and label_from is None
+        tars = tuple(TarPart(path, refuse_folders) for path in paths)
+        return Source(_tar_samples(tars, workers), parts=tars)
     if kind == "parquet":
         return _parquet_source(paths, label_from or "label", wanted)
     return _folder_source(paths[0], unit_from, label_from, separated)
@@ -308,20 +308,57 @@ def _text_or_bytes(data: bytes) -> str | bytes:
 
 
 def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
-    rows, label_names, others = read_parquet(paths, label, wanted)
-    samples = (
-        Sample(key, data, row) if data else Sample(key, b"", row, problem="no image")
-        for key, data, row in rows
-    )
-    return Source(samples, label_names, {"image_columns_not_read": others} if others else {})
+    layout, others = parquet_layout(paths[0], label, wanted)
+    parts = tuple(ParquetPart(path, layout) for path in paths)
+    counts = {"image_columns_not_read": others} if others else {}
+    samples = (sample for part in parts for sample in part.samples({}))
+    return Source(samples, layout.label_names, counts, parts=parts)
 
 
-def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Iterator[Sample]:
-    seen: set[str] = set()
-    for path, members in zip(
-        paths, ordered_map(scan, paths, workers=workers, ahead=2 * workers), strict=True
-    ):
-        groups: dict[str, dict[str, Member]] = {}
+@dataclass(frozen=True)
+class ParquetPart:
+    """One parquet file of a source."""
+
+    path: Path
+    layout: Layout
+
+    def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
+        """Yield the samples of the file; ``noted`` stays as it is."""
+        for key, data, row in parquet_rows(self.path, self.layout):
+            yield Sample(key, data, row) if data else Sample(key, b"", row, problem="no image")
+
+    def check(self, noted: dict[str, Any], seen: set[str]) -> None:
+        """Every file is checked by itself."""
+
+
+@dataclass(frozen=True)
+class TarPart:
+    """One tar of a source."""
+
+    path: Path
+    refuse_folders: bool
+    """Refuse folders of images whose names would be lost."""
+
+    def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
+        """Yield the samples of the tar, checked by itself; ``noted`` gets what ``check`` needs."""
+        return self.of_members(scan(self.path), noted, set())
+
+    def check(self, noted: dict[str, Any], seen: set[str]) -> None:
+        """Raise DataError if the tar does not go with those before.
+
+        Args:
+            noted: by ``samples``.
+            seen: folders of the tars before, to which this tar's are added.
+        """
+        if "folders" in noted:
+            seen.update(noted["folders"])
+            check_tar(self.path, noted["plain"], seen)
+
+    def of_members(
+        self, members: list[Member], noted: dict[str, Any], seen: set[str]
+    ) -> Iterator[Sample]:
+        """Yield the samples of the tar's members; arguments as for ``check``."""
+        path, groups = self.path, dict[str, dict[str, Member]]()
         hidden = [member for member in members if is_hidden(member.name)]
         for member in members:
             if is_hidden(member.name):
@@ -337,16 +374,16 @@ def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Itera
                     "tars with names of their own."
                 )
             parts[extension.lower()] = member
-        if refuse_folders:
+        if self.refuse_folders:
             images = [
                 key for key, parts in groups.items() if not IMAGE_EXTENSIONS.isdisjoint(parts)
             ]
-            check_tar(
-                path, images, all(set(parts) <= IMAGE_EXTENSIONS for parts in groups.values()), seen
-            )
+            noted["plain"] = all(set(parts) <= IMAGE_EXTENSIONS for parts in groups.values())
+            noted["folders"] = sorted(tar_folders(images, noted["plain"]))
+            self.check(noted, seen)
+        place = path.resolve()
         yield from (
-            Sample(member.name, b"", {}, place=(path.resolve(), 0), problem=HIDDEN)
-            for member in hidden
+            Sample(member.name, b"", {}, place=(place, 0), problem=HIDDEN) for member in hidden
         )
         try:
             fd = os.open(path, os.O_RDONLY)
@@ -354,15 +391,15 @@ def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Itera
                 for key, parts in _dotted(groups, path).items():
                     images = [extension for extension in parts if extension in IMAGE_EXTENSIONS]
                     if set(parts) <= IMAGE_EXTENSIONS and is_mask_of(key, groups):
-                        yield Sample(key, b"", {}, place=(path.resolve(), 0), problem=MASK)
+                        yield Sample(key, b"", {}, place=(place, 0), problem=MASK)
                         continue
-                    yield _tar_sample(fd, path.resolve(), key, parts)
+                    yield _tar_sample(fd, place, key, parts)
                     for extension in images[1:]:
                         yield Sample(
                             f"{key}.{extension}",
                             b"",
                             {},
-                            place=(path.resolve(), 0),
+                            place=(place, 0),
                             problem="second image of a name",
                         )
             finally:
@@ -372,6 +409,13 @@ def _tar_samples(paths: list[Path], workers: int, refuse_folders: bool) -> Itera
                 f"source: {path}: {error.strerror}; expected a readable tar. Check it and import "
                 "again."
             ) from None
+
+
+def _tar_samples(tars: Sequence[TarPart], workers: int) -> Iterator[Sample]:
+    seen: set[str] = set()
+    scanned = ordered_map(scan, [tar.path for tar in tars], workers=workers, ahead=2 * workers)
+    for tar, members in zip(tars, scanned, strict=True):
+        yield from tar.of_members(members, {}, seen)
 
 
 def _dotted(groups: dict[str, dict[str, Member]], path: Path) -> dict[str, dict[str, Member]]:

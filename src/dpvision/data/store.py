@@ -7,7 +7,7 @@ A store is a folder::
     store.json          format, store_id (random), visibility, num_records, shards [{path, bytes}],
                         text {path, bytes}, label_names, ...; ledger_marks true in a private store,
                         which is refused without ledger_marks.json
-    index.npy           one row per record, ROW below; memory-mapped
+    index.npy           one row per record (rows.py); memory-mapped
     ledger_marks.json   marks of the runs on this store (privacy.marks)
     labels.npy          label sets, only in a store with several labels per record (multi_label.py)
     records.jsonl       one line per record: its key in the source and its captions
@@ -21,6 +21,7 @@ of all requested rows, K classes.
 
 import functools
 import json
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,9 +37,11 @@ from dpvision.data.keys import StepKey
 from dpvision.data.multi_label import LabelSets, zero_one
 from dpvision.data.record_lines import captions_of, have_captions
 from dpvision.data.rgb import Window
+from dpvision.data.rows import ROW, AllRows, Rows
 from dpvision.data.tarindex import BLOCK, member_size
 from dpvision.data.transform import random_views
 from dpvision.errors import DataError, remedy_for
+from dpvision.files import files_to_hold
 from dpvision.privacy.store_marks import HAS_MARKS, StoreLedgers
 from dpvision.strict_json import parse_json
 
@@ -49,22 +52,6 @@ has another meaning there.
 """
 TEXTURES_FORMAT = "dpvision-textures-1"
 """Format of a store of generated textures (``data.texture_store``)."""
-ROW = np.dtype(
-    [
-        ("shard", "<u4"),
-        ("offset", "<u8"),
-        ("size", "<u4"),
-        ("caption_offset", "<u8"),
-        ("caption_size", "<u4"),
-        ("id", "<i8"),
-        ("unit", "<i8"),
-        ("label", "<i4"),
-    ]
-)
-"""caption_offset and caption_size: the record's line in records.jsonl. unit and label are -1 for
-none. With several labels per record, label is the position of the record's set (multi_label.py).
-"""
-
 SHARED_KEPT = "shared_images_kept"
 """Entry of store.json: images of two persons were kept for the first, as the operator asked;
 statements list it as not covered.
@@ -92,7 +79,6 @@ computed; ``may_be_unlabelled``, a record without a label contributes zero in tr
 ``shared_images``, where persons are known, files with the bytes of an image that was kept for
 another one; ``deduplicated`` and ``cleared_from``, images removed from a public store (overlap.py).
 """
-_OPEN_SHARDS = 256
 _CHECK_ROWS = 1 << 20
 REMEDY = "Import the source again, or restore the file."
 
@@ -166,7 +152,8 @@ class Store:
         self.label_names: list[str] | None = meta["label_names"]
         self.licence: str | None = meta.get("licence")
         self.shard_paths = [path / shard["path"] for shard in meta["shards"]]
-        self._shard = functools.lru_cache(_OPEN_SHARDS)(lambda i: _Shard(self.shard_paths[i]))
+        self._num_open = files_to_hold(len(self.shard_paths))
+        self._shard = functools.lru_cache(self._num_open)(lambda i: _Shard(self.shard_paths[i]))
         self._text = functools.lru_cache(1)(lambda: _Shard(path / meta["text"]["path"]))
 
     @property
@@ -218,6 +205,7 @@ class Store:
                 )
         shard_bytes = np.array([size for _, size in files], dtype=np.uint64)
         last = np.full(len(files), -1, dtype=np.int64)
+        entry_of = np.zeros(len(files), dtype=ROW)
         for start in range(0, self.num_records, _CHECK_ROWS):
             rows = self.index[start : start + _CHECK_ROWS]
             if rows["shard"].max() >= len(files):
@@ -241,8 +229,10 @@ class Store:
                     f"inside. {REMEDY}"
                 )
             last[rows["shard"]] = np.arange(start, start + len(rows))
-        for row in last[last >= 0].tolist():
-            entry = self.index[row]
+            # read now: to look rows up again one by one would map most of the index
+            entry_of[rows["shard"]] = rows
+            self._release()
+        for row, entry in zip(last[last >= 0].tolist(), entry_of[last >= 0], strict=True):
             header = os.pread(
                 self._shard(int(entry["shard"])).fd, BLOCK, int(entry["offset"]) - BLOCK
             )
@@ -267,15 +257,14 @@ class Store:
         Raises:
             DataError: a shard can no longer be read, or ends early.
         """
-        if len(self.shard_paths) <= _OPEN_SHARDS:
+        num = self._num_open
+        if len(self.shard_paths) <= num:
             return self._read_some(rows)
-        parts = [
-            self._read_some(rows[i : i + _OPEN_SHARDS]) for i in range(0, len(rows), _OPEN_SHARDS)
-        ]
+        parts = [self._read_some(rows[i : i + num]) for i in range(0, len(rows), num)]
         return [image for part in parts for image in part]
 
     def _read_some(self, rows: np.ndarray) -> list[bytes]:
-        """Images of rows in at most ``_OPEN_SHARDS`` shards.
+        """Images of rows in at most as many shards as are held open.
 
         Written for speed: its overhead over os.pread is benchmarked.
         """
@@ -352,16 +341,24 @@ class Store:
             )
         return [captions_of(line) for line in lines]
 
-    def has_captions(self, rows: np.ndarray) -> np.ndarray:
+    def has_captions(self, rows: Rows) -> np.ndarray:
         """Which of the int64 ``rows`` (B,) have at least one caption, bool (B,).
 
         No line is parsed: a second per million.
         """
-        text = self.meta["text"]
-        index = self.index[rows]
-        return have_captions(
-            self.path / text["path"], index["caption_offset"], index["caption_size"]
-        )
+        text, has_B = self.path / self.meta["text"]["path"], np.empty(len(rows), dtype=bool)
+        for start in range(0, len(rows), _CHECK_ROWS):
+            part = self.index[rows[start : start + _CHECK_ROWS]]
+            has_B[start : start + len(part)] = have_captions(
+                text, part["caption_offset"], part["caption_size"]
+            )
+            self._release()
+        return has_B
+
+    def _release(self) -> None:
+        """Let go of the pages of the index that were read: they stay in the system's cache."""
+        if isinstance(self.index, np.memmap):
+            self.index._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
     def record(self, row: int) -> Record:
         """One record with its image, captions and labels."""
@@ -406,8 +403,12 @@ class Store:
 
     @functools.cached_property
     def has_labels(self) -> bool:
-        """bool: whether any record has a label; the first use reads the whole index."""
-        return bool(self.labelled.any())
+        """bool: whether any record has a label; the first use may read the whole index."""
+        for start in range(0, self.num_records, _CHECK_ROWS):
+            if bool((self.index["label"][start : start + _CHECK_ROWS] >= 0).any()):
+                return True
+            self._release()
+        return False
 
     @property
     def labels(self) -> np.ndarray:
@@ -442,8 +443,9 @@ class Store:
         """
         return zero_one(*self.classes(rows), self.index["label"][rows] >= 0, num_classes)
 
-    def eligible_rows(self, max_records_per_unit: int, seed: int) -> np.ndarray:
-        """Rows that may be drawn when a unit (person) contributes at most k records: sorted int64.
+    def eligible_rows(self, max_records_per_unit: int, seed: int) -> Rows:
+        """Rows that may be drawn when a unit (person) contributes at most k records: sorted int64,
+        or ``AllRows`` of a store without units.
 
         Which k of a unit's records stay is decided by a keyed hash of (seed, record id): it depends
         on the unit's own records only, so adding or removing a person does not change other
@@ -454,6 +456,8 @@ class Store:
                 f"eligible_rows: max_records_per_unit={max_records_per_unit}; expected at least "
                 "1. Use 1 for one record each."
             )
+        if self.meta.get("unit_field") is None:
+            return AllRows(self.num_records)
         alone = self.index["unit"] < 0
         rows = np.flatnonzero(~alone)
         unit, record_id = self.index["unit"][rows], self.index["id"][rows]
@@ -480,30 +484,27 @@ class Store:
 
 def write_description(
     folder: Path,
-    index: np.ndarray,
+    num_records: int,
     about: Mapping[str, Any],
     *,
     shards: Sequence[tuple[str, int]],
     text: tuple[str, int],
     labels: tuple[str, int] | None = None,
 ) -> None:
-    """Write index.npy, store.json and ledger_marks.json.
-
-    The first two make a folder a store.
+    """Write store.json and ledger_marks.json: with index.npy they make a folder a store.
 
     Args:
         about: the entries of ``ABOUT``; the first five are required, others may be missing.
         shards, text: path and size of each file, relative to ``folder`` or absolute.
         labels: path and size of labels.npy, for several labels per record.
     """
-    np.save(folder / "index.npy", index, allow_pickle=False)
 
     def file(path: str, size: int) -> dict[str, Any]:
         return {"path": path, "bytes": size}
 
     meta = {
         "format": FORMAT if labels is None else SEVERAL_FORMAT,
-        "num_records": len(index),
+        "num_records": num_records,
         "shards": [file(*shard) for shard in shards],
         "text": file(*text),
         **about,

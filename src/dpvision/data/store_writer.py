@@ -1,4 +1,4 @@
-"""Write a store: its folder, tar shards, and secret key.
+"""Write a store: its folder and secret key.
 
 Records and persons are hashed under the key. A store's id is published with every statement, so
 hashes keyed by the id would let anyone with an image and a leaked list of record ids test whether
@@ -8,25 +8,18 @@ record has the same id in all of them.
 """
 
 import contextlib
-import json
 import os
 import secrets
 from collections.abc import Iterator
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from dpvision.data.declared import shared_images
-from dpvision.data.decode import extension
-from dpvision.data.sample import Sample
 from dpvision.data.store import ABOUT, Store, write_description
-from dpvision.data.tarindex import TarWriter
 from dpvision.errors import CheckpointError, DataError, remedy_for
 from dpvision.files import new_folder
-
-SHARD_BYTES = 1 << 28
 
 
 def require_new(target: Path) -> None:
@@ -58,60 +51,6 @@ def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
             f"data: {target}: {problem}; expected to write the store, of which nothing was kept. "
             f"{remedy}"
         ) from error
-
-
-class ShardWriter:
-    """Writes tar shards of about ``SHARD_BYTES``.
-
-    NUMBER.jpg, and NUMBER.json with key, captions, label and unit.
-    """
-
-    def __init__(self, folder: Path, files: contextlib.ExitStack) -> None:
-        self._folder, self._files = folder, files
-        self._tar: TarWriter | None = None
-        self._file: BinaryIO | None = None
-        self._done: list[tuple[str, int]] = []
-        self._number = 0
-
-    def add(
-        self, sample: Sample, captions: tuple[str, ...], label: Any, unit: int
-    ) -> tuple[int, int]:
-        """Write one sample; return its shard number and the image's offset in it."""
-        if self._tar is not None and self._tar.position >= SHARD_BYTES:
-            self._close()
-        if self._tar is None:
-            (self._folder / "shards").mkdir(exist_ok=True)
-            self._file = self._files.enter_context((self._folder / self._name()).open("wb"))
-            self._tar = TarWriter(self._file)
-        name = f"{self._number:09d}"
-        self._number += 1
-        offset = self._tar.add(f"{name}.{extension(sample.image)}", sample.image)
-        beside = {
-            "key": sample.key,
-            "captions": captions,
-            "label": label,
-            "unit": None if unit < 0 else f"{unit:016x}",
-        }
-        self._tar.add(
-            f"{name}.json",
-            json.dumps({k: v for k, v in beside.items() if v not in (None, ())}).encode(),
-        )
-        return len(self._done), offset
-
-    def _name(self) -> str:
-        return f"shards/shard-{len(self._done):06d}.tar"
-
-    def _close(self) -> None:
-        assert self._tar is not None and self._file is not None
-        self._done.append((self._name(), self._tar.finish()))
-        self._file.close()
-        self._tar = self._file = None
-
-    def finish(self) -> list[tuple[str, int]]:
-        """Close the last shard; return (path inside the store, size in bytes) of each."""
-        if self._tar is not None:
-            self._close()
-        return self._done
 
 
 KEY_FILE = Path("confidential") / "key"
@@ -157,14 +96,6 @@ def read_key(store_dir: Path) -> bytes:
     return key
 
 
-def keyed_hash(key: bytes, data: bytes) -> int:
-    """63-bit keyed BLAKE2b of ``data``.
-
-    Reveals nothing about ``data`` without the key, and differs between stores.
-    """
-    return int.from_bytes(blake2b(data, key=key, digest_size=8).digest(), "little") >> 1
-
-
 def _write(store_dir: Path, key: bytes) -> None:
     path = store_dir / KEY_FILE
     path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -194,9 +125,11 @@ def write_part(
     if store.meta.get("unit_field") is not None:
         kept["shared_images"] = shared_images(store)
     copy_key(home, folder)
+    index = store.index[chosen]
+    np.save(folder / "index.npy", index, allow_pickle=False)
     write_description(
         folder,
-        store.index[chosen],
+        len(index),
         kept | about,
         shards=[(str(home / shard["path"]), shard["bytes"]) for shard in store.meta["shards"]],
         text=there("text"),

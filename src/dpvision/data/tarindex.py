@@ -238,6 +238,11 @@ class TarWriter:
         self.position = offset + (len(data) + BLOCK - 1) // BLOCK * BLOCK
         return offset
 
+    def copy(self, members: bytes) -> None:
+        """Append whole members of another tar."""
+        self._file.write(members)
+        self.position += len(members)
+
     def finish(self) -> int:
         """Write the end-of-archive blocks; return the size of the tar in bytes."""
         self._file.write(_END * 2)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dpvision.config import DataConfig
 from dpvision.data.keys import StepKey
+from dpvision.data.rows import Rows
 from dpvision.data.store import TEXTURES_FORMAT, Record, Store
 from dpvision.errors import DataError
 from dpvision.files import new_folder
@@ -102,7 +103,7 @@ class TextureStore(Store):
         """Return no captions for each row."""
         return [()] * len(rows)
 
-    def has_captions(self, rows: np.ndarray) -> np.ndarray:
+    def has_captions(self, rows: Rows) -> np.ndarray:
         """Return False for each row."""
         return np.zeros(len(rows), dtype=bool)
 

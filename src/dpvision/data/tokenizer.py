@@ -27,6 +27,7 @@ from dpvision.config import BOS_ID, EOS_ID, PAD_ID
 from dpvision.data import wordpiece
 from dpvision.data.captions import MAX_TEXT_BYTES, clean_caption, text_encoding
 from dpvision.data.keys import StepKey
+from dpvision.data.rows import Rows
 from dpvision.data.store import Store
 from dpvision.errors import ConfigError, DataError, PrivacyError
 from dpvision.files import create
@@ -380,7 +381,7 @@ class CaptionReader:
         return token_BVL, np.array([bool(own) for own in captions], dtype=bool)
 
 
-def check_captions(store: Store, rows: np.ndarray) -> None:
+def check_captions(store: Store, rows: Rows) -> None:
     """Refuse a store that a captioner cannot be trained on.
 
     The number of captions in a private store is private: the message is for the operator's terminal

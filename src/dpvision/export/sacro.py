@@ -87,7 +87,7 @@ def write_target(
     if classifier.confidential or "private" in (trained.visibility, other.results_visibility):
         require_confidential(folder, "export", "probabilities of single private images")
     unit = DPPlan.from_dict(checkpoint.manifest["plan"]).unit
-    drawn = rows_to_draw(trained, unit, config.seed)
+    drawn = np.asarray(rows_to_draw(trained, unit, config.seed))
     parts = {
         "train": ("training images", trained, drawn[trained.labelled[drawn]]),
         "test": ("other images", other, np.arange(other.num_records)),

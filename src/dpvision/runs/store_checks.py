@@ -6,12 +6,13 @@ import numpy as np
 
 from dpvision.config.unit import Unit
 from dpvision.data.declared import count_units, fits, has_units, rounded_up, shared_images
+from dpvision.data.rows import AllRows, Rows, of_rows
 from dpvision.data.store import SHARED_KEPT, Store
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.privacy.plan import DPPlan
 
 
-def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
+def check_store(plan: DPPlan, store: Store, rows: Rows) -> None:
     """Refuse a store that is not the declared one: another number of records or units, or units
     that the plan does not declare.
 
@@ -69,12 +70,12 @@ def check_store(plan: DPPlan, store: Store, rows: np.ndarray) -> None:
     )
 
 
-def rows_to_draw(store: Store, unit: Unit, seed: int) -> np.ndarray:
+def rows_to_draw(store: Store, unit: Unit, seed: int) -> Rows:
     """Return the int64 rows of the records that may be drawn: all of them where people are drawn,
     otherwise at most k of each person (``Store.eligible_rows``).
     """
     if unit.draws_people:
-        return np.arange(store.num_records)
+        return AllRows(store.num_records)
     return store.eligible_rows(unit.max_records, seed)
 
 
@@ -119,9 +120,7 @@ def check_people(store: Store) -> None:
         )
 
 
-def check_labels(
-    store: Store, rows: np.ndarray, num_classes: int, *, multi_label: bool = False
-) -> None:
+def check_labels(store: Store, rows: Rows, num_classes: int, *, multi_label: bool = False) -> None:
     """Refuse a store that a classifier cannot be trained on.
 
     Labels in a private store are private: the message is for the operator's terminal, and goes into
@@ -156,7 +155,7 @@ def check_labels(
             f"classes. Pass --model.num-classes {num}, or import with --classes FILE, which lists "
             f"all {num_classes}."
         )
-    missing = int((~store.labelled[rows]).sum())
+    missing = len(rows) - int(np.count_nonzero(of_rows(store.labelled, rows)))
     # With --unknown-classes unlabelled at the import such a record is drawn, and its contribution
     # is exactly zero.
     if missing > 0 and (missing == len(rows) or not store.meta.get("may_be_unlabelled")):
@@ -165,7 +164,7 @@ def check_labels(
             f"{where}: {OPERATOR_ONLY}{missing} of {len(rows)} records have no label; expected "
             f"{one} each. Import with --label-from FIELD.{but}"
         )
-    place_M, class_M = store.classes(rows)
+    place_M, class_M = store.classes(np.asarray(rows))
     if (outside := len(np.unique(place_M[class_M >= num_classes]))) > 0:
         raise DataError(
             f"{where}: {OPERATOR_ONLY}label={int(class_M.max())} in {outside} records is outside "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dpvision.config import RunConfig, to_dict
+from dpvision.data.rows import Rows
 from dpvision.data.store import Store
 from dpvision.errors import PrivacyError
 from dpvision.privacy.plan import DPPlan
@@ -92,7 +93,7 @@ def facts_of_start(
     config: RunConfig,
     plan: DPPlan,
     store: Store,
-    rows: np.ndarray,
+    rows: Rows,
     tokenizer: bytes | None,
     lineage: list[dict[str, Any]],
     tensors: Mapping[str, Tensor],
@@ -145,7 +146,7 @@ def _digest_of_tensor(value: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _digest_of_records(store: Store, rows: np.ndarray) -> str:
+def _digest_of_records(store: Store, rows: Rows) -> str:
     """Digest ids, units, sizes and labels of ``rows`` in order, and the rows themselves, because a
     draw gives positions among them.
     """

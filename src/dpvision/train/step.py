@@ -21,6 +21,7 @@ from dpvision.data.batch import Batch, HostRows, mapped
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.people import People
+from dpvision.data.rows import Rows
 from dpvision.data.store import Store
 from dpvision.data.tokenizer import CaptionReader
 from dpvision.data.transform import normalise_tensor
@@ -111,7 +112,7 @@ class Training:
     config: RunConfig
     plan: DPPlan
     store: Store
-    rows: np.ndarray
+    rows: Rows
     """int64 rows of the store that this run may draw (contribution bound applied; where people are
     drawn, all).
     """

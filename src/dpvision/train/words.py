@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from dpvision.checkpoint import Checkpoint
 from dpvision.config import CaptionerConfig, RunConfig
+from dpvision.data.rows import Rows
 from dpvision.data.store import Store
 from dpvision.data.tokenizer import CaptionReader, CaptionTokenizer, check_captions
 from dpvision.errors import CheckpointError, ConfigError
@@ -15,7 +14,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def open_words(
-    config: RunConfig, store: Store, rows: np.ndarray, before: Checkpoint | None
+    config: RunConfig, store: Store, rows: Rows, before: Checkpoint | None
 ) -> CaptionReader | None:
     """Open the caption reader of a run, or return None for a model without captions.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from dpvision.config import HeadConfig, RunConfig
 from dpvision.config.resolve import read_of, resolve
+from dpvision.environment import own_cores
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError, PrivacyError, RunStopped
 from dpvision.privacy.printed import up
 from dpvision.tune.space import Range, Settings, Space
@@ -303,7 +304,7 @@ def _score(study: Study, folder: Path) -> float:
     from dpvision.eval.score_file import NOTHING_FITTED, note_scored, write_scores
 
     assert study.asked.test is not None
-    store, workers = open_store(study.asked.test), study.config.hardware.workers or 2
+    store, workers = open_store(study.asked.test), study.config.hardware.workers or own_cores()
     note_scored(folder, store)
     if study.objective == OWN_HEAD:
         scores, fitted = score_own_head(folder, store, workers=workers), NOTHING_FITTED

@@ -1,10 +1,11 @@
 """Settings of the tests of captioners, without slow imports."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from dpvision.environment import own_cores
 from dpvision.errors import ConfigError
 
 Fit = Literal["squash", "crop"]
@@ -33,7 +34,7 @@ class Asking:
     reveals.
     """
     batch_size: int = 32
-    workers: int = 2
+    workers: int = field(default_factory=own_cores)
     progress: Callable[[str], None] | None = None
 
 

@@ -5,11 +5,12 @@ where results go.
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpvision.config.checks import check_choices, check_ranges
+from dpvision.environment import own_cores
 from dpvision.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class DenseHardware:
     """Autocast of the forward pass; weights, gradients and optimizer stay in float32. float16 needs
     a GPU.
     """
-    workers: int = 2
+    workers: int = field(default_factory=own_cores)
     """Threads that read and augment images."""
     checkpoint_every_s: float = 600.0
     """Seconds between checkpoints in the work folder; one is also written at the end."""

@@ -1,0 +1,357 @@
+"""Make a store of the parts of an import: one pass over their rows, in blocks, with flat memory.
+
+Rows with the same image are merged into one, so that one person's image is clipped and counted
+once: the first stays, with the captions of all rows of its unit. Equal ids are found in sorted runs
+(``sorted_runs``); what grows with the number of rows is one bit for each. Names of persons are all
+in memory, since each is compared with all others (``person_names.alike``).
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dpvision.data.dicom import NO_RANGE
+from dpvision.data.import_labels import ImportedLabels
+from dpvision.data.import_part import PART_ROW, Part
+from dpvision.data.import_people import (
+    Shared,
+    WithoutPerson,
+    check_field,
+    refuse_alike,
+    refuse_shared,
+)
+from dpvision.data.person_check import refuse_known, runs_of
+from dpvision.data.person_names import SHARED_FILE, PersonRule
+from dpvision.data.record_lines import append_line, line_of
+from dpvision.data.rows import ROW
+from dpvision.data.shard_writer import ShardWriter
+from dpvision.data.sorted_runs import in_order
+from dpvision.data.store import SHARED_KEPT, UNDECLARED, WINDOW, write_description
+from dpvision.data.table_files import UNMATCHED_FILE
+from dpvision.data.tarindex import BLOCK
+from dpvision.errors import DataError
+
+DICOM_FILE = "dicom.jsonl"
+"""File under a store's confidential/: images with a burned-in annotation or an overlay."""
+_BLOCK_ROWS = 1 << 16
+
+
+class Totals:
+    """Counts and tables of all parts, checked as a whole."""
+
+    def __init__(self, parts: Sequence[Part], people: PersonRule, labels: ImportedLabels) -> None:
+        """
+        Raises:
+            DataError: no part has a field, persons are missing, alike or known, no image is left,
+                or labels of different parts do not go together.
+        """
+        self.seen = sum(part.about["seen"] for part in parts)
+        self.rows = sum(sum(part.about["runs"]) for part in parts)
+        self.without_row = sum(part.about["without_row"] for part in parts)
+        self.counts = {
+            name: sum((Counter(part.about[name]) for part in parts), Counter[str]())
+            for name in ("left_out", "dropped", "suspicious", "largest", "dicom", "number")
+        }
+        self.name_of_unit: dict[int, str] = {}
+        self.label_of: list[np.ndarray] = []
+        """For each part, the provisional number of each of its labels, and -1 for none."""
+        fields, no_person = set[str](), WithoutPerson()
+        for part in parts:
+            fields.update(part.about["fields"])
+            no_person.add_all(*part.about["without_person"])
+            tables = part.tables()
+            self.name_of_unit.update(tables["persons"])
+            numbers = [labels.number(*entry) for entry in tables["labels"]]
+            self.label_of.append(np.array([*numbers, -1], dtype=np.int32))
+        for option, name in (("--unit-from", people.unit_from), ("--label-from", labels.field)):
+            if name is not None and name != "label" and fields:
+                check_field(option, name, fields)
+        if people.unit_from is not None and people.unmatched == "refuse":
+            no_person.refuse(people.unit_from)
+        if people.unit_from is not None:
+            refuse_alike(people.unit_from, self.name_of_unit.values())
+        if people.apart_from is not None:
+            refuse_known(people.apart_from, self.name_of_unit.values())
+        left_out = dict(sorted(self.counts["left_out"].items()))
+        if not self.rows:
+            got = (
+                f"{self.seen} files, none an image that can be read: {left_out}"
+                if self.seen
+                else "empty source"
+            )
+            what = "images with captions" if "no caption" in left_out else "images"
+            raise DataError(
+                f"data import: {got}; expected {what}. Check the path, or convert them to JPEG "
+                "or PNG."
+            )
+
+
+def write_store(
+    parts: Sequence[Part],
+    folder: Path,
+    *,
+    people: PersonRule,
+    labels: ImportedLabels,
+    about: dict[str, Any],
+    more: Mapping[str, Any],
+    unmatched: tuple[str, str],
+    copied: Sequence[tuple[str, int]] | None = None,
+) -> None:
+    """Write the files of a store, all but its key.
+
+    Args:
+        parts: in the order of the source.
+        folder: of the store, with confidential/; what is there of shards is kept.
+        labels: without any label yet.
+        about: entries of store.json.
+        more: further counts of the summary.
+        unmatched: lines of ``UNMATCHED_FILE`` before and after those of the parts.
+        copied: shards of copied images that are in ``folder``; None if parts have them.
+
+    Raises:
+        DataError: as ``Totals``, or images of two persons.
+    """
+    totals = Totals(parts, people, labels)
+    labelled = any(bool((number >= 0).any()) for number in totals.label_of)
+    names, label_file, final = labels.finish(folder, labelled)
+    label_of = [number if final is None else final[number] for number in totals.label_of]
+    with contextlib.ExitStack() as files:
+        rows = files.enter_context((folder / "rows").open("w+b", buffering=0))
+        text = files.enter_context((folder / "records.jsonl").open("w+b"))
+        shards = _join(parts, rows, text, label_of, ShardWriter(folder, files), copied)
+        merged = _Merged(rows, text, totals)
+        merged.merge(parts)
+        if people.unit_from is not None and people.shared_images == "refuse":
+            refuse_shared(people.unit_from, merged.shared)
+        num_records, without = _write_index(folder, rows, merged)
+        text_bytes = text.seek(0, os.SEEK_END)
+    (folder / "rows").unlink()
+    confidential = folder / "confidential"
+    _write_lists(parts, confidential, merged.shared, unmatched)
+    about = about | {
+        "label_names": names,
+        "unit_field": people.unit_from,
+        "split": None,
+        "may_be_unlabelled": labels.may_be_unlabelled,
+    }
+    if people.unit_from is not None:
+        about["shared_images"] = merged.counts["unit_conflicts"]
+        about |= {SHARED_KEPT: "first"} if people.shared_images == "first" else {}
+    about |= {WINDOW: more["window"]} if "window" in more else {}
+    counts = totals.counts
+    about |= {UNDECLARED: True} if counts["largest"] or counts["dicom"][NO_RANGE] else {}
+    write_description(
+        folder,
+        num_records,
+        about,
+        shards=shards,
+        text=("records.jsonl", text_bytes),
+        labels=label_file,
+    )
+    summary = {
+        "seen": totals.seen,
+        "records": num_records,
+        "left_out": dict(sorted(counts["left_out"].items())),
+        **merged.counts,
+        "classes_not_declared": labels.num_unknown,
+        **without,
+        **(
+            {"files_without_table_row": totals.without_row}
+            if "table_rows_without_file" in more
+            else {}
+        ),
+        "captions": counts["number"]["captions"],
+        "captions_cut": counts["number"]["captions_cut"],
+        "captions_dropped": dict(sorted(counts["dropped"].items())),
+        "captions_suspicious": dict(sorted(counts["suspicious"].items())),
+        **more,
+    }
+    bits = sorted((int(bits), n) for bits, n in counts["largest"].items())
+    largest = {f"up to {2**bits - 1}": n for bits, n in bits}
+    summary |= {"largest_values_of_16_bits": largest} if largest else {}
+    summary |= {"dicom": dict(sorted(counts["dicom"].items()))} if counts["dicom"] else {}
+    (confidential / "import.json").write_text(json.dumps(summary, indent=1))
+
+
+def _join(
+    parts: Sequence[Part],
+    rows: BinaryIO,
+    text: BinaryIO,
+    label_of: Sequence[np.ndarray],
+    writer: ShardWriter,
+    copied: Sequence[tuple[str, int]] | None,
+) -> list[tuple[str, int]]:
+    """Write the rows of all parts one after the other, with their lines and images; return the
+    shards.
+    """
+    in_place: dict[str, int] = {}
+    for part, number in zip(parts, label_of, strict=True):
+        about, base = part.about, text.tell()
+        if about["text_bytes"]:
+            with (part.folder / "text").open("rb") as lines:
+                shutil.copyfileobj(lines, text, 1 << 20)
+        place = np.array([in_place.setdefault(tar, len(in_place)) for tar in about["tars"]])
+        images = None
+        if about.get("images"):
+            ((name, size),) = about["images"]
+            images = (part.folder / name).open("rb")
+            end = size - 2 * BLOCK  # before the end mark
+        with contextlib.nullcontext() if images is None else images:
+            for block, following in _blocks(part):
+                block["caption_offset"] += np.uint64(base)
+                block["label"] = number[block["label"]]
+                if len(place):
+                    block["shard"] = place[block["shard"]]
+                elif images is not None:
+                    stop = end if following is None else int(following["offset"]) - BLOCK
+                    offset_N, size_N = (block[k].astype(np.int64) for k in ("offset", "size"))
+                    block["shard"], block["offset"] = writer.join(images, offset_N, size_N, stop)
+                rows.write(block.tobytes())
+    if in_place:
+        return [(tar, os.stat(tar).st_size) for tar in in_place]
+    return list(copied) if copied is not None else writer.finish()
+
+
+def _blocks(part: Part) -> Iterator[tuple[np.ndarray, np.void | None]]:
+    """Yield the rows of a part in blocks, each with the row that follows it, or None."""
+    num, path, at = sum(part.about["runs"]), part.folder / "rows", 0
+    while at < num:
+        found = np.fromfile(path, PART_ROW, _BLOCK_ROWS + 1, offset=at * PART_ROW.itemsize)
+        at += _BLOCK_ROWS
+        yield found[:_BLOCK_ROWS], found[_BLOCK_ROWS] if len(found) > _BLOCK_ROWS else None
+
+
+class _Merged:
+    """Which rows repeat the image of an earlier one, and what the earlier one gets of them."""
+
+    def __init__(self, rows: BinaryIO, text: BinaryIO, totals: Totals) -> None:
+        self._rows, self._text, self._name_of = rows, text, totals.name_of_unit
+        self._dropped = np.zeros(-(-totals.rows // 8), dtype=np.uint8)
+        self.shared: list[Shared] = []
+        """Images of two persons."""
+        self.counts = {"duplicates_merged": 0, "label_conflicts": 0, "unit_conflicts": 0}
+
+    def merge(self, parts: Sequence[Part]) -> None:
+        """Keep the first row of each image, with the captions of all its rows of the same unit.
+
+        Two rows with one id have identical bytes (the chance that 63 bits collide among 200 million
+        images is 0.2%, and costs one record). The first row's label (or labels) and unit are kept.
+        Captions under another unit are dropped: the record is bounded and removed with the first
+        unit, so it must hold nothing of another. A merged record gets a new line at the end.
+        """
+        runs, base = [], 0
+        for part in parts:
+            runs += runs_of(part, "ids", base)
+            base += sum(part.about["runs"])
+        for block in in_order(runs):
+            repeats = np.flatnonzero(np.diff(block["id"]) == 0) + 1
+            if len(repeats):
+                is_first = np.ones(len(block), dtype=bool)
+                is_first[repeats] = False
+                firsts = block["value"][is_first][np.cumsum(is_first)[repeats] - 1]
+                self._merge(firsts, block["value"][repeats])
+
+    def _merge(self, firsts: np.ndarray, duplicates: np.ndarray) -> None:
+        np.bitwise_or.at(self._dropped, duplicates >> 3, (128 >> (duplicates & 7)).astype(np.uint8))
+        first, other = self._read(firsts), self._read(duplicates)
+        captions: dict[int, dict[str, None]] = {}
+        entry_of: dict[int, np.void] = {}
+        same_unit = first["unit"] == other["unit"]
+        for row, kept, repeat in zip(
+            firsts[same_unit].tolist(), first[same_unit], other[same_unit], strict=True
+        ):
+            if row not in captions:
+                entry_of[row] = kept
+                captions[row] = dict.fromkeys(line_of(self._text, kept)["captions"])
+            captions[row].update(dict.fromkeys(line_of(self._text, repeat)["captions"]))
+        for row, known in captions.items():
+            line = line_of(self._text, entry_of[row])
+            if list(known) != line["captions"]:
+                self._text.seek(0, os.SEEK_END)
+                position, size = append_line(self._text, line["key"], tuple(known))
+                entry = entry_of[row].copy()
+                entry["caption_offset"], entry["caption_size"] = position, size
+                entry["captioned"] = True
+                os.pwrite(self._rows.fileno(), entry.tobytes(), row * PART_ROW.itemsize)
+        for kept, repeat in zip(first[~same_unit], other[~same_unit], strict=True):
+            self.shared.append(Shared(*self._said(kept), *self._said(repeat)))
+        self.counts["duplicates_merged"] += len(duplicates)
+        self.counts["label_conflicts"] += int((first["label"] != other["label"]).sum())
+        self.counts["unit_conflicts"] += int((~same_unit).sum())
+
+    def _said(self, row: np.void) -> tuple[str, str | None]:
+        return line_of(self._text, row)["key"], self._name_of.get(int(row["unit"]))
+
+    def _read(self, rows: np.ndarray) -> np.ndarray:
+        size, fd = PART_ROW.itemsize, self._rows.fileno()
+        return np.frombuffer(
+            b"".join([os.pread(fd, size, row * size) for row in rows.tolist()]), dtype=PART_ROW
+        )
+
+    def kept(self, start: int, stop: int) -> np.ndarray:
+        """Return which of the rows from ``start``, a multiple of 8, are records: bool."""
+        bits = np.unpackbits(self._dropped[start // 8 : -(-stop // 8)])
+        return bits[: stop - start] == 0
+
+    @property
+    def num_records(self) -> int:
+        """int: rows that are records."""
+        total = os.fstat(self._rows.fileno()).st_size // PART_ROW.itemsize
+        return total - self.counts["duplicates_merged"]
+
+
+def _write_index(folder: Path, rows: BinaryIO, merged: _Merged) -> tuple[int, dict[str, int]]:
+    """Write index.npy; return the number of records, and how many lack what."""
+    without = {"without_label": 0, "without_unit": 0, "without_caption": 0}
+    total = os.fstat(rows.fileno()).st_size // PART_ROW.itemsize
+    with (folder / "index.npy").open("wb") as index:
+        shape = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(index, shape | {"shape": (merged.num_records,)})
+        for start in range(0, total, _BLOCK_ROWS):
+            block = np.fromfile(
+                folder / "rows", PART_ROW, _BLOCK_ROWS, offset=start * PART_ROW.itemsize
+            )
+            block = block[merged.kept(start, start + len(block))]
+            without["without_label"] += int((block["label"] < 0).sum())
+            without["without_unit"] += int((block["unit"] < 0).sum())
+            without["without_caption"] += int((~block["captioned"]).sum())
+            made = np.empty(len(block), dtype=ROW)
+            for name in ROW.names or ():
+                made[name] = block[name]
+            index.write(made.tobytes())
+    return merged.num_records, without
+
+
+def _write_lists(
+    parts: Sequence[Part],
+    confidential: Path,
+    shared: Sequence[Shared],
+    unmatched: tuple[str, str],
+) -> None:
+    """Write the lists under confidential/; all but the first only if there is something in them."""
+    for name, source, before, after in (
+        ("left_out.jsonl", "left_out", "", ""),
+        (UNMATCHED_FILE, "unmatched", *unmatched),
+        (DICOM_FILE, "burned_in", "", ""),
+    ):
+        with (confidential / name).open("wb") as file:
+            file.write(before.encode())
+            for part in parts:
+                if (part.folder / source).exists():
+                    with (part.folder / source).open("rb") as lines:
+                        shutil.copyfileobj(lines, file, 1 << 20)
+            file.write(after.encode())
+            size = file.tell()
+        if not size and source != "left_out":
+            (confidential / name).unlink()
+    if shared:
+        (confidential / SHARED_FILE).write_text(
+            "".join(json.dumps(one._asdict()) + "\n" for one in shared)
+        )

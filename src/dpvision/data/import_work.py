@@ -1,0 +1,247 @@
+"""The folder in which an import of several files works, kept when it is stopped.
+
+``.NAME.importing`` beside the store NAME is closed to others and has the store's key and the parts
+that are complete. The same command goes on from there: a part is read again only if its file has
+another size or date. The folder is removed when the store is complete.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dpvision.data.import_labels import with_classes
+from dpvision.data.import_part import Part, ReadRule, write_part
+from dpvision.data.import_people import write_people
+from dpvision.data.ordered import ordered_map
+from dpvision.data.rows import keyed_hash
+from dpvision.data.sample import SourcePart
+from dpvision.data.shard_writer import ShardWriter
+from dpvision.errors import DataError, remedy_for
+from dpvision.files import name_folder, sync
+from dpvision.strict_json import parse_json
+
+Kind = Literal["people", "read"]
+"""What is done with a file: ``write_people`` or ``write_part``."""
+_FORMAT = 1
+_WORTH_PROCESSES_BYTES = 1 << 26
+"""A process takes half a second to start, in which one core reads about as much."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One file to read, in this process or another."""
+
+    kind: Kind
+    part: SourcePart
+    folder: Path
+    """Becomes the part's folder when it is complete."""
+    stamp: list[int]
+    rule: ReadRule
+    threads: int
+
+
+@contextlib.contextmanager
+def work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
+    """Yield the folder in which the store ``target`` is being imported, with what is complete.
+
+    It is removed if the block succeeds, and if it fails before any part is complete.
+
+    Args:
+        settings: what decides what parts hold, as JSON; parts of other settings are removed.
+
+    Raises:
+        DataError: another import of this store is running, or the disk is full; the message says
+            what is kept.
+    """
+    work = target.with_name(f".{target.name}.importing")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        remedy = remedy_for(error, "Choose another folder.")
+        raise DataError(
+            f"data import: {work}: {error.strerror}; expected a writable folder. {remedy}"
+        ) from None
+    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DataError(
+                f"data import: {work}: another import is writing {target}; expected one at a "
+                "time. Wait for it, or choose another folder."
+            ) from None
+        try:
+            _keep_only(work, settings)
+            yield work
+        except (DataError, OSError, BrokenProcessPool) as error:
+            raise DataError(_said(error, work)) from error
+        finally:
+            if not complete(work):
+                shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def complete(work: Path) -> int:
+    """Return the number of files whose images are read."""
+    return sum("." not in path.parent.name for path in work.glob("read-*/part.json"))
+
+
+def _said(error: BaseException, work: Path) -> str:
+    if isinstance(error, DataError):
+        said = str(error)
+    elif isinstance(error, BrokenProcessPool):
+        said = (
+            "data import: a process that reads images was killed; expected it to end by itself. "
+            "Often memory was short: give fewer --workers."
+        )
+    else:
+        assert isinstance(error, OSError)
+        said = (
+            f"data import: {work}: {error.strerror or error}; expected a writable disk with space. "
+            f"{remedy_for(error, 'Free some, or choose another disk.')}"
+        )
+    if not (num := complete(work)):
+        return said
+    return (
+        f"{said} What was read of {num:,} files is kept in {work}: the same command goes on from "
+        "there, and reads changed files again. To give up, remove that folder."
+    )
+
+
+def _keep_only(work: Path, settings: dict[str, Any]) -> None:
+    """Remove what an import with other settings left, and what is incomplete."""
+    file, wanted = work / "settings.json", {"format": _FORMAT, **settings}
+    try:
+        same = parse_json(file.read_text()) == parse_json(json.dumps(wanted))
+    except (OSError, ValueError):
+        same = False
+    for path in work.iterdir():
+        if not same or (path.is_dir() and path.name.count(".")):
+            # a process of a killed import may still write
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+    if not same:
+        file.write_text(json.dumps(wanted))
+        sync(file)
+
+
+def read_parts(
+    kind: Kind, parts: Sequence[SourcePart], work: Path, rule: ReadRule, workers: int
+) -> Iterator[Part]:
+    """Yield each part of a source, in order; processes read those that are not complete.
+
+    Args:
+        workers: processes; where they are not worth starting, threads of this one.
+
+    Raises:
+        DataError: a file is damaged or was changed meanwhile, or as ``write_part``.
+    """
+    seen: set[str] = set()
+    jobs, todo = [], []
+    for part in parts:
+        stamp = _stamp(part.path)
+        name = f"{kind}-{keyed_hash(rule.key, os.fsencode(part.path.absolute())):016x}"
+        job = _Job(kind, part, work / name, stamp, rule, threads=workers)
+        jobs.append(job)
+        if _complete(job) is None:
+            shutil.rmtree(job.folder, ignore_errors=True)
+            todo.append(job)
+    processes = workers > 1 and len(todo) > 1
+    if processes and sum(job.stamp[0] for job in todo) >= _WORTH_PROCESSES_BYTES:
+        todo = [replace(job, threads=1) for job in todo]
+        count = min(workers, len(todo))
+        done = ordered_map(_do, todo, workers=count, ahead=2 * count, processes=True)
+    else:
+        done = (made for made in map(_do, todo))
+    waiting = {job.folder for job in todo}
+    with contextlib.closing(done):
+        for job in jobs:
+            if job.folder in waiting:
+                next(done)
+            found = _complete(job)
+            assert found is not None, "just written"
+            job.part.check(found.about["noted"], seen)
+            yield found
+
+
+def _do(job: _Job) -> Path:
+    """Read a file, write its part, and return its folder."""
+    made = job.folder.with_name(f"{job.folder.name}.{os.getpid()}")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    noted: dict[str, Any] = {}
+    samples = job.part.samples(noted)
+    if job.kind == "people":
+        counts = replace(job.rule, require_captions=False).counts
+        listed = with_classes(samples, job.rule.imported_labels(), counts)
+        about, persons = write_people(listed, made, job.rule.people)
+        tables: dict[str, Any] = {"persons": persons}
+    else:
+        with contextlib.ExitStack() as files:
+            shards = ShardWriter(made, files, whole=True)
+            part = write_part(samples, made, job.rule, threads=job.threads, shards=shards)
+            about, tables = part.about | {"images": shards.finish()}, part.tables()
+    if _stamp(job.part.path) != job.stamp:
+        raise DataError(
+            f"source: {job.part.path}: changed while it was read; expected a file at rest. Import "
+            "again once it is written."
+        )
+    Part.write(made, about | {"stamp": job.stamp, "noted": noted}, tables)
+    for folder, _, names in os.walk(made):
+        for name in names:
+            if not Path(folder, name).stat().st_size:
+                Path(folder, name).unlink()
+    try:
+        name_folder(made, job.folder)
+    except OSError:
+        if _complete(job) is None:
+            raise
+        shutil.rmtree(made)  # a process of a killed import was as fast
+    return job.folder
+
+
+def _complete(job: _Job) -> Part | None:
+    try:
+        about = parse_json((job.folder / "part.json").read_text(), nan=True)
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(about, dict) and about.get("stamp") == job.stamp
+    return Part(job.folder, about) if whole else None
+
+
+def _stamp(path: Path) -> list[int]:
+    """Size and date of a file."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(
+            f"source: {path}: {error.strerror}; expected a file, which was there when the source "
+            f"was listed. {remedy_for(error, 'Restore it, or import the others alone.')}"
+        ) from None
+    return [found.st_size, found.st_mtime_ns]
+
+
+def settings_of(rule: ReadRule, version: str) -> dict[str, Any]:
+    """Return what ``work_folder`` compares: all of a rule but the key, as JSON."""
+    people = {"unit_from": rule.people.unit_from, "unmatched": rule.people.unmatched}
+    labels = asdict(rule.labels)
+    classes = labels.pop("classes")
+    ordered = list(classes.items()) if isinstance(classes, dict) else classes
+    return {
+        "version": version,
+        "public": rule.public,
+        "people": people,
+        "labels": labels | {"classes": ordered},
+        "label_names": rule.label_names,
+        "require_captions": rule.require_captions,
+        "window": rule.window,
+    }
