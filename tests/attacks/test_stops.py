@@ -17,7 +17,6 @@ from dpvision.adapt import release
 from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import list_checkpoints, load_checkpoint
 from dpvision.cli import main
-from dpvision.cli.run_args import STOPPED
 from dpvision.config import (
     HardwareConfig,
     MAEConfig,
@@ -30,6 +29,7 @@ from dpvision.config import (
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.printed import up
+from dpvision.runs.folder import STOPPED
 from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
