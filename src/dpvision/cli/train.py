@@ -142,6 +142,7 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
     from dpvision.encoders.starting_weights import open_parent
     from dpvision.models import count_parameters
     from dpvision.runs.folder import read_run
+    from dpvision.train.distributed import together
     from dpvision.train.loop import fit
     from dpvision.train.start import check_run, new_session, resumed_session
 
@@ -198,8 +199,10 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
                 )
             )
         complete = fit(session, quiet=args.quiet, show_confidential=args.show_confidential)
-        if session.run is not None:
-            _finish(session, root, complete, args.json)
+        # torchrun ends the others as soon as one exits with 75: not before rank 0 has printed.
+        with together(session.group):
+            if session.run is not None:
+                _finish(session, root, complete, args.json)
     if not complete:
         sys.exit(STOPPED)
 

@@ -138,10 +138,10 @@ def fit(
                     writer.wait()
                 with together(group):
                     save(session, timed=timed, writer=None if asked or last else writer)
+                    if asked and not last and session.run is not None:
+                        session.run.folder.mark_stopped()
                 saved = time.monotonic()
             if asked and not last:
-                if session.run is not None:
-                    session.run.folder.mark_stopped()
                 if log is not None:
                     if abandoned:
                         log.say(
