@@ -144,7 +144,8 @@ class Job:
     def _until(self, reached: Any, what: str) -> None:
         deadline = time.monotonic() + _LIMIT_S
         while not reached():
-            if all(a.poll() is not None for a in self.agents) and what.endswith("steps"):
+            ended = self.agents and all(a.poll() is not None for a in self.agents)
+            if ended and what.endswith("steps"):
                 raise AssertionError(f"ended before {what}\n{self.text()[-4000:]}")
             if time.monotonic() > deadline:
                 raise AssertionError(
@@ -263,7 +264,7 @@ class Bench:
 
         from dpvision.checkpoint import load_checkpoint
 
-        rng = random.Random(f"{seed} {number}")
+        rng = random.Random(f"{seed} {number} {stop}")
         nodes, again = rng.choice([1, 2]), rng.choice([1, 2, 3])
         share = rng.random()
         _, whole_s = self.whole(())
