@@ -149,6 +149,10 @@ def test_one_sbatch_line_goes_on_after_a_signal_and_ends(folder: Path, tmp_path:
     assert found["charged"] == found["updates"] == STEPS
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 def test_a_submitit_job_goes_on_after_a_preemption(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +172,10 @@ def test_a_submitit_job_goes_on_after_a_preemption(
     job = executor.submit(made["Training"](options, 2))  # type: ignore[operator]
     watched = Job(folder, [], 2, 0)
     watched.await_charge(2)
-    job._interrupt()
+    rank = watched.pid(0)
+    agent = parent(rank)
+    for pid in (rank, agent, parent(agent)):  # SLURM sends it to all processes of a step
+        os.kill(pid, signal.SIGUSR2)
     deadline = time.monotonic() + 300
     while not job.done():
         assert time.monotonic() < deadline, job.stderr()
