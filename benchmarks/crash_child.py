@@ -125,7 +125,7 @@ def _be_child(
         trace = os.open(log, os.O_WRONLY | os.O_APPEND)
         say = lambda entry: _write(trace, json.dumps(entry).encode() + b"\n")  # noqa: E731
         count = _count_operations(stop, say)
-        _trace_releases(say, key)
+        trace_releases(say, key)
         from dpvision.cli import main
 
         try:
@@ -145,7 +145,7 @@ def _be_child(
         os._exit(status)
 
 
-def _trace_releases(say: Callable[[dict[str, Any]], object], key: bytes | None) -> None:
+def trace_releases(say: Callable[[dict[str, Any]], object], key: bytes | None) -> None:
     """Note the keys of a start, and each step to which noise is added, before it is used."""
     from dpvision.adapt import release
     from dpvision.privacy import stream

@@ -197,7 +197,9 @@ class Bench:
             assert lost <= 1, f"{lost} steps lost by signal {stop.signal}"
             assert done.status != 75 or not lost, f"{lost} steps lost though saved"
         elif case.name in ("save", "resume", "adapt steps", "adapt steps, cached"):
-            assert lost <= 1 + (stop.signal is None), f"{lost} steps lost, saved at each"
+            # A network trains on while a checkpoint is written.
+            most = 1 + (stop.signal is None or not case.name.startswith("adapt"))
+            assert lost <= most, f"{lost} steps lost, saved at each"
         argv = case.again if state["exists"] else case.argv
         again = run_command(argv.split(), folder, key=key)
         found |= {"lost": lost, "charged": state["charged"], "again": again.status}

@@ -308,8 +308,8 @@ def test_no_name_of_what_leaves_depends_on_the_time_of_steps(
     )
     clock, real = [0.0], loop.step_sum
 
-    def timed(*args):
-        total, metrics = real(*args)
+    def timed(*args, **more):
+        total, metrics = real(*args, **more)
         clock[0] += metrics.batch_size  # a second for each record
         return total, metrics
 
@@ -341,10 +341,10 @@ def test_a_checkpoint_of_the_clock_resumes_a_run_and_is_not_released(
     )
     real = loop.step_sum
 
-    def fails(step: int, *args):
+    def fails(step: int, *args, **more):
         if step == 2:
             raise OSError("the machine died")
-        return real(step, *args)
+        return real(step, *args, **more)
 
     monkeypatch.setattr(loop, "step_sum", fails)
     with pytest.raises(OSError, match="died"), new_session(config, tmp_path / "run") as session:

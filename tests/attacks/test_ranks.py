@@ -44,6 +44,7 @@ from dpvision.config import RunConfig, from_dict
 from dpvision.errors import CheckpointError
 from dpvision.privacy.ledger import Ledger
 from dpvision.dp.clipped import seal
+from dpvision.runs import run
 from dpvision.train import loop, start, step
 
 rank, folder, ports = int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
@@ -53,6 +54,7 @@ seen, read = [], step.physical_batches
 step.physical_batches = lambda store, rows, *a, **k: (seen.extend(store.index["id"][rows].tolist()),
                                                       read(store, rows, *a, **k))[1]
 start.check_gates = lambda *a: None  # for time: other tests are about them
+save = run.save_checkpoint
 append, privatize, make_model = Ledger.append, loop.privatize, start.make_model
 
 def full_disk(ledger):
@@ -60,6 +62,10 @@ def full_disk(ledger):
         raise CheckpointError("ledger: No space left on device; expected room to write. \
 Free space, then resume.")
     return append(ledger)
+
+def full_for_checkpoints(folder, *args, **named):
+    raise CheckpointError(f"checkpoint: {folder} (No space left on device); expected a writable \
+disk with space. Earlier checkpoints are safe: free some, then --resume.")
 
 def drifting(*args, **kwargs):  # two weights of rank 1 change places: their sum stays
     gradient = privatize(*args, **kwargs)
@@ -84,6 +90,9 @@ for case, port in ports.items():
         mine = of_store(case) if case in ("other", "reversed", "missing") else \
             replace(config, seed=1) if case == "seed" else config
     Ledger.append = full_disk if case == "disk" else append
+    run.save_checkpoint = full_for_checkpoints if case == "checkpoint" else save
+    if case == "checkpoint":
+        mine = replace(config, hardware=replace(config.hardware, checkpoint_every_s=0.0))
     loop.privatize = drifting if case == "drift" else privatize
     if case == "device":  # rank 1 finds a GPU
         torch.cuda.is_available = lambda: rank == 1
@@ -98,7 +107,18 @@ for case, port in ports.items():
         error = f"{type(failed).__name__}: {failed}"
     (folder / f"{case}-{rank}.json").write_text(json.dumps({"error": error, "seen": seen}))
 """
-CASES = ("same", "other", "reversed", "missing", "seed", "weights", "disk", "drift", "device")
+CASES = (
+    "same",
+    "other",
+    "reversed",
+    "missing",
+    "seed",
+    "weights",
+    "disk",
+    "checkpoint",
+    "drift",
+    "device",
+)
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +250,15 @@ def test_a_ledger_that_cannot_be_written_stops_every_rank(ended: dict[str, Any])
     assert len(first["seen"]) + len(second["seen"]) == NUM, (
         "the records of the one step that was charged"
     )
+
+
+def test_a_checkpoint_that_cannot_be_written_in_its_thread_stops_every_rank(
+    ended: dict[str, Any],
+) -> None:
+    first, second = ended["checkpoint"]
+    assert first["error"].startswith("CheckpointError: checkpoint: "), first["error"]
+    assert "No space left on device" in first["error"]
+    assert "rank 0 stopped, and all others with it: checkpoint: " in second["error"]
 
 
 def test_weights_that_drift_apart_are_found_without_asserts_and_where_their_sum_is_the_same(

@@ -17,7 +17,6 @@ from dpvision.adapt import release
 from dpvision.adapt.session import adapt, new_head_session, resumed_head_session
 from dpvision.checkpoint import list_checkpoints, load_checkpoint
 from dpvision.cli import main
-from dpvision.cli.run_args import STOPPED
 from dpvision.config import (
     HardwareConfig,
     MAEConfig,
@@ -30,6 +29,7 @@ from dpvision.config import (
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.privacy.printed import up
+from dpvision.runs.folder import STOPPED
 from dpvision.train import loop
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session
@@ -276,6 +276,7 @@ def test_adapt_stops_after_the_step_it_is_in_says_what_was_charged_and_goes_on(
         "--quiet",
         "--test",
         str(test.path),
+        "--resume-or-start",
     ]
     _interrupt(monkeypatch, release, at=20, times=1)
     with pytest.raises(SystemExit) as stopped:
@@ -299,8 +300,10 @@ def test_adapt_stops_after_the_step_it_is_in_says_what_was_charged_and_goes_on(
         "100 test records" in said.out
         and f"dpvision adapt --resume --runs {tmp_path} --name run" in said.out
     )
-    assert main(["adapt", "--resume", "--runs", str(tmp_path), "--name", "run", "--quiet"]) == 0
+    assert (tmp_path / "run" / "stopped.json").exists()
+    assert main(argv) == 0, "the same command goes on"
     said = capfd.readouterr()
+    assert not (tmp_path / "run" / "stopped.json").exists()
     assert (
         "Resuming: 20 of 60 releases charged" in said.err
         and "Finished after 60 of 60 releases" in said.out

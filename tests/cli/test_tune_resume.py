@@ -63,10 +63,9 @@ def test_after_kills_the_same_command_goes_on_and_counts_every_trial(
     and its run.
     """
     argv = tune_argv(mine, "charged", "--test", str(public.path), "--json", *SPACE)
-    for when, more, steps in (("in a run", [], 5), ("before a run", ["--resume"], 6)):
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, when, *argv, *more], capture_output=True, timeout=900
-        )
+    for when, steps in (("in a run", 5), ("before a run", 6)):
+        command = [sys.executable, "-c", KILLED, when, *argv, "--resume-or-start"]
+        done = subprocess.run(command, capture_output=True, timeout=900)
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
         assert sum(charged for _, charged in runs_of(mine)) == steps
     journal = tmp_path / "runs" / "study" / "confidential" / "study.journal"

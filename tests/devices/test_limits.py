@@ -254,7 +254,7 @@ def test_memory_lost_during_a_run_names_the_step_and_a_smaller_batch(
     small_memory(monkeypatch, 30)
     with new_session(config, tmp_path / "run") as session:
 
-        def lost(*_: Any) -> None:
+        def lost(*_: Any, **more: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         monkeypatch.setattr(loop, "step_sum", lost)

@@ -32,6 +32,7 @@ SCRIPTS = {
     "lightning": "lightning/lightning_digits.py",
     "paper_row": "paper_row/paper_row.py",
     "peft_lora": "peft_lora/peft_digits.py",
+    "preemptible_jobs": "preemptible_jobs/with_submitit.py",
     "private_captioner": "private_captioner/private_captioner.py",
     "serve": "serve/serve.py",
     "write_export": "from_pacs/write_export.py",

@@ -86,11 +86,11 @@ def test_ledger_crash_loses_step(new_store, long_plan: DPPlan, new_run: NewRun) 
     def check_order() -> None:
         """When the first thing of a step is computed, the charge is in the file."""
 
-        def watch(number, *args):
+        def watch(number, *args, **more):
             assert read_ledger(session.run.ledger.path).steps == number + 1, (
                 "the step runs before it is charged"
             )
-            return step_sum(number, *args)
+            return step_sum(number, *args, **more)
 
         step_sum = loop.step_sum
         with new_run() as session, pytest.MonkeyPatch.context() as patch:

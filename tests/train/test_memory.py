@@ -60,10 +60,10 @@ def test_nothing_of_a_step_lives_through_the_next(
     held: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
-    def watched_sum(step: int, session: Any, key: Any) -> Any:
+    def watched_sum(step: int, session: Any, key: Any, **more: Any) -> Any:
         gc.collect()
         alive.append(sum(ref() is not None for ref in held))
-        total, metrics = step_sum(step, session, key)
+        total, metrics = step_sum(step, session, key, **more)
         held.extend(weakref.ref(value) for value in total.grads.values())
         return total, metrics
 

@@ -545,7 +545,9 @@ def test_after_sigkill_the_same_images_of_a_person_belong_to_a_step_and_people_a
         monkeypatch.setattr(
             loop,
             "step_sum",
-            lambda number, t, drawn: keys.append(drawn) or step_sum(number, t, drawn),
+            lambda number, t, drawn, **more: (
+                keys.append(drawn) or step_sum(number, t, drawn, **more)
+            ),
         )
         assert fit(session, quiet=True) and session.run.ledger.steps == 8
         assert len(keys) == 5 and len(set(keys)) == 1 and keys[0].secret() != KEY.secret()

@@ -190,6 +190,7 @@ def adapt(
     # of runs, which is secret.
     doing = "finishing the selection" if made.model.choice.candidates else "finishing this step"
     with StopRequest(f"{doing}, then saving the head", session.unsaved) as request:
+        session.run.folder.clear_stopped()
         if made.model.choice.candidates:
             charge, bounded = _charger(session.run), not made.encoder.standard_rows
             config, selected = choose_head(
@@ -218,7 +219,10 @@ def adapt(
             about["head_s"] = time.monotonic() - start - features_s
         # Confidential: the number of records left out is a function of private images.
         write_json(session.run.folder.confidential / "head.json", about)
-        return save(session, config, fitted, chosen)
+        path = save(session, config, fitted, chosen)
+        if request.asked and not session.finished:
+            session.run.folder.mark_stopped()
+        return path
 
 
 def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None) -> FeatureStream:

@@ -14,12 +14,12 @@ from dpvision.cli.output import RecipeName, emit, may_show, private_scores
 from dpvision.cli.paths import check_store
 from dpvision.cli.progress import ProgressLine
 from dpvision.cli.run_args import (
-    STOPPED,
     RunArgs,
     announce,
     check_places,
     dry_run,
     executed,
+    goes_on,
     resumed_hardware,
     saved_config,
 )
@@ -33,6 +33,7 @@ from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
 from dpvision.eval.score import check_seeds
 from dpvision.privacy.printed import duration, size, up, up_delta
 from dpvision.recipes import get_recipe, recipe_lines
+from dpvision.runs.folder import STOPPED
 from dpvision.runs.spent import charge_words, lost_words, resume_words
 
 if TYPE_CHECKING:
@@ -139,6 +140,9 @@ def run(argv: Sequence[str]) -> None:
             f"adapt: --select {first.select} with {first.head or first.recipe}; expected one of "
             "the two. Drop one."
         )
+    if first.seeds is None:
+        named = first.recipe or f"transfer.{first.head or 'auto'}"
+        first = replace(first, resume=goes_on(first, named))
     recipe = first.recipe or _recipe(first)
     saved = saved_config("adapt", first.root(recipe), recipe) if first.resume else None
     default = saved or recipe_on(first, recipe)
@@ -146,6 +150,7 @@ def run(argv: Sequence[str]) -> None:
         [_DOC, "", "recipes, of heads and of networks:", "", *recipe_lines("transfer.")]
     )
     args, typed = parse_run(AdaptArgs(recipe=recipe), default, argv, "adapt", doc)
+    args = replace(args, resume=first.resume)
     short = {
         "privacy.guarantee": "none" if args.non_private else None,
         "model.candidates": args.select and _candidates(args.select),
@@ -184,9 +189,10 @@ def _adapt_seeds(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) 
     check_seeds("adapt", args.seeds)
     assert args.seeds is not None
     root, runs = args.root(args.recipe), []
-    if args.test is None or args.resume:
+    resume = args.resume or args.resume_or_start
+    if args.test is None or resume:
         raise ConfigError(
-            f"adapt: --seeds {args.seeds} with {'--resume' if args.resume else 'no --test'}; "
+            f"adapt: --seeds {args.seeds} with {'--resume' if resume else 'no --test'}; "
             "expected new runs, scored on --test STORE. Resume the run of one seed with --runs "
             f"{root} --name seed-0."
         )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from dpvision.cli.output import emit, parse, private_scores
 from dpvision.cli.paths import check_source
-from dpvision.cli.run_args import STOPPED
 from dpvision.errors import ConfigError, DataError, RunStopped
 from dpvision.privacy.printed import duration
+from dpvision.runs.folder import STOPPED
 
 
 def demo(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpvision.cli.paths import check_store
 from dpvision.config import RunConfig
+from dpvision.config.plain import setting
 from dpvision.config.resolve import applied
 from dpvision.errors import ConfigError
 from dpvision.runs.spent import spent
@@ -33,6 +34,9 @@ class RunArgs:
     """Continue an existing run with its own settings (only --hardware.* may change) and new secret
     keys.
     """
+    resume_or_start: bool = False
+    """Continue the run if there is one, else start it: one command for a job that may be preempted.
+    """
     dry_run: bool = False
     """Print the plan, run all checks and stop: nothing is trained, nothing is charged."""
     quiet: bool = False
@@ -52,6 +56,13 @@ class RunArgs:
         """Print text before the result, unless --json or --quiet is given."""
         if not self.json and not self.quiet:
             print(text, flush=True)
+
+
+def goes_on(args: RunArgs, recipe: str) -> bool:
+    """Return whether a run goes on: with --resume, and with --resume-or-start if there is one."""
+    from dpvision.runs.folder import run_base
+
+    return args.resume or (args.resume_or_start and run_base(args.root(recipe)) is not None)
 
 
 def saved_config(command: str, root: Path, recipe: str) -> RunConfig:
@@ -105,9 +116,11 @@ def resumed_hardware(
     """
     config = applied(saved, asked)
     if replace(config, hardware=saved.hardware) != saved:
+        names = [name for name in asked if setting(config, name) != setting(saved, name)]
         raise ConfigError(
-            f"{command}: settings differ from those of {root}; expected only --hardware.* with "
-            "--resume. Drop the others."
+            f"{command}: {', '.join(names) or 'settings'} differ from those of {root}; expected "
+            "only --hardware.* with --resume, and the run's own with --resume-or-start. Drop the "
+            "others, or choose another --name."
         )
     return {f.name: getattr(config.hardware, f.name) for f in fields(config.hardware)}
 
@@ -144,12 +157,6 @@ def executed(
     result = {"run": str(root), "complete": complete, "steps": steps, **cost}
     ended = f"{'Finished' if complete else 'Stopped'} after {steps} of {plan.steps} {noun}"
     return result | {"guarantee": plan.guarantee}, f"{ended}: {said}. Run folder: {root}"
-
-
-STOPPED = 75
-"""Exit status after SIGINT, SIGTERM or SIGUSR1: the run is saved and --resume continues it
-(EX_TEMPFAIL of sysexits.h).
-"""
 
 
 def announce(text: str) -> None:

@@ -12,12 +12,12 @@ import tyro
 
 from dpvision.cli.output import RecipeName, emit, pairs
 from dpvision.cli.run_args import (
-    STOPPED,
     RunArgs,
     announce,
     check_places,
     dry_run,
     executed,
+    goes_on,
     resumed_hardware,
     saved_config,
 )
@@ -28,6 +28,7 @@ from dpvision.config.unit import Unit
 from dpvision.errors import ConfigError, DataError
 from dpvision.privacy.printed import up
 from dpvision.recipes import get_recipe, recipe_lines
+from dpvision.runs.folder import STOPPED
 from dpvision.runs.spent import charge_words, guarantee_words, lost_words, resume_words, spent
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ store is charged before each step. Any setting of the recipe can be overridden:
   dpvision train vip.micro --data stores/mine --simulate 8
       # predict its losses at an eighth of the compute; no guarantee
   dpvision train vip.micro --name first --resume
-      # after a stop (Ctrl-C, SIGTERM; exit status 75) or a crash
+      # after a stop (Ctrl-C, SIGTERM, SIGUSR1; exit status 75) or a crash
+  dpvision train vip.micro --data stores/mine --name first --resume-or-start
+      # one line for a job that may be preempted (docs/jobs.md)
   torchrun --nproc-per-node 8 -m dpvision train vip.base --data STORE"""
 
 
@@ -95,6 +98,7 @@ def run(argv: Sequence[str]) -> None:
                 "above that the run has."
             )
         return
+    first = replace(first, resume=goes_on(first, recipe))
     if first.resume and first.simulate is not None:
         raise ConfigError(
             f"train: --simulate {first.simulate:g} with --resume; expected one of them. Drop "
@@ -103,6 +107,7 @@ def run(argv: Sequence[str]) -> None:
     saved = saved_config("train", first.root(recipe), recipe) if first.resume else None
     default = saved or get_recipe(recipe)  # a run to resume that is not there is refused later
     args, typed = parse_run(TrainArgs(recipe=recipe), default, argv, "train", _DOC)
+    args = replace(args, resume=first.resume)
     short = {"data.store": args.data, "privacy.guarantee": "none" if args.non_private else None}
     train(args, default, joined(typed, short))
 
@@ -137,6 +142,7 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
     from dpvision.encoders.starting_weights import open_parent
     from dpvision.models import count_parameters
     from dpvision.runs.folder import read_run
+    from dpvision.train.distributed import together
     from dpvision.train.loop import fit
     from dpvision.train.start import check_run, new_session, resumed_session
 
@@ -193,8 +199,10 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
                 )
             )
         complete = fit(session, quiet=args.quiet, show_confidential=args.show_confidential)
-        if session.run is not None:
-            _finish(session, root, complete, args.json)
+        # torchrun ends the others as soon as one exits with 75: not before rank 0 has printed.
+        with together(session.group):
+            if session.run is not None:
+                _finish(session, root, complete, args.json)
     if not complete:
         sys.exit(STOPPED)
 

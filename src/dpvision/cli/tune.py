@@ -5,7 +5,7 @@ first.
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +20,14 @@ from dpvision.cli.adapt import (
     settings_asked,
 )
 from dpvision.cli.output import RecipeName, emit, may_show, private_scores, shown, table
-from dpvision.cli.run_args import STOPPED, RunArgs
+from dpvision.cli.run_args import RunArgs
 from dpvision.cli.typed import parse_first, parse_run, words_of
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.resolve import read_of, resolve
 from dpvision.errors import ConfigError, RunStopped
 from dpvision.privacy.printed import up, up_delta
 from dpvision.recipes import get_recipe
+from dpvision.runs.folder import STOPPED
 from dpvision.runs.spent import charge_words
 from dpvision.tune import Found, Question, Study, Trial, plan_study, search
 from dpvision.tune.study import charged_event, plan_of, run_ids, trial_folder
@@ -85,6 +86,9 @@ def run(argv: Sequence[str]) -> None:
         TuneArgs(recipe=recipe, name=f"tune-{recipe}"), default, argv, "tune", _DOC
     )
     asked = settings_asked(args, typed, default)
+    study = args.root(recipe) / "confidential" / "study.json"
+    if args.resume_or_start and study.exists():
+        args = replace(args, resume=True)
     tune(args, resolve(default, asked), asked)
 
 

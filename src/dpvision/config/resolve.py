@@ -236,7 +236,14 @@ def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
         if name != "store"
     }
     found |= dict.fromkeys(
-        ("hardware.precision", "hardware.compile", "init_from"), "no network is trained"
+        (
+            "hardware.precision",
+            "hardware.compile",
+            "hardware.finish_step_s",
+            "hardware.rank_timeout_s",
+            "init_from",
+        ),
+        "no network is trained",
     )
     found |= {
         "model.reason": "it is a result",

@@ -127,10 +127,16 @@ class HardwareConfig:
     process, on a CPU a quarter of them.
     """
     checkpoint_every_s: float = 300.0
-    """Seconds between checkpoints under ``confidential/``; one that may leave is written at the end
-    and on SIGINT (Ctrl-C), SIGTERM or SIGUSR1.
+    """Seconds between checkpoints under ``confidential/``, which are written while training goes
+    on; one that may leave is written at the end and on SIGINT (Ctrl-C), SIGTERM or SIGUSR1.
     """
     keep_checkpoints: int = 2
+    finish_step_s: float = 30.0
+    """Seconds in which the step in progress may still end after such a signal; otherwise it is
+    abandoned, and counts in epsilon.
+    """
+    rank_timeout_s: float = 600.0
+    """Seconds that a process waits for the others of the run before it ends."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -166,6 +172,22 @@ class HardwareConfig:
             self.keep_checkpoints,
             "at least 1",
             "Use 2.",
+        )
+        require(
+            0 <= self.finish_step_s < math.inf,
+            w,
+            "finish_step_s",
+            self.finish_step_s,
+            "0 or more",
+            "Use 30.",
+        )
+        require(
+            0 < self.rank_timeout_s <= 86_400,
+            w,
+            "rank_timeout_s",
+            self.rank_timeout_s,
+            "above 0, at most a day",
+            "Use 600.",
         )
 
 

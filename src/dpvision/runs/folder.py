@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from dpvision.checkpoint import Checkpoint
 
 FORMAT = "dpvision-run-1"
+STOPPED_FILE = "stopped.json"
+STOPPED = 75
+"""Exit status after SIGINT, SIGTERM or SIGUSR1: the run is saved and --resume continues it
+(EX_TEMPFAIL of sysexits.h).
+"""
 _SHOWN = 8
 _PATHS = "paths.json"
 """Under ``confidential/``: where the store is. A folder's name may tell what its images are, and
@@ -55,6 +60,16 @@ class RunFolder:
     def close(self) -> None:
         """Release the lock."""
         self._lock.close()
+
+    def mark_stopped(self) -> None:
+        """Write stopped.json: the run was asked to stop, is saved, and waits for --resume. Job
+        scripts look for it, since torchrun exits with 1 whatever the status of its processes.
+        """
+        write_json(self.root / STOPPED_FILE, {"exit_status": STOPPED})
+
+    def clear_stopped(self) -> None:
+        """Remove stopped.json, before the run goes on."""
+        (self.root / STOPPED_FILE).unlink(missing_ok=True)
 
     def copy_ledger(self, source: Path) -> None:
         """Copy the ledger into the run folder (the authoritative one stays beside the store). Not

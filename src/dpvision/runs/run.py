@@ -8,6 +8,7 @@ import platform
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -84,7 +85,11 @@ class Run:
         """tuple: plans and steps of the private runs on this store that the weights come from."""
         return runs_on(self.lineage, self.store.store_id)
 
-    def save(
+    def save(self, tensors: dict[str, Tensor], **about: Any) -> Path:
+        """Write a checkpoint, and return its folder; arguments and errors as for ``checkpoint``."""
+        return self.checkpoint(tensors, **about)()
+
+    def checkpoint(
         self,
         tensors: dict[str, Tensor],
         *,
@@ -96,12 +101,13 @@ class Run:
         files: Mapping[str, bytes] | None = None,
         timed: bool = False,
         **more: Any,
-    ) -> Path:
-        """Write a checkpoint, record digests of its weights if there is no guarantee, and copy the
-        ledger into the run folder.
+    ) -> Callable[[], Path]:
+        """Return the function that writes a checkpoint of the steps charged until now: it records
+        digests of the weights if there is no guarantee, writes them, removes older checkpoints, and
+        copies the ledger into the run folder. It may run in a thread while the run goes on.
 
         Args:
-            tensors: the model's tensors.
+            tensors: the model's tensors; copies if the run goes on before they are written.
             updates: number of steps whose update is in them.
             start: digests (``weights.contents``) of the weights that a run without a guarantee
                 started from.
@@ -112,10 +118,8 @@ class Run:
             more: further fields of the manifest.
 
         Returns:
-            The checkpoint's folder.
-
-        Raises:
-            CheckpointError: it cannot be written; earlier ones are untouched.
+            The function. It returns the checkpoint's folder, and raises CheckpointError if it
+            cannot be written; earlier ones are untouched.
         """
         steps, run_id = self.ledger.steps, self.folder.run_id
         manifest = {
@@ -140,16 +144,21 @@ class Run:
             **more,
             "versions": code_versions(),
         }
-        if self.plan.guarantee != "dp":
-            remember_weights(self.store, run_id, [*tensors.values(), *(ema or {}).values()], start)
         path = self.folder.checkpoints(timed=timed) / f"step-{steps:08d}"
-        save_checkpoint(
-            path, manifest, tensors, ema=ema, optimizer=optimizer, files=dict(files or {})
-        )
-        keep_newest(self.folder.base, self.config.hardware.keep_checkpoints)
-        if not timed:
-            self.folder.copy_ledger(self.ledger.path)
-        return path
+
+        def write() -> Path:
+            if self.plan.guarantee != "dp":
+                made = [*tensors.values(), *(ema or {}).values()]
+                remember_weights(self.store, run_id, made, start)
+            save_checkpoint(
+                path, manifest, tensors, ema=ema, optimizer=optimizer, files=dict(files or {})
+            )
+            keep_newest(self.folder.base, self.config.hardware.keep_checkpoints)
+            if not timed:
+                self.folder.copy_ledger(self.ledger.path)
+            return path
+
+        return write
 
 
 @contextlib.contextmanager
@@ -385,14 +394,15 @@ class StopRequest:
 
     def __init__(self, doing: str, lost: Callable[[], int]) -> None:
         self._doing, self._lost = doing, lost
-        self._asked = threading.Event()
+        self.since: float | None = None
+        """When the first signal arrived, by ``time.monotonic``."""
         self._interrupted = False
         self._before: dict[int, object] = {}
 
     @property
     def asked(self) -> bool:
         """bool: whether a signal arrived."""
-        return self._asked.is_set()
+        return self.since is not None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -419,13 +429,14 @@ class StopRequest:
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
         self._interrupted |= number == signal.SIGINT
-        self._asked.set()
+        self.since = self.since or time.monotonic()
         again = (
             "; Ctrl-C again stops at once and loses what is not saved"
             if number == signal.SIGINT
             else ""
         )
-        os.write(2, f"\n{self._doing}{again}\n".encode())
+        with contextlib.suppress(OSError):  # a closed pipe must not end the work in progress
+            os.write(2, f"\n{self._doing}{again}\n".encode())
 
 
 @cache

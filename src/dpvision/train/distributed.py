@@ -3,12 +3,15 @@
 Every rank makes the same number of collective calls in the same order, whatever its share of a
 batch; an empty share contributes zeros. With a single process the functions return their argument.
 ``same.py`` compares what the ranks must agree on.
+
+A rank that waits for another longer than the timeout, or whose peer has ended, raises RankLost.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,16 @@ from torch import Tensor
 
 from dpvision.devices import require_cuda
 from dpvision.dp.clipped import ClippedSum, require_seal, seal
-from dpvision.errors import ConfigError, DPVisionError, PrivacyError
+from dpvision.errors import CheckpointError, ConfigError, DPVisionError, PrivacyError
+
+_START_TIMEOUT_S = 2 * 3600.0
+"""Rank 0 alone makes the checks of a start in float64, a minute of one core for 50 million
+parameters, while the others wait.
+"""
+
+
+class RankLost(CheckpointError):
+    """Another rank ended, or did not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -26,28 +38,39 @@ class Group:
     rank: int
     world_size: int
     device: torch.device
+    store: dist.Store | None = field(default=None, repr=False, compare=False)
+    """Shared by the ranks of a group that ``join`` made."""
+    parent: int | None = None
+    """Id of torchrun's agent, which started this process; None without torchrun."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def orphaned(self) -> bool:
+        """bool: whether torchrun's agent has ended, so that nobody would end this process."""
+        return self.parent is not None and os.getppid() != self.parent
 
     def add_up(self, values: Tensor) -> None:
         """Replace ``values`` by their sum over all ranks (``dp.noise.Owners``)."""
         if self.world_size == 1:
             return
         moved = values.to(self.device).contiguous()
-        dist.all_reduce(moved)
+        _all_reduce(moved)
         if moved is not values:
             values.copy_(moved)
         else:  # which collectives do not count as a write, and seals would not see
             torch.autograd.graph.increment_version(values)
 
 
-def join(device: str) -> Group:
+def join(device: str, timeout_s: float | None = None) -> Group:
     """Join the process group described by torchrun's environment, or make a group of one process.
 
     Args:
         device: 'auto', 'cpu' or 'cuda'.
+        timeout_s: seconds that a rank waits for the others in a collective call; if None, torch's
+            default.
 
     Raises:
         ConfigError: cuda is requested and not available, or there are more ranks than GPUs.
@@ -58,6 +81,8 @@ def join(device: str) -> Group:
     # bounds and a CPU have 23.
     torch.backends.cudnn.allow_tf32 = False
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    store: dist.Store | None = None
     if world_size > 1 and not dist.is_initialized():
         # Compared before the process group is made: a backend would wait forever for ranks with
         # another backend.
@@ -66,7 +91,7 @@ def join(device: str) -> Group:
     if device == "cuda":
         require_cuda()
     if world_size == 1:
-        return Group(0, 1, torch.device(kind))
+        return Group(0, 1, torch.device(kind), parent=parent)
     place = (
         torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if kind == "cuda"
@@ -80,12 +105,16 @@ def join(device: str) -> Group:
                 f"Pass --nproc-per-node {count}."
             )
         torch.cuda.set_device(place)
-    if not dist.is_initialized():
+    if store is not None:
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
         )
-    return Group(dist.get_rank(), world_size, place)
+    return Group(dist.get_rank(), world_size, place, store, parent)
 
 
 def _check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> None:
@@ -135,7 +164,7 @@ def all_reduce_vector(values: Tensor, group: Group) -> Tensor:
     if group.world_size == 1:
         return values
     moved = values.to(group.device)
-    dist.all_reduce(moved)
+    _all_reduce(moved)
     return moved.cpu()
 
 
@@ -149,7 +178,8 @@ def broadcast_bytes(value: bytes, size: int, group: Group) -> bytes:
         else torch.zeros(size, dtype=torch.uint8)
     )
     moved = start.to(group.device)
-    dist.broadcast(moved, src=0)
+    with _answers():
+        dist.broadcast(moved, src=0)
     return bytes(moved.cpu().numpy())
 
 
@@ -162,37 +192,74 @@ def broadcast_int(value: int, group: Group) -> int:
     )
 
 
+def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    with _answers():
+        dist.all_reduce(values, op=op)
+
+
+@contextlib.contextmanager
+def _answers() -> Iterator[None]:
+    """Turn the error of a collective call that another rank did not take part in into RankLost.
+
+    NCCL's is not raised here: its watchdog ends the process.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else "no reason"
+        raise RankLost(
+            f"ranks: another rank ended or did not answer ({reason}); expected all until the end "
+            "of the run. See the error of that rank, then --resume: steps charged since the last "
+            "checkpoint are lost and count in epsilon."
+        ) from error
+
+
 def gather_texts(text: str, group: Group) -> list[str]:
     """Return the texts of all ranks, by rank, on every rank."""
     if group.world_size == 1:
         return [text]
     mine = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
     longest = torch.tensor([len(mine)], device=group.device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    _all_reduce(longest, dist.ReduceOp.MAX)
     lines = torch.zeros(
         group.world_size, int(longest.item()), dtype=torch.uint8, device=group.device
     )
     lines[group.rank, : len(mine)] = mine.to(group.device)
-    dist.all_reduce(lines)  # all other ranks have zeros in this rank's line
+    _all_reduce(lines)  # all other ranks have zeros in this rank's line
     return [bytes(line).rstrip(b"\0").decode() for line in lines.cpu().numpy()]
 
 
 @contextlib.contextmanager
-def together(group: Group) -> Iterator[None]:
+def together(group: Group, *, start: str = "") -> Iterator[None]:
     """A block that succeeds on all ranks or raises on all: if one rank fails, the others must not
     wait for it forever.
 
     Collective calls inside the block must raise on all ranks or on none.
 
+    Args:
+        start: name of a block of the start, which may take one rank longer than the timeout of the
+            group.
+
     Raises:
         DPVisionError: the block's own error; on a rank where the block succeeded, PrivacyError with
-            the first failed rank's message.
+            the first failed rank's message. RankLost: another rank ended.
     """
     refused: Exception | None = None
     try:
         yield
+    except RankLost:
+        raise
     except (DPVisionError, OSError) as error:
         refused = error
+    if start and group.store is not None:
+        group.store.set(f"{start} {group.rank}", "")
+        with _answers():
+            group.store.wait(
+                [f"{start} {rank}" for rank in range(group.world_size)],
+                timedelta(seconds=_START_TIMEOUT_S),
+            )
     said = gather_texts("" if refused is None else str(refused) or type(refused).__name__, group)
     if refused is not None:
         raise refused

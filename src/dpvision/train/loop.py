@@ -8,6 +8,8 @@ step can run.
 import contextlib
 import gc
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,10 @@ from dpvision.train.distributed import (
     broadcast_int,
     together,
 )
-from dpvision.train.log import RunLog
+from dpvision.train.log import RunLog, StepMetrics
 from dpvision.train.same import check_same_weights
-from dpvision.train.step import Training, step_sum
+from dpvision.train.step import Abandoned, Training, step_sum
+from dpvision.train.stopping import Stopping
 from dpvision.train.words import TOKENIZER_FILE
 
 _FINISHED, _REFUSED = -1, -2
@@ -52,7 +55,9 @@ class Session(Training):
     in a crash).
     """
     saved_steps: int | None
-    """The ledger's step count in the newest checkpoint; None before the first."""
+    """The ledger's step count in the newest checkpoint, kept up to date on rank 0; None before the
+    first.
+    """
     run: Run | None = None
     start: frozenset[str] | None = None
     """Digests of the initial weights of this start, for a run without a guarantee; None with a
@@ -71,8 +76,9 @@ def fit(
     quiet: bool = False,
     show_confidential: bool = False,
 ) -> bool:
-    """Train until the plan's steps are spent, or until SIGINT (Ctrl-C), SIGTERM or SIGUSR1 asks to
-    save and stop.
+    """Train until the plan's steps are spent, or until SIGINT (Ctrl-C), SIGTERM or SIGUSR1 to any
+    rank, or the end of torchrun's agent, asks to save and stop. The step in progress is finished if
+    it ends within ``hardware.finish_step_s``, and else abandoned: charged, without an update.
 
     Args:
         quiet: print no progress.
@@ -84,44 +90,38 @@ def fit(
 
     Raises:
         CheckpointError: a checkpoint cannot be written; earlier ones are untouched and the ledger
-            is correct.
+            is correct. RankLost: another rank ended.
         ConfigError: out of memory on the GPU; the step is charged.
         KeyboardInterrupt: a second SIGINT; unsaved steps are lost, and their number is printed to
             standard error.
     """
-    plan, group = session.plan, session.group
+    plan, group, hardware = session.plan, session.group, session.config.hardware
     if group.device.type == "cpu":
         keep_freed_memory()
     secrets = shared_secrets(secrets or Secrets(), group)
     saved = time.monotonic()
+    doing = f"finishing this step if it ends within {hardware.finish_step_s:g} s, then saving"
     with (
-        StopRequest("finishing this step, then saving", session.unsaved) as stop,
+        StopRequest(doing, session.unsaved) as request,
         contextlib.ExitStack() as stack,
     ):
-        log = (
-            None
-            if session.run is None
-            else stack.enter_context(
-                _log(session.run, quiet=quiet, show_confidential=show_confidential)
-            )
-        )
+        stopping = Stopping(request, group, hardware.finish_step_s)
+        log, writer = None, _Writer()
+        if session.run is not None:
+            shown = _log(session.run, quiet=quiet, show_confidential=show_confidential)
+            log = stack.enter_context(shown)
+            stack.callback(writer.finish)
+            session.run.folder.clear_stopped()
         settled = False
         while (step := _charge(session)) is not None:  # before anything is computed
+            last, abandoned = step + 1 == plan.steps, False
             try:
-                total, metrics = step_sum(step, session, secrets.draw)
-            except torch.OutOfMemoryError:  # it fitted at the start
-                size = session.config.hardware.physical_batch_size
-                raise ConfigError(
-                    f"hardware: physical_batch_size={size}; out of memory on {group.device} in "
-                    f"step {step}, though it fitted at the start. Stop other processes on the "
-                    f"GPU, or pass --resume --hardware.physical-batch-size {max(1, size // 2)}."
-                ) from None
-            gradient = privatize(total, plan, step, secrets.noise, owners=group)
-            session.optimizer.step(gradient, learning_rate(session.config.optim, step, plan.steps))
-            if session.ema is not None:
-                update_average(session.ema, session.model, session.config.optim, session.updates)
-            del total, gradient  # 12 bytes a parameter that would live through the next step
-            session.updates += 1
+                metrics = _take(step, session, secrets, stopping.overdue)
+            except Abandoned:
+                abandoned = True
+            else:
+                if log is not None:
+                    log.step(step, metrics)
             if not settled:
                 # What the imports, the checks and the compiler made stays. Python's collector
                 # would look through it every few passes, which takes up to half a second.
@@ -129,52 +129,134 @@ def fit(
                 gc.freeze()
                 stack.callback(gc.unfreeze)
                 settled = True
-            if log is not None:
-                log.step(step, metrics)
-            stopping, due = _any(
-                [
-                    stop.asked,
-                    time.monotonic() - saved >= session.config.hardware.checkpoint_every_s,
-                ],
-                group,
-            )
-            if stopping or due:
+            clock = time.monotonic() - saved >= hardware.checkpoint_every_s
+            asked, due, failed = _any([stopping.asked(), clock, writer.failed], group)
+            if asked or due or failed:
+                # Whether a step was abandoned depends on the time of its secret batch.
+                timed = not last and (abandoned or not asked)
                 with together(group):
-                    save(session, timed=not stopping and step + 1 < plan.steps)
+                    writer.wait()
+                with together(group):
+                    save(session, timed=timed, writer=None if asked or last else writer)
+                    if asked and not last and session.run is not None:
+                        session.run.folder.mark_stopped()
                 saved = time.monotonic()
-            if stopping and step + 1 < plan.steps:
+            if asked and not last:
                 if log is not None:
+                    if abandoned:
+                        log.say(
+                            f"Step {step + 1} did not end within {hardware.finish_step_s:g} s: it "
+                            "is abandoned, and counts in epsilon."
+                        )
                     log.say("Saved and stopped as asked; go on with --resume.")
                 return False
-        if session.saved_steps != plan.steps:
+        with together(group):
+            writer.wait()
+        if _any([session.run is not None and session.saved_steps != plan.steps], group)[0]:
             with together(group):
                 save(session)
         return True
 
 
-def save(session: Session, *, timed: bool = False) -> Path | None:
+def _take(
+    step: int, session: Session, secrets: Secrets, overdue: Callable[[], bool]
+) -> StepMetrics:
+    """Compute a charged step and apply its update.
+
+    Raises:
+        Abandoned: as ``step_sum``; the weights are those of the step before.
+    """
+    plan, group, config = session.plan, session.group, session.config
+    try:
+        total, metrics = step_sum(step, session, secrets.draw, overdue=overdue)
+    except torch.OutOfMemoryError:  # it fitted at the start
+        size = config.hardware.physical_batch_size
+        raise ConfigError(
+            f"hardware: physical_batch_size={size}; out of memory on {group.device} in "
+            f"step {step}, though it fitted at the start. Stop other processes on the "
+            f"GPU, or pass --resume --hardware.physical-batch-size {max(1, size // 2)}."
+        ) from None
+    gradient = privatize(total, plan, step, secrets.noise, owners=group)
+    session.optimizer.step(gradient, learning_rate(config.optim, step, plan.steps))
+    if session.ema is not None:
+        update_average(session.ema, session.model, config.optim, session.updates)
+    session.updates += 1
+    return metrics
+
+
+class _Writer:
+    """Writes checkpoints in a thread, one after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[object] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """bool: whether the last checkpoint could not be written; ``wait`` raises the reason."""
+        writing = self._writing
+        return writing is not None and writing.done() and writing.exception() is not None
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Begin to write; the checkpoint before must have been waited for."""
+        self._writing = self._thread.submit(write)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, and raise what it raised."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, and end the thread."""
+        self._thread.shutdown()
+
+
+def save(session: Session, *, timed: bool = False, writer: _Writer | None = None) -> Path | None:
     """Write a checkpoint of the session (rank 0), after all ranks checked that their weights are
     the same.
 
     Args:
-        timed: as for ``Run.save``.
+        timed: as for ``Run.checkpoint``.
+        writer: writes it, from a copy, while training goes on; if None, it is written when this
+            returns.
+
+    Returns:
+        The checkpoint's folder; None on other ranks than 0, and with ``writer``.
     """
     check_same_weights(state_tensors(session.model), session.group)
-    run, path = session.run, None
-    if run is not None:
-        path = run.save(
-            state_tensors(session.model),
-            updates=session.updates,
-            ema=session.ema,
-            optimizer=session.optimizer.tensors(),
-            start=session.start or (),
-            files={}
-            if session.words is None
-            else {TOKENIZER_FILE: session.words.tokenizer.to_bytes()},
-            timed=timed,
-        )
-    session.saved_steps = broadcast_int(run.ledger.steps if run is not None else 0, session.group)
-    return path
+    run = session.run
+    if run is None:
+        return None
+    kept = _as_they_are if writer is None else _copied
+    steps, average = run.ledger.steps, session.ema
+    write = run.checkpoint(
+        kept(state_tensors(session.model)),
+        updates=session.updates,
+        ema=None if average is None else kept(average),
+        optimizer=kept(session.optimizer.tensors()),
+        start=session.start or (),
+        files={} if session.words is None else {TOKENIZER_FILE: session.words.tokenizer.to_bytes()},
+        timed=timed,
+    )
+
+    def written() -> Path:
+        path = write()
+        session.saved_steps = steps
+        return path
+
+    if writer is None:
+        return written()
+    writer.start(written)
+    return None
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+
+
+def _as_they_are(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors
 
 
 def _log(run: Run, *, quiet: bool, show_confidential: bool) -> RunLog:

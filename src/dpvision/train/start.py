@@ -4,6 +4,7 @@ charged.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpvision.checkpoint import Checkpoint, load_checkpoint, state_tensors
-from dpvision.config import CaptionerConfig, ClassifierConfig, RunConfig
+from dpvision.config import CaptionerConfig, ClassifierConfig, HardwareConfig, RunConfig
 from dpvision.config.resolve import require_read
 from dpvision.data.keys import StepKey
 from dpvision.data.open import open_store
@@ -73,8 +74,8 @@ def check_run(
     Raises:
         DPVisionError: as ``new_session``.
     """
-    with _joined(config.hardware.device) as group:
-        with together(group):
+    with _joined(config.hardware) as group:
+        with together(group, start="checked"):
             _check_paths(config, open_parent)
             plan = make_plan(config.privacy)
             session = _prepare(config, plan, None, open_parent, group)
@@ -96,8 +97,8 @@ def new_session(
         DPVisionError: the run is impossible or unsafe; no step was charged.
     """
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(_joined(config.hardware.device))
-        with together(group):
+        group = stack.enter_context(_joined(config.hardware))
+        with together(group, start="checked"):
             _check_paths(config, open_parent)
             plan = make_plan(config.privacy)
             session = _prepare(config, plan, None, open_parent, group)
@@ -133,8 +134,9 @@ def resumed_session(
     """
     asked = hardware or {}
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(_joined(asked.get("device", read_run(root)[1].hardware.device)))
-        with together(group):
+        hardware_now = replace(read_run(root)[1].hardware, **asked)
+        group = stack.enter_context(_joined(hardware_now))
+        with together(group, start="checked"):
             stopped = Stopped.read(root, asked)
             session = _prepare(stopped.config, stopped.plan, stopped.checkpoint, open_parent, group)
             stopped.require_store(session.store)
@@ -148,10 +150,10 @@ def resumed_session(
 
 
 @contextlib.contextmanager
-def _joined(device: str) -> Iterator[distributed.Group]:
+def _joined(hardware: HardwareConfig) -> Iterator[distributed.Group]:
     """Join the run's process group for the duration of the block."""
     try:
-        yield distributed.join(device)
+        yield distributed.join(hardware.device, hardware.rank_timeout_s)
     finally:
         distributed.leave()
 

@@ -8,7 +8,7 @@ number of buckets follows from the expected batch size, never from the drawn one
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -127,16 +127,36 @@ class Training:
     """The people of the store, where they are drawn; None where records are."""
 
 
-def step_sum(step: int, t: Training, draw_key: Key) -> tuple[ClippedSum, StepMetrics]:
+class Abandoned(Exception):
+    """A step was given up before its sum was complete, on all ranks: nothing of it is released."""
+
+
+def step_sum(
+    step: int, t: Training, draw_key: Key, *, overdue: Callable[[], bool] = lambda: False
+) -> tuple[ClippedSum, StepMetrics]:
     """Return the clipped sum of logical step ``step`` over all processes, and its metrics.
 
     Args:
         step: the ledger's number of this step.
         draw_key: secret key, the same on all ranks, new at every start.
+        overdue: whether to give the step up, asked before each pass.
 
     Returns:
         The sum (secret; the same on all ranks) and the metrics (confidential).
+
+    Raises:
+        Abandoned: ``overdue`` was true on a rank. It is raised on all of them.
     """
+    given_up = False
+
+    def in_time() -> Iterator[tuple[Batch, HostRows]]:
+        nonlocal given_up
+        with contextlib.closing(_batches(t, drawn_B, key)) as batches:
+            for pair in batches:
+                if given_up := overdue():
+                    return
+                yield pair
+
     start, plan, key = time.monotonic(), t.plan, StepKey(t.config.seed, step)
     drawn_B = plan.draw(
         step, len(t.rows if t.people is None else t.people), derive_rng(draw_key, step)
@@ -160,14 +180,16 @@ def step_sum(step: int, t: Training, draw_key: Key) -> tuple[ClippedSum, StepMet
                     check_separability=False,  # start.py made every check
                     rows=t.config.hardware.physical_batch_size,
                 )
-                for batch, host in _batches(t, drawn_B, key)
+                for batch, host in in_time()
             ),
         )
-    metrics = _metrics(total, plan, t.group, start)
+    metrics = _metrics(total, plan, t.group, start, given_up=given_up)
     return all_reduce_sum(total, t.group), metrics
 
 
-def _batches(t: Training, drawn_B: np.ndarray, key: StepKey) -> Iterator[tuple[Batch, HostRows]]:
+def _batches(
+    t: Training, drawn_B: np.ndarray, key: StepKey
+) -> Generator[tuple[Batch, HostRows], None, None]:
     """Yield the physical batches of this rank's buckets, on its device."""
     hardware, model, group = t.config.hardware, t.config.model, t.group
     most = hardware.physical_batch_size
@@ -251,7 +273,10 @@ def _loss_scale(t: Training, key: StepKey) -> float:
     )
 
 
-def _metrics(total: ClippedSum, plan: DPPlan, group: Group, start: float) -> StepMetrics:
+def _metrics(
+    total: ClippedSum, plan: DPPlan, group: Group, start: float, *, given_up: bool
+) -> StepMetrics:
+    """Return the metrics of a sum over all ranks; raises Abandoned on all if one gave up."""
     norms, losses = (
         torch.cat([total.norms_B, total.losses_B])
         .cpu()
@@ -270,10 +295,15 @@ def _metrics(total: ClippedSum, plan: DPPlan, group: Group, start: float) -> Ste
             norms[good].sum(),
             clipped[good].sum(),
             (~good).sum(),
+            given_up,
         ],
         dtype=torch.float64,
     )
-    count, loss, num_good, norm, num_clipped, num_bad = all_reduce_vector(sums, group).tolist()
+    count, loss, num_good, norm, num_clipped, num_bad, num_given_up = all_reduce_vector(
+        sums, group
+    ).tolist()
+    if num_given_up:
+        raise Abandoned
     nan = float("nan")
     return StepMetrics(
         loss=loss / count if count else nan,
