@@ -26,7 +26,7 @@ from dpvision.errors import CheckpointError
 from dpvision.privacy.ledger_format import read_ledger
 from dpvision.runs import run as runs
 from dpvision.runs.folder import STOPPED
-from dpvision.runs.run import StopRequest
+from dpvision.runs.run import Stopped, StopRequest
 from dpvision.train import loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import fit
@@ -123,10 +123,42 @@ def test_a_resumed_run_leaves_out_an_abandoned_step_and_nothing_else(
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert one.path.parent.parent == tmp_path / "run", "the plan's end may leave"
+    lines = [
+        (tmp_path / name / "progress.jsonl").read_text().splitlines() for name in ("run", "oracle")
+    ]
+    assert [json.loads(line)["step"] for line in lines[0]] == list(range(1, 5))
+    assert set(lines[1]) < set(lines[0]), "the public line of an abandoned step is another"
+
+
+def test_a_resume_refuses_where_another_process_saved_after_it_had_read_the_run(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: it went on from the older checkpoint, and removed the newer one."""
+    root = tmp_path / "run"
+    with new_session(config, root) as session:
+        monkeypatch.setattr(
+            loop, "_any", lambda flags, group: [session.updates == 1, *[False] * (len(flags) - 1)]
+        )
+        assert not fit(session, quiet=True)
+    first = Stopped.read(root)
+    monkeypatch.undo()
+    with resumed_session(root) as session:
+        store, lineage = session.store, session.lineage
+        assert fit(session, quiet=True)
+    kept = list_checkpoints(root)
+    with (
+        pytest.raises(CheckpointError, match="another process went on with .* Give the same"),
+        first.resumed(store, lineage, num_bytes=0),
+    ):
+        raise AssertionError("it was opened")
+    assert list_checkpoints(root) == kept
 
 
 def test_a_last_step_that_is_abandoned_ends_the_plan(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     last = config.privacy.steps - 1
     signal_in_a_pass(monkeypatch, signal.SIGTERM, at_step=last)
@@ -135,6 +167,7 @@ def test_a_last_step_that_is_abandoned_ends_the_plan(
         assert fit(session, quiet=True)
     manifest = load_checkpoint(tmp_path / "run" / "checkpoints" / f"step-{last + 1:08d}").manifest
     assert (manifest["ledger_steps"], manifest["updates"]) == (last + 1, last)
+    assert f"Step {last + 1} did not end within 0 s" in capsys.readouterr().err, "--quiet hid it"
     assert not (tmp_path / "run" / "stopped.json").exists()
 
 

@@ -290,6 +290,13 @@ class Stopped:
                 Ledger.open(store.path, folder.run_id, self.plan, resume=True, lineage=lineage)
             )
             saved = 0 if self.checkpoint is None else self.checkpoint.manifest["ledger_steps"]
+            taken = None if self.checkpoint is None else self.checkpoint.path
+            if (newest := (list_checkpoints(self.base) or [None])[-1]) != taken:
+                raise CheckpointError(
+                    f"checkpoint: another process went on with {self.root} while this one read it, "
+                    f"and the newest checkpoint is now {newest}; expected {taken}. Give the same "
+                    "command again."
+                )
             if saved > ledger.steps:
                 raise PrivacyError(
                     f"ledger: {ledger.steps} steps, yet a checkpoint was written after {saved}; "

@@ -8,6 +8,7 @@ on a terminal and omitted from a job's log.
 
 import json
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -135,6 +136,18 @@ class RunLog:
             self._board.add_scalar("epsilon_at_most", epsilon, done)
         self._recent_s.append(metrics.step_s)
         self._show(done, metrics.loss, rate)
+
+    def abandoned(self, step: int, finish_s: float) -> None:
+        """Record a step that was given up. Its public line is that of any charged step; it is said
+        with ``quiet`` too, as all that is charged and lost.
+        """
+        _line(self._public, self._meter.entry(step + 1))
+        print(
+            f"Step {step + 1} did not end within {finish_s:g} s: it is abandoned, and counts in "
+            "epsilon.",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _show(self, done: int, loss: float, rate: float) -> None:
         left = sum(self._recent_s) / len(self._recent_s) * (self._plan.steps - done)

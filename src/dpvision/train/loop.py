@@ -119,6 +119,8 @@ def fit(
                 metrics = _take(step, session, secrets, stopping.overdue)
             except Abandoned:
                 abandoned = True
+                if log is not None:
+                    log.abandoned(step, hardware.finish_step_s)
             else:
                 if log is not None:
                     log.step(step, metrics)
@@ -143,11 +145,6 @@ def fit(
                 saved = time.monotonic()
             if asked and not last:
                 if log is not None:
-                    if abandoned:
-                        log.say(
-                            f"Step {step + 1} did not end within {hardware.finish_step_s:g} s: it "
-                            "is abandoned, and counts in epsilon."
-                        )
                     log.say("Saved and stopped as asked; go on with --resume.")
                 return False
         with together(group):
