@@ -28,8 +28,9 @@ from PIL import Image
 from dpvision.cli import one_line
 
 sys.path.insert(0, str(Path(__file__).parent))
+from image_targets import REFUSALS
 from mutators import mutate_file
-from targets import REFUSALS, TARGETS, mutable, seed_files
+from targets import TARGETS, mutable, seed_files
 
 _BACKSTOP = 6 << 30
 """Address space of a child on top of what it has at its start."""

@@ -11,7 +11,8 @@ for _name in ("onnx", "onnxruntime", "pydicom", "faster_coco_eval"):
     pytest.importorskip(_name, reason="the files of an extra are fuzzed too")
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import make_case, prepare, run_cases  # noqa: E402
-from targets import NEED_DATA, SHARED, SLOW, TARGETS  # noqa: E402
+from image_targets import SHARED  # noqa: E402
+from targets import NEED_DATA, SLOW, TARGETS  # noqa: E402
 
 
 def _bad(names: list[str], cases: int, work: Path) -> list[dict]:
@@ -49,11 +50,11 @@ def test_faults_of_a_reader_are_found_and_attributed_to_their_case(tmp_path):
 import os, pickle, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-import cases, targets
+import cases, image_targets, targets
 from mutators import planted
 
 def raise_(text):
-    raise targets.DPVisionError(text)
+    raise cases.REFUSALS[0](text)
 
 def read(folder, rng):
     if number >= 0:
@@ -65,7 +66,7 @@ def run_case(name, k, *rest, run=cases.run_case):
     number = k
     return run(name, k, *rest)
 
-targets.TARGETS["PNG"] = targets.Target(9, targets._png, read, seconds=1, memory_mb=100)
+targets.TARGETS["PNG"] = targets.Target(9, image_targets._png, read, seconds=1, memory_mb=100)
 cases.run_case = run_case
 cases._child(Path(sys.argv[1]))
 """)
