@@ -33,7 +33,7 @@ def step_crossings(
     """(crossings, passes, tensors of a batch) of one whole step after the first, which finds the
     route of the model's parameters.
     """
-    monkeypatch.setattr(distributed, "join", lambda device: Group(0, 1, DEVICE))
+    monkeypatch.setattr(distributed, "join", lambda *_: Group(0, 1, DEVICE))
     config = small(RECIPES[name](), *stores)
     passes, tensors = 0, set()
     feed = step.on_device

@@ -76,7 +76,7 @@ def on_strict() -> Iterator[None]:
         patch.setattr(
             distributed,
             "join",
-            lambda device: Group(0, 1, DEVICE if device == "cuda" else torch.device("cpu")),
+            lambda device, _=None: Group(0, 1, DEVICE if device == "cuda" else torch.device("cpu")),
         )
         yield
 

@@ -203,7 +203,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch, most: int, after: int = 0) -> 
 
     monkeypatch.setattr(start, "loss_function", loss_function)
     monkeypatch.setattr(start, "check_gates", lambda *_: None)  # on the CPU, which has memory
-    monkeypatch.setattr(distributed, "join", lambda device: Group(0, 1, DEVICE))
+    monkeypatch.setattr(distributed, "join", lambda *_: Group(0, 1, DEVICE))
 
 
 ENDS = [pytest.param(count, count, marks=pytest.mark.slow) for count in (30, 3)]
