@@ -35,7 +35,7 @@ STOPS = {
     "SIGKILL to a rank": signal.SIGKILL, "SIGKILL to an agent": signal.SIGKILL,
     "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGUSR1": signal.SIGUSR1,
 }  # fmt: skip
-_HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGUSR1"
 _LIMIT_S = 90.0
 TRAIN = (
     f"train vip.micro_random_start --data scenes --privacy.dataset-size {NUM} "

@@ -12,7 +12,7 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-HANDLED = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+HANDLED = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1"]
 # SLURM sends submitit's own signal, SIGUSR2, to all processes: torchrun is to leave it to submitit.
 IGNORING = ["bash", "-c", "trap '' USR2; exec \"$@\"", "job"]
 

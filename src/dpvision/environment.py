@@ -13,6 +13,10 @@ environment once, when torch is imported; a value set later has no effect.
 import os
 import sys
 
+PARENT = os.getppid()
+"""The process that started this one, noted before the seconds of imports: under torchrun its agent,
+whose end ends a run.
+"""
 _PRODUCTS = {"MKL_DYNAMIC": "FALSE", "MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Read at the first product; if another library made one before, ``clip.check_bits`` still finds
 what that leaves open.

@@ -58,6 +58,19 @@ def test_a_signal_to_one_agent_saves_the_run_on_all_nodes(folder: Path, nodes: i
     goes_on(folder, lost=0)
 
 
+def test_torchrun_itself_starts_a_job_again_after_a_crash(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: the second attempt read the words of the first, and stopped after a step or hung."""
+    monkeypatch.setenv("PET_MAX_RESTARTS", "1")
+    job = Job.start(folder, pass_s=0.3)
+    job.await_charge(3)
+    os.kill(job.pid(1), signal.SIGKILL)
+    statuses, text = job.wait()
+    found = preemption.state(folder)
+    assert statuses == [0] and found["charged"] == STEPS and not found["stopped"], text
+
+
 def test_a_signal_to_one_rank_reaches_a_rank_in_a_long_step(folder: Path) -> None:
     """The other would take 20 s for its passes, and is not asked itself."""
     job = Job.start(folder, "--hardware.finish-step-s", "1", pass_s=5.0)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,7 @@ def signal_in_a_pass(
     return passes
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_step_that_does_not_end_in_time_is_charged_and_not_applied(
     config: RunConfig,
     tmp_path: Path,
@@ -147,7 +148,7 @@ def test_a_resume_refuses_where_another_process_saved_after_it_had_read_the_run(
         assert fit(session, quiet=True)
     kept = list_checkpoints(root)
     with (
-        pytest.raises(CheckpointError, match="another process went on with .* Give the same"),
+        pytest.raises(CheckpointError, match=r"another process went on with .* Give the same"),
         first.resumed(store, lineage, num_bytes=0),
     ):
         raise AssertionError("it was opened")
@@ -169,6 +170,54 @@ def test_a_last_step_that_is_abandoned_ends_the_plan(
     assert (manifest["ledger_steps"], manifest["updates"]) == (last + 1, last)
     assert f"Step {last + 1} did not end within 0 s" in capsys.readouterr().err, "--quiet hid it"
     assert not (tmp_path / "run" / "stopped.json").exists()
+
+
+def test_ctrl_c_that_torchrun_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: what all processes of a job received, and torchrun sent again, ended them unsaved."""
+
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(KeyboardInterrupt), StopRequest("", lambda: 0):
+        twice()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with StopRequest("", lambda: 0) as request:
+        twice()
+    assert request.asked
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest("", lambda: 0) as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not request.asked and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_agent_that_ended_during_the_imports_is_missed(tmp_path: Path) -> None:
+    """Before: its process, adopted by another, took that one for the agent and never stopped."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, time\nimport dpvision.environment\nopen('started', 'w')\n"
+        "while os.getppid() == dpvision.environment.PARENT: time.sleep(0.01)\n"
+        "from dpvision.train import distributed\n"
+        "open('found', 'w').write(str(distributed.join('cpu').orphaned))\n"
+    )
+    agent = (
+        "import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, 'rank.py'])\n"
+        "while not os.path.exists('started'): time.sleep(0.01)\n"
+    )
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "1"}
+    subprocess.run([sys.executable, "-c", agent], cwd=tmp_path, env=environment, check=True)
+    found = tmp_path / "found"
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (found.exists() and found.read_text()):
+        time.sleep(0.05)
+    assert found.read_text() == "True"
 
 
 def test_a_rank_that_was_asked_tells_the_others_and_an_orphan_is_asked(
@@ -317,6 +366,12 @@ def test_one_command_starts_a_run_and_goes_on_with_it(
         *("--model.encoder.width", str(model.encoder.width), "--model.encoder.num-heads", "2"),
         *("--model.decoder-width", "16", "--model.decoder-num-heads", "2"),
     ]
+
+    def foretold() -> dict[str, Any]:
+        assert main([*command, "--dry-run", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["store_total"]
+
+    charge = foretold()
     with monkeypatch.context() as patched:
         signal_in_a_pass(patched, signal.SIGUSR1, at_step=0)
         with pytest.raises(SystemExit) as stopped:
@@ -333,4 +388,5 @@ def test_one_command_starts_a_run_and_goes_on_with_it(
     assert not mark.exists()
     assert main(command) == 0, "a run that has ended goes on with nothing"
     assert "Finished after 3 of 3" in capsys.readouterr().out
+    assert foretold() == charge, "the run counts twice"
     assert load_checkpoint(tmp_path / "run").manifest["ledger_steps"] == 3

@@ -165,7 +165,8 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
     if args.dry_run:
         plan, store, num_records, lineage = check_run(config, open_parent)
         if main_process:
-            charge, charged = charge_words(store, plan)
+            own = [read_run(root)[2]["run_id"]] if args.resume else []
+            charge, charged = charge_words(store, plan, besides=own)
             result = dry_run(plan, store, lineage, charge)
             result["operator_only"] = {"num_records": num_records}
             lines = [

@@ -53,7 +53,7 @@ from dpvision.weights import Lineage
 
 _PLAN = "plan.json"
 _SOURCES = Path(__file__).parents[1]
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,8 @@ class Stopped:
             )
             saved = 0 if self.checkpoint is None else self.checkpoint.manifest["ledger_steps"]
             taken = None if self.checkpoint is None else self.checkpoint.path
-            if (newest := (list_checkpoints(self.base) or [None])[-1]) != taken:
+            made = list_checkpoints(self.base)
+            if (newest := made[-1] if made else None) != taken:
                 raise CheckpointError(
                     f"checkpoint: another process went on with {self.root} while this one read it, "
                     f"and the newest checkpoint is now {newest}; expected {taken}. Give the same "
@@ -388,10 +389,12 @@ class EpsilonMeter:
 
 
 class StopRequest:
-    """A context in which SIGINT (Ctrl-C), SIGTERM and SIGUSR1 only set ``asked``, so that the work
-    in progress is finished and saved. Does nothing outside of the main thread.
+    """A context in which SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP only set ``asked``: the work
+    in progress is finished and saved. A SIGHUP that is ignored (nohup) stays so. Does nothing
+    outside of the main thread.
 
-    A second SIGINT raises KeyboardInterrupt in the block. Charged steps count whether or not they
+    A second SIGINT raises KeyboardInterrupt in the block, but not under torchrun, which passes on
+    to its processes what they may have received themselves. Charged steps count whether or not they
     are saved, so the number of lost ones is printed to standard error.
 
     Args:
@@ -404,6 +407,7 @@ class StopRequest:
         self.since: float | None = None
         """When the first signal arrived, by ``time.monotonic``."""
         self._interrupted = False
+        self._again = "TORCHELASTIC_RUN_ID" not in os.environ
         self._before: dict[int, object] = {}
 
     @property
@@ -413,7 +417,9 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in _SIGNALS}
+            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            handled = [n for n in _SIGNALS if not (ignored and n == signal.SIGHUP)]
+            self._before = {number: signal.signal(number, self._ask) for number in handled}
         return self
 
     def __exit__(
@@ -433,15 +439,12 @@ class StopRequest:
             )
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._interrupted:
+        may_end = number == signal.SIGINT and self._again
+        if may_end and self._interrupted:
             raise KeyboardInterrupt
-        self._interrupted |= number == signal.SIGINT
+        self._interrupted |= may_end
         self.since = self.since or time.monotonic()
-        again = (
-            "; Ctrl-C again stops at once and loses what is not saved"
-            if number == signal.SIGINT
-            else ""
-        )
+        again = "; Ctrl-C again stops at once and loses what is not saved" if may_end else ""
         with contextlib.suppress(OSError):  # a closed pipe must not end the work in progress
             os.write(2, f"\n{self._doing}{again}\n".encode())
 

@@ -64,7 +64,8 @@ BAD_RECORDS = {
 }
 """What an image that cannot be used contributes, by what is drawn."""
 SIDE_CHANNELS = [
-    "Time: the duration of a step depends on how many images it drew. Times are not released.",
+    "Time: the duration of a step depends on how many images it drew. Times are not released, but "
+    "wasted steps show if one was abandoned at a stop, because it did not end in time.",
     "Floating point: noise is added in finite precision, whose rounding an attacker could in "
     "theory exploit.",
     "The machine: memory, disks, backups, and its terminal.",

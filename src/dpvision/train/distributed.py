@@ -8,6 +8,7 @@ A rank that waits for another longer than the timeout, or whose peer has ended, 
 """
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,15 @@ from torch import Tensor
 
 from dpvision.devices import require_cuda
 from dpvision.dp.clipped import ClippedSum, require_seal, seal
+from dpvision.environment import PARENT
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError, PrivacyError
 
-_START_TIMEOUT_S = 2 * 3600.0
+_SLOW_TIMEOUT_S = 2 * 3600.0
 """Rank 0 alone makes the checks of a start in float64, a minute of one core for 50 million
-parameters, while the others wait.
+parameters, and writes checkpoints, while the others wait.
 """
+
+_RUNS = itertools.count()
 
 
 class RankLost(CheckpointError):
@@ -81,12 +85,16 @@ def join(device: str, timeout_s: float | None = None) -> Group:
     # bounds and a CPU have 23.
     torch.backends.cudnn.allow_tf32 = False
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    parent = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
     store: dist.Store | None = None
     if world_size > 1 and not dist.is_initialized():
         # Compared before the process group is made: a backend would wait forever for ranks with
         # another backend.
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        shared, rank, world_size = next(dist.rendezvous("env://"))
+        # torchrun's store outlives an attempt, and a process may make several runs: none may read
+        # the words of another.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}, run {next(_RUNS)}", shared)
         _check_devices(dist.PrefixStore("devices", store), rank, world_size, kind)
     if device == "cuda":
         require_cuda()
@@ -232,15 +240,15 @@ def gather_texts(text: str, group: Group) -> list[str]:
 
 
 @contextlib.contextmanager
-def together(group: Group, *, start: str = "") -> Iterator[None]:
+def together(group: Group, *, slow: str = "") -> Iterator[None]:
     """A block that succeeds on all ranks or raises on all: if one rank fails, the others must not
     wait for it forever.
 
     Collective calls inside the block must raise on all ranks or on none.
 
     Args:
-        start: name of a block of the start, which may take one rank longer than the timeout of the
-            group.
+        slow: name of a block, another each time, that may take one rank longer than the timeout of
+            the group.
 
     Raises:
         DPVisionError: the block's own error; on a rank where the block succeeded, PrivacyError with
@@ -253,12 +261,13 @@ def together(group: Group, *, start: str = "") -> Iterator[None]:
         raise
     except (DPVisionError, OSError) as error:
         refused = error
-    if start and group.store is not None:
-        group.store.set(f"{start} {group.rank}", "")
-        with _answers():
+    if slow and group.store is not None:
+        # The store ends with the agent of rank 0, which orphaned ranks outlive: they go on without.
+        with contextlib.suppress(RuntimeError):
+            group.store.set(f"{slow} {group.rank}", "")
             group.store.wait(
-                [f"{start} {rank}" for rank in range(group.world_size)],
-                timedelta(seconds=_START_TIMEOUT_S),
+                [f"{slow} {rank}" for rank in range(group.world_size)],
+                timedelta(seconds=_SLOW_TIMEOUT_S),
             )
     said = gather_texts("" if refused is None else str(refused) or type(refused).__name__, group)
     if refused is not None:

@@ -136,9 +136,9 @@ def fit(
             if asked or due or failed:
                 # Whether a step was abandoned depends on the time of its secret batch.
                 timed = not last and (abandoned or not asked)
-                with together(group):
+                with together(group, slow=f"written before {step}"):
                     writer.wait()
-                with together(group):
+                with together(group, slow=f"saved after {step}"):
                     save(session, timed=timed, writer=None if asked or last else writer)
                     if asked and not last and session.run is not None:
                         session.run.folder.mark_stopped()
@@ -147,10 +147,10 @@ def fit(
                 if log is not None:
                     log.say("Saved and stopped as asked; go on with --resume.")
                 return False
-        with together(group):
+        with together(group, slow="written at the end"):
             writer.wait()
         if _any([session.run is not None and session.saved_steps != plan.steps], group)[0]:
-            with together(group):
+            with together(group, slow="saved at the end"):
                 save(session)
         return True
 
