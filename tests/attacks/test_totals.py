@@ -521,7 +521,7 @@ def test_a_sum_that_the_ranks_added_up_in_place_is_not_added_up_again(
 ) -> None:
     """Two ranks' sums twice would be four: a record would move it by twice the clipping norm."""
 
-    def twice(values: torch.Tensor) -> None:
+    def twice(values: torch.Tensor, **_: object) -> None:
         values.detach().numpy()[...] *= 2  # like a collective: no write that torch counts
 
     monkeypatch.setattr(torch.distributed, "all_reduce", twice)
