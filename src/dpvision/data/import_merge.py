@@ -192,12 +192,14 @@ def _join(
     shards.
     """
     in_place: dict[str, int] = {}
+    size_of: dict[str, int] = {}
     for part, number in zip(parts, label_of, strict=True):
         about, base = part.about, text.tell()
         if about["text_bytes"]:
             with (part.folder / "text").open("rb") as lines:
                 shutil.copyfileobj(lines, text, 1 << 20)
-        place = np.array([in_place.setdefault(tar, len(in_place)) for tar in about["tars"]])
+        size_of |= about["tars"]  # as it was read
+        place = np.array([in_place.setdefault(tar, len(in_place)) for tar, _ in about["tars"]])
         images = None
         if about.get("images"):
             ((name, size),) = about["images"]
@@ -214,8 +216,8 @@ def _join(
                     offset_N, size_N = (block[k].astype(np.int64) for k in ("offset", "size"))
                     block["shard"], block["offset"] = writer.join(images, offset_N, size_N, stop)
                 rows.write(block.tobytes())
-    if in_place:
-        return [(tar, os.stat(tar).st_size) for tar in in_place]
+    if size_of:
+        return list(size_of.items())
     return list(copied) if copied is not None else writer.finish()
 
 

@@ -27,12 +27,12 @@ from dpvision.data.import_labels import LabelRule, with_classes
 from dpvision.data.import_merge import write_store
 from dpvision.data.import_part import Part, ReadRule, write_part
 from dpvision.data.import_people import write_people
-from dpvision.data.import_work import read_parts, settings_of, work_folder
+from dpvision.data.import_work import read_parts, retire, settings_of, work_folder
 from dpvision.data.open import open_store
 from dpvision.data.person_check import check_persons
 from dpvision.data.person_names import PersonRule
 from dpvision.data.rgb import Window, check_window
-from dpvision.data.sample import Sample, Source
+from dpvision.data.sample import Sample, Source, check_unchanged
 from dpvision.data.shard_writer import ShardWriter
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
@@ -207,6 +207,11 @@ class _Making:
             copied=copied,
         )
 
+    def check(self, folder: Path) -> None:
+        """Raise DataError if a file of the source was changed, or the store cannot be opened."""
+        check_unchanged(self.source.parts)
+        open_store(folder)
+
 
 def _lines(missed: Missed) -> str:
     """Names of a join that have no counterpart, as lines of JSON."""
@@ -237,7 +242,13 @@ def _import_parts(making: _Making, target: Path, workers: int, progress: _Progre
             done += part.about["seen"]
             if progress is not None:
                 progress(done)
-        with new_store_folder(target, private=not rule.public) as folder:
+        check_unchanged(source.parts)
+
+        def last(folder: Path) -> None:
+            making.check(folder)
+            retire(work)
+
+        with new_store_folder(target, private=not rule.public, last=last) as folder:
             copy_key(work, folder)
             making.write(parts, folder)
     return open_store(target)
@@ -257,7 +268,7 @@ def _import_stream(
     """
     source, people = making.source, making.rule.people
     with (
-        new_store_folder(target, private=not making.rule.public) as folder,
+        new_store_folder(target, private=not making.rule.public, last=making.check) as folder,
         contextlib.ExitStack() as files,
     ):
         rule, work = replace(making.rule, key=new_key(folder)), folder / "confidential" / "part"
