@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dpvision import files
 from dpvision.data import import_part, import_work, importer
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples, import_source
@@ -406,10 +407,8 @@ def test_another_column_of_images_in_the_first_file_is_that_of_all(tmp_path):
     stop(source, tmp_path / "s", "p2.parquet", public=True)
     write(0, scans=False, photos=True)
     made = import_source(source, tmp_path / "s", public=True)
-    assert {made.read(row) for row in range(12)} == {
-        png(100 * t + 50 + i) for t in range(3) for i in range(4)
-    }
-    assert content(made.path) == content(as_one_stream(source, tmp_path / "one", public=True))
+    photos = [png(100 * t + 50 + i) for t in range(3) for i in range(4)]
+    assert [made.read(row) for row in range(made.num_records)] == photos
 
 
 def swap(file: Path, seed: int, kind: str) -> None:
@@ -501,12 +500,9 @@ def test_a_file_of_the_same_size_and_date_is_read_again(tmp_path):
 
 def test_no_second_store_has_the_key_of_a_killed_import(tmp_path, monkeypatch):
     monkeypatch.undo()
-    source, store, real = write_tars(tmp_path / "src", 2), tmp_path / "s", importer.open_store
-
-    def opened(path):
-        return kill_self() if path == store else real(path)
-
-    killed(source, store, [(importer, "open_store", opened)], **OPTIONS)
+    source, store, real = write_tars(tmp_path / "src", 2), tmp_path / "s", files.sync
+    at_name = (files, "sync", lambda path: kill_self() if store.exists() else real(path))
+    killed(source, store, [at_name], **OPTIONS)
     key = read_key(open_store(store).path)
     assert not (tmp_path / ".s.importing").exists()
     import_source(source, tmp_path / "other", workers=1, **OPTIONS)
@@ -550,7 +546,14 @@ def test_a_kill_while_parts_are_removed_leaves_no_half_of_one(tmp_path):
                 (folder / name).unlink(missing_ok=True)
             kill_self()
 
-    killed(source, store, [(import_work.shutil, "rmtree", half)], public=True)
+    def parts_first(folder):
+        return (folder / name for name in sorted(os.listdir(folder), reverse=True, key=order))
+
+    def order(name):
+        return name.startswith("read")
+
+    patches = [(import_work.shutil, "rmtree", half), (Path, "iterdir", parts_first)]
+    killed(source, store, patches, public=True)
     made = import_source(source, store, workers=1, **OPTIONS)
     assert content(made.path) == content(as_one_stream(source, tmp_path / "one", **OPTIONS))
 
