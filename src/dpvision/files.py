@@ -23,6 +23,8 @@ CONFIDENTIAL = "confidential"
 """Name of the folders that files on private records must lie in."""
 _TAIL_BYTES = 1 << 16
 """More than a line of a log has."""
+_HOLDERS = 8
+"""More stores than a process opens at once: pairs of train and test, public and private."""
 _OTHER_FILES = 1024
 """Room for files and sockets of others in this process."""
 
@@ -243,17 +245,18 @@ def partial_name(path: Path) -> Path:
 
 
 def files_to_hold(wanted: int) -> int:
-    """Return how many of ``wanted`` files may be held open: at most half of what the system allows
-    this process, and at least one. The process's own limit is raised for it, up to the system's.
+    """Return how many of ``wanted`` files one of several holders may hold open: at most an eighth
+    of what the system allows this process, and at least one. The process's own limit is raised for
+    it, up to the system's.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = 2 * wanted + _OTHER_FILES
+    enough = _HOLDERS * wanted + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < enough:
         most = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft // 2))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft // _HOLDERS))
 
 
 def check_out(path: Path, where: str, *suffixes: str, name: str = "out") -> None:

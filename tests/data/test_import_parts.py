@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dpvision import files
-from dpvision.data import import_part, import_work, importer
+from dpvision.data import import_merge, import_part, import_work, importer
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.open import open_store
@@ -556,6 +556,41 @@ def test_a_kill_while_parts_are_removed_leaves_no_half_of_one(tmp_path):
     killed(source, store, patches, public=True)
     made = import_source(source, store, workers=1, **OPTIONS)
     assert content(made.path) == content(as_one_stream(source, tmp_path / "one", **OPTIONS))
+
+
+@pytest.mark.parametrize("name", ["version", "code_digest"])
+def test_other_software_reads_all_parts_again(tmp_path, monkeypatch, name):
+    """An installed reader of HEIF, say, finds images where there were none before."""
+    source, store = write_tars(tmp_path / "src", 3), tmp_path / "s"
+    stop(source, store, "s02.tar", **OPTIONS)
+    before, read = parts(tmp_path / ".s.importing"), []
+    monkeypatch.setattr(import_work, name, lambda of: f"another {of}", raising=False)
+    real = import_work._do
+    monkeypatch.setattr(import_work, "_do", lambda job: read.append(job.kind) or real(job))
+    import_source(source, store, workers=1, **OPTIONS)
+    assert len(before) == 2 and read.count("read") == 3
+
+
+def test_repeats_of_one_image_are_merged_in_blocks(tmp_path, small, monkeypatch):
+    """20 million placeholders for missing images would be in memory at once."""
+    source, num = tmp_path / "src", []
+    source.mkdir()
+    for t in range(3):
+        members = {}
+        for i in range(40):
+            captions = [f"c{40 * t + i}"] if i % 3 else []
+            members |= {f"{i:03}.png": png(1), f"{i:03}.json": js(captions=captions)}
+        write_tar(source / f"s{t}.tar", members)
+    real = import_merge._Merged._read
+    monkeypatch.setattr(
+        import_merge._Merged, "_read", lambda self, rows: num.append(len(rows)) or real(self, rows)
+    )
+    store = import_source(source, tmp_path / "s", workers=1)
+    assert max(num) <= 16 and sum(num) == 2 * 119
+    assert store.num_records == 1
+    assert store.record(0).captions == tuple(
+        f"c{40 * t + i}" for t in range(3) for i in range(40) if i % 3
+    )
 
 
 def test_a_torn_key_begins_anew(tmp_path):

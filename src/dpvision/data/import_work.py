@@ -15,9 +15,11 @@ import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from dpvision.code_digest import code_digest
 from dpvision.data.import_labels import with_classes
 from dpvision.data.import_part import Part, ReadRule, write_part
 from dpvision.data.import_people import write_people
@@ -34,6 +36,8 @@ Kind = Literal["people", "read"]
 _FORMAT = 2
 _MADE = re.compile(r"settings\.json|confidential|(people|read)-[0-9a-f]{16}(\.[0-9]+)?")
 """Names in the folder."""
+_READERS = ("numpy", "pillow", "pillow-heif", "pyarrow", "pydicom", "python-gdcm")
+"""Packages that decide what is read."""
 _WORTH_PROCESSES_BYTES = 1 << 26
 """A process takes half a second to start, in which one core reads about as much."""
 
@@ -269,14 +273,25 @@ def _complete(job: _Job) -> Part | None:
     return Part(job.folder, about) if whole else None
 
 
-def settings_of(rule: ReadRule, version: str) -> dict[str, Any]:
-    """Return what ``work_folder`` compares: all of a rule but the key, as JSON."""
+def _software() -> dict[str, str | None]:
+    """Versions of all code that reads; None if it is not installed."""
+    found: dict[str, str | None] = {"code": code_digest(Path(__file__).parents[1])}
+    for name in _READERS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def settings_of(rule: ReadRule) -> dict[str, Any]:
+    """Return what ``work_folder`` compares, as JSON: the software, and the rule without its key."""
     people = {"unit_from": rule.people.unit_from, "unmatched": rule.people.unmatched}
     labels = asdict(rule.labels)
     classes = labels.pop("classes")
     ordered = list(classes.items()) if isinstance(classes, dict) else classes
     return {
-        "version": version,
+        "software": _software(),
         "public": rule.public,
         "people": people,
         "labels": labels | {"classes": ordered},

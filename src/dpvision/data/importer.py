@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -225,7 +224,7 @@ def _lines(missed: Missed) -> str:
 def _import_parts(making: _Making, target: Path, workers: int, progress: _Progress) -> Store:
     """Import each file by itself; what is complete is kept if the import fails."""
     source, rule = making.source, making.rule
-    with work_folder(target, settings_of(rule, version("dpvision"))) as work:
+    with work_folder(target, settings_of(rule)) as work:
         if not (work / KEY_FILE).exists():
             new_key(work)
             sync(work / KEY_FILE)
