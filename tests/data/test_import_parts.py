@@ -198,7 +198,7 @@ def parts(work: Path) -> dict[str, int]:
     """Complete parts, and when they were written."""
     return {
         path.parent.name: path.stat().st_mtime_ns
-        for path in work.glob(f"read-{16 * '?'}/part.json")
+        for path in work.rglob(f"read-{16 * '?'}/part.json")
     }
 
 
@@ -368,7 +368,8 @@ def stop(source: Path, store: Path, name: str, **options) -> None:
 
 
 @pytest.mark.parametrize(
-    "planted", ["link", "open", "another user's", "with a file", "with a link"]
+    "planted",
+    ["link", "open", "another user's", "with a file", "with a link", "with a linked part"],
 )
 def test_a_folder_that_no_import_of_this_user_made_is_refused(tmp_path, monkeypatch, planted):
     source, work, other = write_tars(tmp_path / "src", 2), tmp_path / ".s.importing", tmp_path / "o"
@@ -384,7 +385,10 @@ def test_a_folder_that_no_import_of_this_user_made_is_refused(tmp_path, monkeypa
     elif planted == "with a file":
         (work / "thesis.tex").write_text("1")
     elif planted == "with a link":
-        (work / f"read-{16 * '0'}").symlink_to(other)
+        (work / "confidential").symlink_to(other)
+    elif planted == "with a linked part":
+        (work / "confidential").mkdir()
+        (work / "confidential" / f"read-{16 * '0'}").symlink_to(other)
     before = [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))]
     with pytest.raises(DataError, match=r"\.s\.importing: .*Move it away, or choose another"):
         import_source(source, tmp_path / "s", workers=1, **OPTIONS)
@@ -591,6 +595,20 @@ def test_repeats_of_one_image_are_merged_in_blocks(tmp_path, small, monkeypatch)
     assert store.record(0).captions == tuple(
         f"c{40 * t + i}" for t in range(3) for i in range(40) if i % 3
     )
+
+
+def test_what_is_kept_is_confidential_and_hashed_under_the_key(tmp_path):
+    source, work = write_tars(tmp_path / "src", 3), tmp_path / ".s.importing"
+    samples = list(open_source(source, unit_from="who").samples)
+    stop(source, tmp_path / "s", "s02.tar", **OPTIONS)
+    assert [path.name for path in work.iterdir()] == ["confidential"]
+    found = set[int]()
+    for file in work.rglob("*"):
+        if file.name in ("digests", "ids"):
+            found |= set(np.fromfile(file, np.int64).tolist())
+    images = {sample.image for sample in samples if len(sample.image) != 50}
+    assert found & {keyed_hash(KEY, image) for image in images}
+    assert not found & {keyed_hash(b"", image) for image in images}
 
 
 def test_a_torn_key_begins_anew(tmp_path):

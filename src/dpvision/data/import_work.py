@@ -1,7 +1,7 @@
 """The folder in which an import of several files works, kept when it is stopped.
 
-``.NAME.importing`` beside the store NAME is closed to others and has the store's key and the parts
-that are complete. The same command goes on from there: a part is read again only if its file, or
+``.NAME.importing`` beside the store NAME is closed to others and has, under ``confidential/``, the
+store's key and the parts that are complete. The same command goes on from there: a part is read again only if its file, or
 how it is read, is another. Directly before the store gets its name, the folder gets one that
 ``new_folder`` clears: after a kill, at any moment, no second store has its key.
 """
@@ -33,9 +33,9 @@ from dpvision.strict_json import parse_json
 
 Kind = Literal["people", "read"]
 """What is done with a file: ``write_people`` or ``write_part``."""
-_FORMAT = 2
-_MADE = re.compile(r"settings\.json|confidential|(people|read)-[0-9a-f]{16}(\.[0-9]+)?")
-"""Names in the folder."""
+_FORMAT = 3
+_MADE = re.compile(r"settings\.json|key|(people|read)-[0-9a-f]{16}(\.[0-9]+)?")
+"""Names under ``confidential/``."""
 _READERS = ("numpy", "pillow", "pillow-heif", "pyarrow", "pydicom", "python-gdcm")
 """Packages that decide what is read."""
 _WORTH_PROCESSES_BYTES = 1 << 26
@@ -130,9 +130,11 @@ def _open(work: Path, target: Path) -> int:
                 f"data import: {work}: another import is writing {target}; expected one at a "
                 "time. Wait for it, or choose another folder."
             ) from None
-        for path in sorted(work.iterdir()):
-            if path.is_symlink() or not _MADE.fullmatch(path.name):
-                _refuse(work, f"it has {path.name}, which no import makes")
+        inner = work / CONFIDENTIAL
+        for path in sorted([*work.iterdir(), *inner.glob("*")]):
+            made = path == inner or (path.parent == inner and _MADE.fullmatch(path.name))
+            if path.is_symlink() or not made:
+                _refuse(work, f"it has {path.relative_to(work)}, which no import makes")
     except BaseException:
         os.close(descriptor)
         raise
@@ -148,7 +150,9 @@ def _refuse(work: Path, got: str) -> NoReturn:
 
 def complete(work: Path) -> int:
     """Return the number of files whose images are read."""
-    return sum("." not in path.parent.name for path in work.glob("read-*/part.json"))
+    return sum(
+        "." not in path.parent.name for path in work.glob(f"{CONFIDENTIAL}/read-*/part.json")
+    )
 
 
 def _said(error: BaseException, work: Path) -> str:
@@ -175,18 +179,20 @@ def _said(error: BaseException, work: Path) -> str:
 
 def _keep_only(work: Path, settings: dict[str, Any]) -> None:
     """Remove what an import with other settings left, and what is incomplete."""
-    file, wanted = work / "settings.json", {"format": _FORMAT, **settings}
+    inner, wanted = work / CONFIDENTIAL, {"format": _FORMAT, **settings}
+    file, key = inner / "settings.json", inner / "key"
+    inner.mkdir(mode=0o700, exist_ok=True)
     try:
         same = parse_json(file.read_text()) == parse_json(json.dumps(wanted))
-        same &= (work / CONFIDENTIAL / "key").stat().st_size > 0  # else a kill came between
+        same &= key.stat().st_size > 0  # else a kill came between
     except (OSError, ValueError):
         same = False
     if not same:
         file.unlink(missing_ok=True)  # first: a kill must not leave it with half of the parts
-    for path in work.iterdir():
-        if not same or (path.name.count(".") and path != file):
-            # a process of a killed import may still write a part; the key must go
-            shutil.rmtree(path, ignore_errors=path.name != CONFIDENTIAL)
+        key.unlink(missing_ok=True)
+    for path in inner.iterdir():
+        if path not in (file, key) and (not same or path.name.count(".")):
+            shutil.rmtree(path, ignore_errors=True)  # a killed import's process may still write
     if not same:
         file.write_text(json.dumps(wanted))
         sync(file)
@@ -208,7 +214,7 @@ def read_parts(
     for part in parts:
         stamp = [*part.stamp, str(part.path.resolve()), part.settings]
         name = f"{kind}-{keyed_hash(rule.key, os.fsencode(part.path.absolute())):016x}"
-        job = _Job(kind, part, work / name, stamp, rule, threads=workers)
+        job = _Job(kind, part, work / CONFIDENTIAL / name, stamp, rule, threads=workers)
         jobs.append(job)
         if _complete(job) is None:
             (job.folder / "part.json").unlink(missing_ok=True)  # first, as above
@@ -242,7 +248,7 @@ def _do(job: _Job) -> Path:
     if job.kind == "people":
         counts = replace(job.rule, require_captions=False).counts
         listed = with_classes(samples, job.rule.imported_labels(), counts)
-        about, persons = write_people(listed, made, job.rule.people)
+        about, persons = write_people(listed, made, job.rule.people, job.rule.key)
         tables: dict[str, Any] = {"persons": persons}
     else:
         with contextlib.ExitStack() as files:

@@ -233,6 +233,7 @@ def _import_parts(making: _Making, target: Path, workers: int, progress: _Progre
             check_persons(
                 list(read_parts("people", source.parts, work, rule, workers)),
                 rule.people,
+                rule.key,
                 lambda some: chain.from_iterable(source.parts[i].samples({}) for i in some),
             )
         parts, done = list[Part](), 0
@@ -275,9 +276,9 @@ def _import_stream(
         if again is not None and people.checked_first:
             counts = replace(rule, require_captions=False).counts
             listed = with_classes(again().samples, rule.imported_labels(), counts)
-            about, persons = write_people(listed, work, people)
+            about, persons = write_people(listed, work, people, rule.key)
             facts = Part.write(work, about, {"persons": persons})
-            check_persons([facts], people, lambda some: again().samples)
+            check_persons([facts], people, rule.key, lambda some: again().samples)
         samples, shards = source.samples, ShardWriter(folder, files)
         part = write_part(
             samples if making.captions is None else making.captions.attach(samples),
