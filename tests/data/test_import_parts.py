@@ -598,17 +598,29 @@ def test_repeats_of_one_image_are_merged_in_blocks(tmp_path, small, monkeypatch)
 
 
 def test_what_is_kept_is_confidential_and_hashed_under_the_key(tmp_path):
-    source, work = write_tars(tmp_path / "src", 3), tmp_path / ".s.importing"
-    samples = list(open_source(source, unit_from="who").samples)
-    stop(source, tmp_path / "s", "s02.tar", **OPTIONS)
-    assert [path.name for path in work.iterdir()] == ["confidential"]
-    found = set[int]()
-    for file in work.rglob("*"):
-        if file.name in ("digests", "ids"):
-            found |= set(np.fromfile(file, np.int64).tolist())
-    images = {sample.image for sample in samples if len(sample.image) != 50}
-    assert found & {keyed_hash(KEY, image) for image in images}
-    assert not found & {keyed_hash(b"", image) for image in images}
+    source, work, secrets = tmp_path / "src", tmp_path / ".s.importing", set[bytes]()
+    source.mkdir()
+    for t in range(3):
+        members = {}
+        for i in range(3):
+            members |= {f"{i}.png": png(3 * t + i), f"{i}.json": js(who=f"Smith{t}{'abc'[i]}")}
+            secrets |= {png(3 * t + i), f"Smith{t}{'abc'[i]}".encode()}
+        write_tar(source / f"s{t}.tar", members)
+
+    def read_all(num: int) -> None:
+        if num < 9:
+            return
+        assert [path.name for path in work.iterdir()] == ["confidential"]
+        found = set[int]()
+        for file in work.rglob("digests"):
+            found |= set(np.fromfile(file, ENTRY).view(np.int64).tolist())
+        assert {keyed_hash(KEY, secret) for secret in secrets} <= found
+        assert not found & {keyed_hash(b"", secret) for secret in secrets}
+        asked.append(num)
+
+    asked: list[int] = []
+    import_source(source, tmp_path / "s", people=PersonRule("who"), workers=1, progress=read_all)
+    assert asked
 
 
 def test_a_torn_key_begins_anew(tmp_path):

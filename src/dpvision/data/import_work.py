@@ -1,9 +1,10 @@
 """The folder in which an import of several files works, kept when it is stopped.
 
 ``.NAME.importing`` beside the store NAME is closed to others and has, under ``confidential/``, the
-store's key and the parts that are complete. The same command goes on from there: a part is read again only if its file, or
-how it is read, is another. Directly before the store gets its name, the folder gets one that
-``new_folder`` clears: after a kill, at any moment, no second store has its key.
+store's key and the parts that are complete. The same command goes on from there: a part is read
+again only if its file, or how it is read, is another. Directly before the store gets its name, the
+folder gets one that ``new_folder`` clears: after a kill, at any moment, no second store has its
+key.
 """
 
 import contextlib
