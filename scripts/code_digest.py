@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from dpvision.runs.code_digest import code_digest
+from dpvision.code_digest import code_digest
 
 ROOT = Path(__file__).parents[1]
 NEEDED = ("src/dpvision", "docs/statement.schema.json")

@@ -10,7 +10,7 @@ SRC = Path(__file__).parent.parent / "src" / "dpvision"
 
 # Packages on one line do not import each other; each may import the lines above it.
 ORDER = [
-    {"errors", "environment", "mixing", "precision", "strict_json", "threads"},
+    {"code_digest", "errors", "environment", "mixing", "precision", "strict_json", "threads"},
     {"config", "weights", "files", "devices"},
     {"privacy", "models", "synthetic", "checkpoint"},
     {"data", "plan"},

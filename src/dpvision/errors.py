@@ -38,9 +38,11 @@ class CheckpointError(DPVisionError):
 
 
 def remedy_for(error: BaseException, otherwise: str) -> str:
-    """Return what to do about a file that cannot be read or written: its permissions, if they are
-    the reason, else ``otherwise``.
+    """Return what to do about a file that cannot be read or written: its permissions or the limit
+    on open files, if they are the reason, else ``otherwise``.
     """
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return "Allow this process more open files: ulimit -n 65536."
     if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM):
         return otherwise
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "."

@@ -13,7 +13,7 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +23,8 @@ CONFIDENTIAL = "confidential"
 """Name of the folders that files on private records must lie in."""
 _TAIL_BYTES = 1 << 16
 """More than a line of a log has."""
+_HOLDERS = 8
+"""More stores than a process opens at once: pairs of train and test, public and private."""
 _OTHER_FILES = 1024
 """Room for files and sockets of others in this process."""
 
@@ -33,7 +35,7 @@ def replacing(path: Path) -> Iterator[Path]:
     well, and is removed when it fails. A missing folder named ``confidential`` is made, closed to
     others.
     """
-    partial = _partial(path)
+    partial = partial_name(path)
     if path.parent.name == CONFIDENTIAL and path.parent.parent.is_dir():
         path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
@@ -46,7 +48,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Iterator[Path]:
+def new_folder(
+    folder: Path,
+    *,
+    mode: int = 0o777,
+    replace: bool = False,
+    last: Callable[[Path], None] | None = None,
+) -> Iterator[Path]:
     """A temporary folder to fill: with all its files it becomes ``folder`` when the block ends
     well, and is removed when it fails. The temporary folders beside it of processes that were
     killed are removed first.
@@ -54,8 +62,10 @@ def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Ite
     Args:
         replace: remove a folder of that name first; otherwise a folder with files in it raises
             OSError.
+        last: called with the temporary folder when it is on the disk, directly before it gets its
+            name, which it does not get if this raises.
     """
-    partial = _partial(folder)
+    partial = partial_name(folder)
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +77,8 @@ def new_folder(folder: Path, *, mode: int = 0o777, replace: bool = False) -> Ite
             stack.enter_context(locked(partial))
         yield partial
         _sync_all(partial)
+        if last is not None:
+            last(partial)
         old = partial.with_name(f"{partial.name}-old")
         if not (replace and folder.exists() and _exchange(partial, folder)):
             if replace and folder.exists():
@@ -107,13 +119,21 @@ def remove_folder(folder: Path) -> None:
     """Remove a folder: its name is gone before any of its files. What a kill leaves goes with the
     next ``new_folder`` beside it.
     """
-    folder.rename(_partial(folder))
-    shutil.rmtree(_partial(folder))
+    hide_folder(folder)
+    shutil.rmtree(partial_name(folder))
+
+
+def hide_folder(folder: Path) -> None:
+    """Give a folder its ``partial_name``; ``name_folder`` gives it back."""
+    folder.rename(partial_name(folder))
 
 
 def _abandoned(folder: Path) -> bool:
     """Return whether the process that filled a temporary folder has ended."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # another user's
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -219,22 +239,24 @@ def make_folders(folder: Path) -> None:
         sync(new.parent)
 
 
-def _partial(path: Path) -> Path:
+def partial_name(path: Path) -> Path:
+    """Return the name that ``new_folder`` clears once this process has ended."""
     return path.with_name(f".{path.name}.partial-{os.getpid()}")
 
 
 def files_to_hold(wanted: int) -> int:
-    """Return how many of ``wanted`` files may be held open: at most half of what the system allows
-    this process, and at least one. The process's own limit is raised for it, up to the system's.
+    """Return how many of ``wanted`` files one of several holders may hold open: at most an eighth
+    of what the system allows this process, and at least one. The process's own limit is raised for
+    it, up to the system's.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = 2 * wanted + _OTHER_FILES
+    enough = _HOLDERS * wanted + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < enough:
         most = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft // 2))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft // _HOLDERS))
 
 
 def check_out(path: Path, where: str, *suffixes: str, name: str = "out") -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import stat
 import tarfile
@@ -19,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dpvision.data import import_part, import_work
+from dpvision import files
+from dpvision.data import import_merge, import_part, import_work, importer
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.open import open_store
@@ -196,7 +198,7 @@ def parts(work: Path) -> dict[str, int]:
     """Complete parts, and when they were written."""
     return {
         path.parent.name: path.stat().st_mtime_ns
-        for path in work.glob(f"read-{16 * '?'}/part.json")
+        for path in work.rglob(f"read-{16 * '?'}/part.json")
     }
 
 
@@ -341,6 +343,291 @@ def test_a_file_that_is_still_written_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(import_work, "write_part", slow)
     with pytest.raises(DataError, match=r"s01\.tar: changed while it was read"):
         import_source(source, tmp_path / "s", workers=1, **OPTIONS)
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(source: Path, store: Path, patches, **options) -> None:
+    """Import in a process with some functions replaced, one of which kills it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for where, name, function in patches:
+            patch.setattr(where, name, function)
+        pid = start(source, store, workers=1, **options)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+
+
+def stop(source: Path, store: Path, name: str, **options) -> None:
+    """Stop an import by a damaged file, and put the file right."""
+    good = (source / name).read_bytes()
+    (source / name).write_bytes(good[:700])
+    with pytest.raises(DataError, match="files is kept"):
+        import_source(source, store, workers=1, **options)
+    (source / name).write_bytes(good)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    ["link", "open", "another user's", "with a file", "with a link", "with a linked part"],
+)
+def test_a_folder_that_no_import_of_this_user_made_is_refused(tmp_path, monkeypatch, planted):
+    source, work, other = write_tars(tmp_path / "src", 2), tmp_path / ".s.importing", tmp_path / "o"
+    write_folder(other, {"thesis.tex": b"1", "data/x": b"2"})
+    if planted == "link":
+        work.symlink_to(other)
+    else:
+        work.mkdir(mode=0o700)
+    if planted == "open":
+        work.chmod(0o750)
+    elif planted == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: work.stat().st_uid + 1)
+    elif planted == "with a file":
+        (work / "thesis.tex").write_text("1")
+    elif planted == "with a link":
+        (work / "confidential").symlink_to(other)
+    elif planted == "with a linked part":
+        (work / "confidential").mkdir()
+        (work / "confidential" / f"read-{16 * '0'}").symlink_to(other)
+    before = [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))]
+    with pytest.raises(DataError, match=r"\.s\.importing: .*Move it away, or choose another"):
+        import_source(source, tmp_path / "s", workers=1, **OPTIONS)
+    assert [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))] == before
+
+
+def test_another_column_of_images_in_the_first_file_is_that_of_all(tmp_path):
+    source = tmp_path / "src"
+    source.mkdir()
+
+    def write(t: int, scans: bool, photos: bool) -> None:
+        table = {
+            name: pa.array([png(100 * t + at + i) if full else None for i in range(4)], pa.binary())
+            for name, at, full in (("scan", 0, scans), ("photo", 50, photos))
+        }
+        pq.write_table(pa.table(table), source / f"p{t}.parquet")
+
+    for t in range(3):
+        write(t, scans=True, photos=t > 0)
+    stop(source, tmp_path / "s", "p2.parquet", public=True)
+    write(0, scans=False, photos=True)
+    made = import_source(source, tmp_path / "s", public=True)
+    photos = [png(100 * t + 50 + i) for t in range(3) for i in range(4)]
+    assert [made.read(row) for row in range(made.num_records)] == photos
+
+
+def swap(file: Path, seed: int, kind: str) -> None:
+    """Write a file again: "touched", with bytes of the same number, or of another."""
+    if kind == "touched":
+        os.utime(file, ns=(5, 5))
+        return
+    num = 30 + (kind == "larger")
+    members = {
+        f"{i:03}.png": png(7000 + seed + i, 8, 8) + bytes(200 if kind == "larger" else 0)
+        for i in range(num)
+    }
+    size = file.stat().st_size
+    write_tar(file, members)
+    if kind == "same size":
+        with file.open("ab") as tar:
+            tar.truncate(size)
+
+
+@pytest.mark.parametrize("kind", ["same size", "larger"])
+@pytest.mark.parametrize("moment", ["read", "merged"])
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_tar_that_changes_before_the_store_is_named_stops_the_import(
+    tmp_path, monkeypatch, kind, moment, num
+):
+    source, store = write_tars(tmp_path / "src", num), tmp_path / "s"
+    first, real, done = source / "s00.tar", importer.write_store, []
+
+    def change(at: str) -> None:
+        if moment == at and not done:
+            done.append(swap(first, 0, kind))
+
+    def write(*args, **options):
+        real(*args, **options)
+        change("merged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importer, "write_store", write)
+        with pytest.raises(DataError, match=r"s00\.tar: changed while it was read"):
+            import_source(source, store, workers=1, progress=lambda n: change("read"), **OPTIONS)
+    assert done and not store.exists()
+    assert not list(tmp_path.glob(".*partial*"))
+    made = import_source(source, store, workers=1, **OPTIONS)
+    assert content(made.path) == content(as_one_stream(source, tmp_path / "one", **OPTIONS))
+    assert all(
+        keyed_hash(KEY, made.read(row)) == made.index["id"][row] for row in range(made.num_records)
+    )
+
+
+def test_a_parquet_file_that_changes_after_it_was_read_stops_the_import(tmp_path):
+    source, store = write_parquets(tmp_path / "src"), tmp_path / "s"
+    with pytest.raises(DataError, match=r"p0\.parquet: changed while it was read"):
+        import_source(
+            source,
+            store,
+            workers=1,
+            progress=lambda n: swap(source / "p0.parquet", 0, "touched"),
+            **OPTIONS,
+        )
+    assert not store.exists()
+
+
+def test_a_store_that_cannot_be_opened_gets_no_name(tmp_path, monkeypatch):
+    source, real = write_tars(tmp_path / "src", 2), importer.write_store
+
+    def write(parts, folder, **options):
+        real(parts, folder, **options)
+        os.truncate(folder / "records.jsonl", 9)
+
+    monkeypatch.setattr(importer, "write_store", write)
+    for num, several in enumerate((source, source / "s00.tar")):
+        with pytest.raises(DataError, match="9 bytes"):
+            import_source(several, tmp_path / f"s{num}", workers=1, **OPTIONS)
+        assert not (tmp_path / f"s{num}").exists()
+
+
+def test_a_file_of_the_same_size_and_date_is_read_again(tmp_path):
+    source, store = write_tars(tmp_path / "src", 3), tmp_path / "s"
+    first = source / "s00.tar"
+    os.utime(first, ns=(1, 1))
+    size = first.stat().st_size
+    stop(source, store, "s02.tar", **OPTIONS)
+    swap(first, 0, "same size")
+    os.utime(first, ns=(1, 1))
+    assert (first.stat().st_size, first.stat().st_mtime_ns) == (size, 1)
+    made = import_source(source, store, workers=1, **OPTIONS)
+    assert content(made.path) == content(as_one_stream(source, tmp_path / "one", **OPTIONS))
+
+
+def test_no_second_store_has_the_key_of_a_killed_import(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    source, store, real = write_tars(tmp_path / "src", 2), tmp_path / "s", files.sync
+    at_name = (files, "sync", lambda path: kill_self() if store.exists() else real(path))
+    killed(source, store, [at_name], **OPTIONS)
+    key = read_key(open_store(store).path)
+    assert not (tmp_path / ".s.importing").exists()
+    import_source(source, tmp_path / "other", workers=1, **OPTIONS)
+    assert not list(tmp_path.glob(".*")), "names and captions are removed by an import beside it"
+    shutil.rmtree(store)
+    assert read_key(import_source(source, store, workers=1, **OPTIONS).path) != key
+
+
+def test_a_kill_directly_before_the_name_leaves_nothing_for_good(tmp_path):
+    source, store, real = write_tars(tmp_path / "src", 2), tmp_path / "s", importer.retire
+    killed(source, store, [(importer, "retire", lambda work: (real(work), kill_self()))], **OPTIONS)
+    assert not store.exists()
+    made = import_source(source, store, workers=1, **OPTIONS)
+    assert content(made.path) == content(as_one_stream(source, tmp_path / "one", **OPTIONS))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_name_that_cannot_be_given_costs_no_reading(tmp_path, monkeypatch):
+    source, store, real = write_tars(tmp_path / "src", 2), tmp_path / "s", importer.retire
+
+    def full(work):
+        real(work)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importer, "retire", full)
+        with pytest.raises(DataError, match="of 2 files is kept"):
+            import_source(source, store, workers=1, **OPTIONS)
+    monkeypatch.setattr(import_work, "_do", lambda job: pytest.fail("read again"))
+    assert import_source(source, store, workers=1, **OPTIONS).num_records
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_kill_while_parts_are_removed_leaves_no_half_of_one(tmp_path):
+    source, store = write_tars(tmp_path / "src", 3), tmp_path / "s"
+    stop(source, store, "s02.tar", **OPTIONS)
+
+    def half(folder, **options):
+        if folder.name.startswith("read"):
+            for name in ("left_out", "text"):
+                (folder / name).unlink(missing_ok=True)
+            kill_self()
+
+    def parts_first(folder):
+        return (folder / name for name in sorted(os.listdir(folder), reverse=True, key=order))
+
+    def order(name):
+        return name.startswith("read")
+
+    patches = [(import_work.shutil, "rmtree", half), (Path, "iterdir", parts_first)]
+    killed(source, store, patches, public=True)
+    made = import_source(source, store, workers=1, **OPTIONS)
+    assert content(made.path) == content(as_one_stream(source, tmp_path / "one", **OPTIONS))
+
+
+@pytest.mark.parametrize("name", ["version", "code_digest"])
+def test_other_software_reads_all_parts_again(tmp_path, monkeypatch, name):
+    """An installed reader of HEIF, say, finds images where there were none before."""
+    source, store = write_tars(tmp_path / "src", 3), tmp_path / "s"
+    stop(source, store, "s02.tar", **OPTIONS)
+    before, read = parts(tmp_path / ".s.importing"), []
+    monkeypatch.setattr(import_work, name, lambda of: f"another {of}", raising=False)
+    real = import_work._do
+    monkeypatch.setattr(import_work, "_do", lambda job: read.append(job.kind) or real(job))
+    import_source(source, store, workers=1, **OPTIONS)
+    assert len(before) == 2 and read.count("read") == 3
+
+
+def test_repeats_of_one_image_are_merged_in_blocks(tmp_path, small, monkeypatch):
+    """20 million placeholders for missing images would be in memory at once."""
+    source, num = tmp_path / "src", []
+    source.mkdir()
+    for t in range(3):
+        members = {}
+        for i in range(40):
+            captions = [f"c{40 * t + i}"] if i % 3 else []
+            members |= {f"{i:03}.png": png(1), f"{i:03}.json": js(captions=captions)}
+        write_tar(source / f"s{t}.tar", members)
+    real = import_merge._Merged._read
+    monkeypatch.setattr(
+        import_merge._Merged, "_read", lambda self, rows: num.append(len(rows)) or real(self, rows)
+    )
+    store = import_source(source, tmp_path / "s", workers=1)
+    assert max(num) <= 16 and sum(num) == 2 * 119
+    assert store.num_records == 1
+    assert store.record(0).captions == tuple(
+        f"c{40 * t + i}" for t in range(3) for i in range(40) if i % 3
+    )
+
+
+def test_what_is_kept_is_confidential_and_hashed_under_the_key(tmp_path):
+    source, work, secrets = tmp_path / "src", tmp_path / ".s.importing", set[bytes]()
+    source.mkdir()
+    for t in range(3):
+        members = {}
+        for i in range(3):
+            members |= {f"{i}.png": png(3 * t + i), f"{i}.json": js(who=f"Smith{t}{'abc'[i]}")}
+            secrets |= {png(3 * t + i), f"Smith{t}{'abc'[i]}".encode()}
+        write_tar(source / f"s{t}.tar", members)
+
+    def read_all(num: int) -> None:
+        if num < 9:
+            return
+        assert [path.name for path in work.iterdir()] == ["confidential"]
+        found = set[int]()
+        for file in work.rglob("digests"):
+            found |= set(np.fromfile(file, ENTRY).view(np.int64).tolist())
+        assert {keyed_hash(KEY, secret) for secret in secrets} <= found
+        assert not found & {keyed_hash(b"", secret) for secret in secrets}
+        asked.append(num)
+
+    asked: list[int] = []
+    import_source(source, tmp_path / "s", people=PersonRule("who"), workers=1, progress=read_all)
+    assert asked
+
+
+def test_a_torn_key_begins_anew(tmp_path):
+    source, store = write_tars(tmp_path / "src", 3), tmp_path / "s"
+    stop(source, store, "s02.tar", **OPTIONS)
+    os.truncate(tmp_path / ".s.importing" / "confidential" / "key", 0)
+    assert import_source(source, store, workers=1, **OPTIONS).num_records
 
 
 def test_a_program_without_a_guard_may_import(tmp_path):

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from dpvision.data.importer import import_source
 from dpvision.data.open import open_store
 from dpvision.data.rows import ROW, AllRows, keyed_hash, of_rows
 from dpvision.data.store import Store, _Shard
@@ -14,7 +15,7 @@ from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import DataError
 from dpvision.files import files_to_hold
 
-from .image_files import encode, noise, png
+from .image_files import encode, noise, png, write_tar
 
 
 def edit_index(store: Store, change) -> None:
@@ -178,18 +179,38 @@ def test_no_more_shards_are_held_open_than_the_system_allows(store, monkeypatch)
     assert len(closed) >= 38  # rows go round the five shards, two at a time
 
 
-def test_as_many_files_are_held_as_half_of_the_limit_allows():
+def test_eight_stores_together_hold_as_many_files_as_the_limit_allows():
     """In a process of its own, whose limits can only be lowered."""
     pid = os.fork()
     if not pid:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (100, 3000))
             assert files_to_hold(10) == 10
-            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1044, "raised as needed"
-            assert files_to_hold(5000) == 1500
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1104, "raised as needed"
+            assert files_to_hold(5000) == 375
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (3000, 3000)
             resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-            assert files_to_hold(5000) == 50
+            assert files_to_hold(5000) == 12
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_several_stores_share_the_limit_on_files(tmp_path):
+    """Training, test and public store, say, each of more shards than the system allows files."""
+    for t in range(120):
+        write_tar(tmp_path / f"{t:03}.tar", {"a.png": png(t, 8, 8)})
+    store = import_source(tmp_path / "*.tar", tmp_path / "s", workers=1)
+    expected = store.read_many(np.arange(120))
+    pid = os.fork()
+    if not pid:
+        try:
+            limit = len(os.listdir("/proc/self/fd")) + 150
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            several = [open_store(store.path) for _ in range(3)]
+            for one in several:
+                assert one.read_many(np.arange(120)) == expected
             os._exit(0)
         finally:
             os._exit(1)

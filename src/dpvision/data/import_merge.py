@@ -41,6 +41,7 @@ from dpvision.errors import DataError
 DICOM_FILE = "dicom.jsonl"
 """File under a store's confidential/: images with a burned-in annotation or an overlay."""
 _BLOCK_ROWS = 1 << 16
+"""Also repeats that are read at once, all of which may be of one image."""
 
 
 class Totals:
@@ -192,12 +193,14 @@ def _join(
     shards.
     """
     in_place: dict[str, int] = {}
+    size_of: dict[str, int] = {}
     for part, number in zip(parts, label_of, strict=True):
         about, base = part.about, text.tell()
         if about["text_bytes"]:
             with (part.folder / "text").open("rb") as lines:
                 shutil.copyfileobj(lines, text, 1 << 20)
-        place = np.array([in_place.setdefault(tar, len(in_place)) for tar in about["tars"]])
+        size_of |= about["tars"]  # as it was read
+        place = np.array([in_place.setdefault(tar, len(in_place)) for tar, _ in about["tars"]])
         images = None
         if about.get("images"):
             ((name, size),) = about["images"]
@@ -214,8 +217,8 @@ def _join(
                     offset_N, size_N = (block[k].astype(np.int64) for k in ("offset", "size"))
                     block["shard"], block["offset"] = writer.join(images, offset_N, size_N, stop)
                 rows.write(block.tobytes())
-    if in_place:
-        return [(tar, os.stat(tar).st_size) for tar in in_place]
+    if size_of:
+        return list(size_of.items())
     return list(copied) if copied is not None else writer.finish()
 
 
@@ -260,31 +263,35 @@ class _Merged:
 
     def _merge(self, firsts: np.ndarray, duplicates: np.ndarray) -> None:
         np.bitwise_or.at(self._dropped, duplicates >> 3, (128 >> (duplicates & 7)).astype(np.uint8))
-        first, other = self._read(firsts), self._read(duplicates)
         captions: dict[int, dict[str, None]] = {}
         entry_of: dict[int, np.void] = {}
-        same_unit = first["unit"] == other["unit"]
-        for row, kept, repeat in zip(
-            firsts[same_unit].tolist(), first[same_unit], other[same_unit], strict=True
-        ):
-            if row not in captions:
-                entry_of[row] = kept
-                captions[row] = dict.fromkeys(line_of(self._text, kept)["captions"])
-            captions[row].update(dict.fromkeys(line_of(self._text, repeat)["captions"]))
+        for start in range(0, len(firsts), _BLOCK_ROWS):
+            some = firsts[start : start + _BLOCK_ROWS]
+            first = self._read(some)
+            other = self._read(duplicates[start : start + _BLOCK_ROWS])
+            same_unit = first["unit"] == other["unit"]
+            adds = same_unit & other["captioned"]
+            for row, kept, repeat in zip(
+                some[adds].tolist(), first[adds], other[adds], strict=True
+            ):
+                if row not in captions:
+                    entry_of[row] = kept.copy()
+                    captions[row] = dict.fromkeys(line_of(self._text, kept)["captions"])
+                captions[row].update(dict.fromkeys(line_of(self._text, repeat)["captions"]))
+            for kept, repeat in zip(first[~same_unit], other[~same_unit], strict=True):
+                self.shared.append(Shared(*self._said(kept), *self._said(repeat)))
+            self.counts["label_conflicts"] += int((first["label"] != other["label"]).sum())
+            self.counts["unit_conflicts"] += int((~same_unit).sum())
+        self.counts["duplicates_merged"] += len(duplicates)
         for row, known in captions.items():
             line = line_of(self._text, entry_of[row])
             if list(known) != line["captions"]:
                 self._text.seek(0, os.SEEK_END)
                 position, size = append_line(self._text, line["key"], tuple(known))
-                entry = entry_of[row].copy()
+                entry = entry_of[row]
                 entry["caption_offset"], entry["caption_size"] = position, size
                 entry["captioned"] = True
                 os.pwrite(self._rows.fileno(), entry.tobytes(), row * PART_ROW.itemsize)
-        for kept, repeat in zip(first[~same_unit], other[~same_unit], strict=True):
-            self.shared.append(Shared(*self._said(kept), *self._said(repeat)))
-        self.counts["duplicates_merged"] += len(duplicates)
-        self.counts["label_conflicts"] += int((first["label"] != other["label"]).sum())
-        self.counts["unit_conflicts"] += int((~same_unit).sum())
 
     def _said(self, row: np.void) -> tuple[str, str | None]:
         return line_of(self._text, row)["key"], self._name_of.get(int(row["unit"]))

@@ -38,7 +38,7 @@ from dpvision.data.person_names import PersonRule
 from dpvision.data.record_lines import append_line
 from dpvision.data.rgb import Window
 from dpvision.data.rows import ROW, keyed_hash
-from dpvision.data.sample import Sample
+from dpvision.data.sample import Sample, stamp_of
 from dpvision.data.shard_writer import ShardWriter
 from dpvision.data.sorted_runs import write_run
 from dpvision.strict_json import parse_json
@@ -319,7 +319,7 @@ class _Part:
         about = {
             "runs": self._runs,
             "text_bytes": self._text.tell(),
-            "tars": [str(path) for path in self._in_place],
+            "tars": [[str(path), stamp_of(path)[0]] for path in self._in_place],
             "without_person": [self._no_person.count, self._no_person.names],
             "without_row": self._num_without_row,
             "fields": sorted(self._fields_seen),

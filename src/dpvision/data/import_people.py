@@ -8,7 +8,6 @@ be false for the one it shows.
 
 from array import array
 from collections.abc import Iterable
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.person_names import SHARED_FILE, PersonRule, alike
+from dpvision.data.rows import keyed_hash
 from dpvision.data.sample import Sample
 from dpvision.data.sorted_runs import write_run
 from dpvision.errors import OPERATOR_ONLY, DataError
@@ -114,12 +114,13 @@ def check_field(option: str, field: str, seen: set[str]) -> None:
 
 
 def write_people(
-    samples: Iterable[Sample], folder: Path, rule: PersonRule
+    samples: Iterable[Sample], folder: Path, rule: PersonRule, key: bytes
 ) -> tuple[dict[str, Any], list[str]]:
     """Collect the persons of a part of a source, before its images are decoded.
 
     Args:
-        folder: gets a file ``digests`` of sorted runs: digests of an image and of its person.
+        folder: gets a file ``digests`` of sorted runs: hashes of an image and of its person.
+        key: the store's, under which they are hashed.
 
     Returns:
         Counts that ``person_check.check_persons`` needs, and the names of the persons.
@@ -143,8 +144,8 @@ def write_people(
                 continue
             if name is not None:
                 names.add(name)
-            digests.append(digest(sample.image))
-            persons.append(-1 if name is None else digest(person_bytes(name)))
+            digests.append(keyed_hash(key, sample.image))
+            persons.append(-1 if name is None else keyed_hash(key, person_bytes(name)))
             if len(digests) == _IN_RUN:
                 flush()
                 digests, persons = array("q"), array("q")
@@ -154,26 +155,25 @@ def write_people(
     return {"fields": sorted(seen), "without_person": without, "runs": runs}, sorted(names)
 
 
-def shared_images(samples: Iterable[Sample], rule: PersonRule, suspects: set[int]) -> list[Shared]:
-    """Return the images of two persons among those whose digest is in ``suspects``."""
+def shared_images(
+    samples: Iterable[Sample], rule: PersonRule, suspects: set[int], key: bytes
+) -> list[Shared]:
+    """Return the images of two persons among those whose hash under ``key`` is in ``suspects``."""
     first: dict[int, tuple[str, str | None] | None] = {}
     found = []
     for sample in samples:
-        if sample.problem is not None or (found_digest := digest(sample.image)) not in suspects:
+        if sample.problem is not None:
+            continue
+        if (hashed := keyed_hash(key, sample.image)) not in suspects:
             continue
         name = rule.name(sample)
         if name is None and rule.unmatched == "drop":
             continue
-        if found_digest not in first:
-            first[found_digest] = (sample.key, name) if decodes(sample.image) else None
-        elif (kept := first[found_digest]) is not None and kept[1] != name:
+        if hashed not in first:
+            first[hashed] = (sample.key, name) if decodes(sample.image) else None
+        elif (kept := first[hashed]) is not None and kept[1] != name:
             found.append(Shared(*kept, sample.key, name))
     return found
-
-
-def digest(data: bytes) -> int:
-    """63-bit hash of an image's or a name's bytes, for this import only."""
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 def decodes(data: bytes) -> bool:

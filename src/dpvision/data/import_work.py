@@ -1,35 +1,44 @@
 """The folder in which an import of several files works, kept when it is stopped.
 
-``.NAME.importing`` beside the store NAME is closed to others and has the store's key and the parts
-that are complete. The same command goes on from there: a part is read again only if its file has
-another size or date. The folder is removed when the store is complete.
+``.NAME.importing`` beside the store NAME is closed to others and has, under ``confidential/``, the
+store's key and the parts that are complete. The same command goes on from there: a part is read
+again only if its file, or how it is read, is another. Directly before the store gets its name, the
+folder gets one that ``new_folder`` clears: after a kill, at any moment, no second store has its
+key.
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
+from dpvision.code_digest import code_digest
 from dpvision.data.import_labels import with_classes
 from dpvision.data.import_part import Part, ReadRule, write_part
 from dpvision.data.import_people import write_people
 from dpvision.data.ordered import ordered_map
 from dpvision.data.rows import keyed_hash
-from dpvision.data.sample import SourcePart
+from dpvision.data.sample import SourcePart, check_unchanged
 from dpvision.data.shard_writer import ShardWriter
 from dpvision.errors import DataError, remedy_for
-from dpvision.files import name_folder, sync
+from dpvision.files import CONFIDENTIAL, hide_folder, name_folder, partial_name, sync
 from dpvision.strict_json import parse_json
 
 Kind = Literal["people", "read"]
 """What is done with a file: ``write_people`` or ``write_part``."""
-_FORMAT = 1
+_FORMAT = 3
+_MADE = re.compile(r"settings\.json|key|(people|read)-[0-9a-f]{16}(\.[0-9]+)?")
+"""Names under ``confidential/``."""
+_READERS = ("numpy", "pillow", "pillow-heif", "pyarrow", "pydicom", "python-gdcm")
+"""Packages that decide what is read."""
 _WORTH_PROCESSES_BYTES = 1 << 26
 """A process takes half a second to start, in which one core reads about as much."""
 
@@ -42,7 +51,8 @@ class _Job:
     part: SourcePart
     folder: Path
     """Becomes the part's folder when it is complete."""
-    stamp: list[int]
+    stamp: list[Any]
+    """What decides the part, beside the rule."""
     rule: ReadRule
     threads: int
 
@@ -51,16 +61,49 @@ class _Job:
 def work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
     """Yield the folder in which the store ``target`` is being imported, with what is complete.
 
-    It is removed if the block succeeds, and if it fails before any part is complete.
+    It is removed if the store gets its name in the block, which calls ``retire`` before, and if the
+    block fails before any part is complete.
 
     Args:
         settings: what decides what parts hold, as JSON; parts of other settings are removed.
 
     Raises:
-        DataError: another import of this store is running, or the disk is full; the message says
-            what is kept.
+        DataError: another import of this store is running, what has the folder's name was not made
+            by an import of this user, or the disk is full; the message says what is kept.
     """
     work = target.with_name(f".{target.name}.importing")
+    descriptor = _open(work, target)
+    try:
+        try:
+            shutil.rmtree(partial_name(work), ignore_errors=True)  # of a process of the same number
+            try:
+                _keep_only(work, settings)
+                yield work
+            finally:
+                _bring_back(work, target)
+        except (DataError, OSError, BrokenProcessPool) as error:
+            raise DataError(_said(error, work)) from error
+        finally:
+            if not complete(work):
+                shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(partial_name(work), ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def retire(work: Path) -> None:
+    """Rename the folder so that no import goes on from it, directly before the store is named."""
+    hide_folder(work)
+
+
+def _bring_back(work: Path, target: Path) -> None:
+    """Undo ``retire`` if the store got no name."""
+    if not (work.exists() or target.exists()) and partial_name(work).exists():
+        name_folder(partial_name(work), work)
+
+
+def _open(work: Path, target: Path) -> int:
+    """Make the folder or accept it, and return its descriptor, which has its lock."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work.mkdir(mode=0o700, exist_ok=True)
@@ -69,31 +112,48 @@ def work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
         raise DataError(
             f"data import: {work}: {error.strerror}; expected a writable folder. {remedy}"
         ) from None
-    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        _refuse(work, "a link, or a folder that you cannot open")
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            _refuse(work, "a folder of another user")
+        if mode := found.st_mode & 0o077:
+            _refuse(work, f"a folder that others can open (mode {0o700 | mode:o})")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(found, work.lstat()):
+                raise FileNotFoundError  # that import has just ended
         except OSError:
             raise DataError(
                 f"data import: {work}: another import is writing {target}; expected one at a "
                 "time. Wait for it, or choose another folder."
             ) from None
-        try:
-            _keep_only(work, settings)
-            yield work
-        except (DataError, OSError, BrokenProcessPool) as error:
-            raise DataError(_said(error, work)) from error
-        finally:
-            if not complete(work):
-                shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(work, ignore_errors=True)
-    finally:
+        inner = work / CONFIDENTIAL
+        for path in sorted([*work.iterdir(), *inner.glob("*")]):
+            made = path == inner or (path.parent == inner and _MADE.fullmatch(path.name))
+            if path.is_symlink() or not made:
+                _refuse(work, f"it has {path.relative_to(work)}, which no import makes")
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse(work: Path, got: str) -> NoReturn:
+    raise DataError(
+        f"data import: {work}: {got}; expected the folder of an import, which only you can open. "
+        "Move it away, or choose another folder for the store."
+    ) from None
 
 
 def complete(work: Path) -> int:
     """Return the number of files whose images are read."""
-    return sum("." not in path.parent.name for path in work.glob("read-*/part.json"))
+    return sum(
+        "." not in path.parent.name for path in work.glob(f"{CONFIDENTIAL}/read-*/part.json")
+    )
 
 
 def _said(error: BaseException, work: Path) -> str:
@@ -120,15 +180,20 @@ def _said(error: BaseException, work: Path) -> str:
 
 def _keep_only(work: Path, settings: dict[str, Any]) -> None:
     """Remove what an import with other settings left, and what is incomplete."""
-    file, wanted = work / "settings.json", {"format": _FORMAT, **settings}
+    inner, wanted = work / CONFIDENTIAL, {"format": _FORMAT, **settings}
+    file, key = inner / "settings.json", inner / "key"
+    inner.mkdir(mode=0o700, exist_ok=True)
     try:
         same = parse_json(file.read_text()) == parse_json(json.dumps(wanted))
+        same &= key.stat().st_size > 0  # else a kill came between
     except (OSError, ValueError):
         same = False
-    for path in work.iterdir():
-        if not same or (path.is_dir() and path.name.count(".")):
-            # a process of a killed import may still write
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+    if not same:
+        file.unlink(missing_ok=True)  # first: a kill must not leave it with half of the parts
+        key.unlink(missing_ok=True)
+    for path in inner.iterdir():
+        if path not in (file, key) and (not same or path.name.count(".")):
+            shutil.rmtree(path, ignore_errors=True)  # a killed import's process may still write
     if not same:
         file.write_text(json.dumps(wanted))
         sync(file)
@@ -148,15 +213,16 @@ def read_parts(
     seen: set[str] = set()
     jobs, todo = [], []
     for part in parts:
-        stamp = _stamp(part.path)
+        stamp = [*part.stamp, str(part.path.resolve()), part.settings]
         name = f"{kind}-{keyed_hash(rule.key, os.fsencode(part.path.absolute())):016x}"
-        job = _Job(kind, part, work / name, stamp, rule, threads=workers)
+        job = _Job(kind, part, work / CONFIDENTIAL / name, stamp, rule, threads=workers)
         jobs.append(job)
         if _complete(job) is None:
+            (job.folder / "part.json").unlink(missing_ok=True)  # first, as above
             shutil.rmtree(job.folder, ignore_errors=True)
             todo.append(job)
     processes = workers > 1 and len(todo) > 1
-    if processes and sum(job.stamp[0] for job in todo) >= _WORTH_PROCESSES_BYTES:
+    if processes and sum(job.part.stamp[0] for job in todo) >= _WORTH_PROCESSES_BYTES:
         todo = [replace(job, threads=1) for job in todo]
         count = min(workers, len(todo))
         done = ordered_map(_do, todo, workers=count, ahead=2 * count, processes=True)
@@ -183,18 +249,14 @@ def _do(job: _Job) -> Path:
     if job.kind == "people":
         counts = replace(job.rule, require_captions=False).counts
         listed = with_classes(samples, job.rule.imported_labels(), counts)
-        about, persons = write_people(listed, made, job.rule.people)
+        about, persons = write_people(listed, made, job.rule.people, job.rule.key)
         tables: dict[str, Any] = {"persons": persons}
     else:
         with contextlib.ExitStack() as files:
             shards = ShardWriter(made, files, whole=True)
             part = write_part(samples, made, job.rule, threads=job.threads, shards=shards)
             about, tables = part.about | {"images": shards.finish()}, part.tables()
-    if _stamp(job.part.path) != job.stamp:
-        raise DataError(
-            f"source: {job.part.path}: changed while it was read; expected a file at rest. Import "
-            "again once it is written."
-        )
+    check_unchanged([job.part])
     Part.write(made, about | {"stamp": job.stamp, "noted": noted}, tables)
     for folder, _, names in os.walk(made):
         for name in names:
@@ -218,26 +280,25 @@ def _complete(job: _Job) -> Part | None:
     return Part(job.folder, about) if whole else None
 
 
-def _stamp(path: Path) -> list[int]:
-    """Size and date of a file."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise DataError(
-            f"source: {path}: {error.strerror}; expected a file, which was there when the source "
-            f"was listed. {remedy_for(error, 'Restore it, or import the others alone.')}"
-        ) from None
-    return [found.st_size, found.st_mtime_ns]
+def _software() -> dict[str, str | None]:
+    """Versions of all code that reads; None if it is not installed."""
+    found: dict[str, str | None] = {"code": code_digest(Path(__file__).parents[1])}
+    for name in _READERS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
 
 
-def settings_of(rule: ReadRule, version: str) -> dict[str, Any]:
-    """Return what ``work_folder`` compares: all of a rule but the key, as JSON."""
+def settings_of(rule: ReadRule) -> dict[str, Any]:
+    """Return what ``work_folder`` compares, as JSON: the software, and the rule without its key."""
     people = {"unit_from": rule.people.unit_from, "unmatched": rule.people.unmatched}
     labels = asdict(rule.labels)
     classes = labels.pop("classes")
     ordered = list(classes.items()) if isinstance(classes, dict) else classes
     return {
-        "version": version,
+        "software": _software(),
         "public": rule.public,
         "people": people,
         "labels": labels | {"classes": ordered},

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,12 @@ from dpvision.data.import_labels import LabelRule, with_classes
 from dpvision.data.import_merge import write_store
 from dpvision.data.import_part import Part, ReadRule, write_part
 from dpvision.data.import_people import write_people
-from dpvision.data.import_work import read_parts, settings_of, work_folder
+from dpvision.data.import_work import read_parts, retire, settings_of, work_folder
 from dpvision.data.open import open_store
 from dpvision.data.person_check import check_persons
 from dpvision.data.person_names import PersonRule
 from dpvision.data.rgb import Window, check_window
-from dpvision.data.sample import Sample, Source
+from dpvision.data.sample import Sample, Source, check_unchanged
 from dpvision.data.shard_writer import ShardWriter
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
@@ -207,6 +206,11 @@ class _Making:
             copied=copied,
         )
 
+    def check(self, folder: Path) -> None:
+        """Raise DataError if a file of the source was changed, or the store cannot be opened."""
+        check_unchanged(self.source.parts)
+        open_store(folder)
+
 
 def _lines(missed: Missed) -> str:
     """Names of a join that have no counterpart, as lines of JSON."""
@@ -220,7 +224,7 @@ def _lines(missed: Missed) -> str:
 def _import_parts(making: _Making, target: Path, workers: int, progress: _Progress) -> Store:
     """Import each file by itself; what is complete is kept if the import fails."""
     source, rule = making.source, making.rule
-    with work_folder(target, settings_of(rule, version("dpvision"))) as work:
+    with work_folder(target, settings_of(rule)) as work:
         if not (work / KEY_FILE).exists():
             new_key(work)
             sync(work / KEY_FILE)
@@ -229,6 +233,7 @@ def _import_parts(making: _Making, target: Path, workers: int, progress: _Progre
             check_persons(
                 list(read_parts("people", source.parts, work, rule, workers)),
                 rule.people,
+                rule.key,
                 lambda some: chain.from_iterable(source.parts[i].samples({}) for i in some),
             )
         parts, done = list[Part](), 0
@@ -237,7 +242,13 @@ def _import_parts(making: _Making, target: Path, workers: int, progress: _Progre
             done += part.about["seen"]
             if progress is not None:
                 progress(done)
-        with new_store_folder(target, private=not rule.public) as folder:
+        check_unchanged(source.parts)
+
+        def last(folder: Path) -> None:
+            making.check(folder)
+            retire(work)
+
+        with new_store_folder(target, private=not rule.public, last=last) as folder:
             copy_key(work, folder)
             making.write(parts, folder)
     return open_store(target)
@@ -257,7 +268,7 @@ def _import_stream(
     """
     source, people = making.source, making.rule.people
     with (
-        new_store_folder(target, private=not making.rule.public) as folder,
+        new_store_folder(target, private=not making.rule.public, last=making.check) as folder,
         contextlib.ExitStack() as files,
     ):
         rule, work = replace(making.rule, key=new_key(folder)), folder / "confidential" / "part"
@@ -265,9 +276,9 @@ def _import_stream(
         if again is not None and people.checked_first:
             counts = replace(rule, require_captions=False).counts
             listed = with_classes(again().samples, rule.imported_labels(), counts)
-            about, persons = write_people(listed, work, people)
+            about, persons = write_people(listed, work, people, rule.key)
             facts = Part.write(work, about, {"persons": persons})
-            check_persons([facts], people, lambda some: again().samples)
+            check_persons([facts], people, rule.key, lambda some: again().samples)
         samples, shards = source.samples, ShardWriter(folder, files)
         part = write_part(
             samples if making.captions is None else making.captions.attach(samples),

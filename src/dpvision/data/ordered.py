@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from multiprocessing.synchronize import Event
 from types import ModuleType
 from typing import TypeVar
 
@@ -30,9 +31,9 @@ def ordered_map(
 
     At most ``ahead`` items are taken before their result is requested, so memory stays bounded. An
     exception of ``function`` or of the iterable is raised in place of its result; closing the
-    iterator early cancels the calls that have not begun. Processes are started with the first
-    request, import ``function`` by name but not the program that runs, which may lack a guard, and
-    end when this process ends, even if it is killed.
+    iterator early cancels the calls that have not begun, and ends processes that run others.
+    Processes are started with the first request, import ``function`` by name but not the program
+    that runs, which may lack a guard, and end when this process ends, even if it is killed.
 
     Raises:
         ConfigError: ``workers`` is below 1.
@@ -40,14 +41,16 @@ def ordered_map(
     if not workers >= 1:
         raise ConfigError(f"workers={workers}; expected at least 1. Use 2.")
     pending: deque[Future[R]] = deque()
+    context = multiprocessing.get_context("spawn")  # a fork would inherit others' locks
+    stopped = context.Event() if processes else None
     pool: Executor = (
         ProcessPoolExecutor(
             workers,
-            # spawn: a forked child would inherit the locks of other threads
-            mp_context=multiprocessing.get_context("spawn"),
+            mp_context=context,
             initializer=_end_with_parent,
+            initargs=(stopped,),
         )
-        if processes
+        if stopped is not None
         else ThreadPoolExecutor(workers)
     )
     try:
@@ -58,6 +61,10 @@ def ordered_map(
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    except (GeneratorExit, KeyboardInterrupt):
+        if stopped is not None:
+            stopped.set()  # a call may take hours
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -75,8 +82,9 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent ends, and at once at Ctrl-C, which the parent reports.
+def _end_with_parent(stopped: Event) -> None:
+    """End this process when its parent ends or says so, and at once at Ctrl-C, which the parent
+    reports.
 
     Without this, the workers of a killed process would wait for work forever, since each holds both
     ends of the pool's queue.
@@ -85,8 +93,9 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def wait() -> None:
-        parent.join()
+    def after(wait: Callable[[], object]) -> None:
+        wait()
         os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+    for wait in (parent.join, stopped.wait):
+        threading.Thread(target=after, args=(wait,), daemon=True).start()

@@ -27,7 +27,10 @@ from dpvision.errors import OPERATOR_ONLY, DataError
 
 
 def check_persons(
-    parts: Sequence[Part], rule: PersonRule, read: Callable[[list[int]], Iterable[Sample]]
+    parts: Sequence[Part],
+    rule: PersonRule,
+    key: bytes,
+    read: Callable[[list[int]], Iterable[Sample]],
 ) -> None:
     """Refuse images without a person or of two, and persons spelled in two ways.
 
@@ -35,6 +38,7 @@ def check_persons(
 
     Args:
         parts: of ``import_people.write_people``, in the order of the source.
+        key: the one given to it.
         read: gives the samples of some of the parts anew; called if there are images of two
             persons.
 
@@ -56,7 +60,7 @@ def check_persons(
         refuse_known(rule.apart_from, names)
     if rule.shared_images == "refuse" and (suspects := _suspects(parts)):
         of_interest = [i for i, part in enumerate(parts) if _has_any(part, suspects)]
-        refuse_shared(rule.unit_from, shared_images(read(of_interest), rule, suspects))
+        refuse_shared(rule.unit_from, shared_images(read(of_interest), rule, suspects, key))
 
 
 def _suspects(parts: Sequence[Part]) -> set[int]:

@@ -1,6 +1,6 @@
 """One image of a source before it is read, and sources as streams of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from dpvision.data.beside import is_nifti
 from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
 from dpvision.data.folders import Missed
+from dpvision.errors import DataError, remedy_for
 
 
 class Sample(NamedTuple):
@@ -36,11 +37,48 @@ class SourcePart(Protocol):
     def path(self) -> Path:
         """The file."""
 
+    @property
+    def stamp(self) -> list[int]:
+        """``stamp_of`` the file when the source was listed."""
+
+    @property
+    def settings(self) -> list[Any]:
+        """What decides its samples beside the file, as JSON has it."""
+
     def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
         """Yield the samples of the file; ``noted`` gets what ``check`` needs, as JSON has it."""
 
     def check(self, noted: dict[str, Any], seen: set[str]) -> None:
         """Raise DataError if the file does not go with those before, of which ``seen`` is kept."""
+
+
+def stamp_of(path: Path) -> list[int]:
+    """Return what another file, or other bytes, at this path would change.
+
+    The size in bytes first, then the inode and the times of the last change of bytes and of inode.
+    Copies can keep the former time, never the latter.
+
+    Raises:
+        DataError: the file is missing.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(
+            f"source: {path}: {error.strerror}; expected a file, which was there when the source "
+            f"was listed. {remedy_for(error, 'Restore it, or import the others alone.')}"
+        ) from None
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def check_unchanged(parts: Iterable[SourcePart]) -> None:
+    """Raise DataError if a file is not as it was when the source was listed."""
+    for part in parts:
+        if stamp_of(part.path) != part.stamp:
+            raise DataError(
+                f"source: {part.path}: changed while it was read; expected a file at rest. Import "
+                "again once it is written."
+            )
 
 
 class Source(NamedTuple):

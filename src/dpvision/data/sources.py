@@ -40,7 +40,7 @@ from dpvision.data.folders import (
 )
 from dpvision.data.ordered import ordered_map
 from dpvision.data.parquet_files import Layout, parquet_layout, parquet_rows
-from dpvision.data.sample import Sample, Source, file_sample
+from dpvision.data.sample import Sample, Source, file_sample, stamp_of
 from dpvision.data.table_files import METADATA_NAMES, read_metadata, require_fields
 from dpvision.data.tarindex import Member, scan
 from dpvision.errors import DataError
@@ -90,7 +90,7 @@ def open_source(
         )
     if kind == "tar":
         refuse_folders = for_import and "parent" not in wanted and label_from is None
-        tars = tuple(TarPart(path, refuse_folders) for path in paths)
+        tars = tuple(TarPart(path, stamp_of(path), refuse_folders) for path in paths)
         return Source(_tar_samples(tars, workers), parts=tars)
     if kind == "parquet":
         return _parquet_source(paths, label_from or "label", wanted)
@@ -308,8 +308,9 @@ def _text_or_bytes(data: bytes) -> str | bytes:
 
 
 def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
+    stamps = [stamp_of(path) for path in paths]  # before anything of a file is read
     layout, others = parquet_layout(paths[0], label, wanted)
-    parts = tuple(ParquetPart(path, layout) for path in paths)
+    parts = tuple(ParquetPart(*part, layout) for part in zip(paths, stamps, strict=True))
     counts = {"image_columns_not_read": others} if others else {}
     samples = (sample for part in parts for sample in part.samples({}))
     return Source(samples, layout.label_names, counts, parts=parts)
@@ -320,7 +321,14 @@ class ParquetPart:
     """One parquet file of a source."""
 
     path: Path
+    stamp: list[int]
     layout: Layout
+
+    @property
+    def settings(self) -> list[Any]:
+        """Columns and class names, which the first file decides."""
+        found = self.layout
+        return [found.image, found.columns, sorted(found.useful), found.label, found.label_names]
 
     def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
         """Yield the samples of the file; ``noted`` stays as it is."""
@@ -336,8 +344,14 @@ class TarPart:
     """One tar of a source."""
 
     path: Path
+    stamp: list[int]
     refuse_folders: bool
     """Refuse folders of images whose names would be lost."""
+
+    @property
+    def settings(self) -> list[Any]:
+        """What is refused."""
+        return [self.refuse_folders]
 
     def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
         """Yield the samples of the tar, checked by itself; ``noted`` gets what ``check`` needs."""

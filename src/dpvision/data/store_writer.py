@@ -10,7 +10,7 @@ record has the same id in all of them.
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,20 @@ def require_new(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_store_folder(target: Path, *, private: bool) -> Iterator[Path]:
+def new_store_folder(
+    target: Path, *, private: bool, last: Callable[[Path], None] | None = None
+) -> Iterator[Path]:
     """Yield a temporary folder next to ``target``.
 
-    It is renamed to ``target`` if the block succeeds, and removed if not.
+    It is renamed to ``target`` if the block and ``last`` succeed, and removed if not; ``last`` as
+    for ``files.new_folder``.
 
     Raises:
         DataError: ``target`` exists, or a write fails (disk full).
     """
     require_new(target)
     try:
-        with new_folder(target, mode=0o700 if private else 0o777) as folder:
+        with new_folder(target, mode=0o700 if private else 0o777, last=last) as folder:
             yield folder
     except (OSError, CheckpointError) as error:
         problem = getattr(error, "strerror", None) or error

@@ -26,6 +26,7 @@ from dpvision.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from dpvision.code_digest import code_digest
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.store import Store
 from dpvision.errors import CheckpointError, ConfigError, DataError, DPVisionError, PrivacyError
@@ -36,7 +37,6 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import up
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.privacy.stream import Key, new_key
-from dpvision.runs.code_digest import code_digest
 from dpvision.runs.folder import (
     RunFolder,
     complete_run,

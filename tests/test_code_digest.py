@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from dpvision.runs.code_digest import CONSTANTS, TEXTS, code_digest
+from dpvision.code_digest import CONSTANTS, TEXTS, code_digest
 from dpvision.runs.run import code_versions
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "dpvision"
 
 
