@@ -228,6 +228,10 @@ def test_all_rows_are_those_of_an_array():
     for place in ([9], [-10]):
         with pytest.raises(IndexError):
             every[np.array(place)]
+    assert [int(row) for row in every] == list(array) and every[-2] == array[-2] and 8 in every
+    for wrong in (np.array([0.5]), np.array([True])):
+        with pytest.raises(TypeError, match="expected int64"):
+            every[wrong]
 
 
 def test_rows_of_a_store_without_persons_are_no_array(tmp_path):

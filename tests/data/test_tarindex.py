@@ -125,6 +125,9 @@ def test_what_is_no_tar_is_an_error(tmp_path):
     path.write_bytes(path.read_bytes() * 4)
     with pytest.raises(DataError, match="no uncompressed tar"):
         scan(path)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="an empty file"):
+        scan(path)
     with pytest.raises(DataError, match="No such file"):
         scan(tmp_path / "absent.tar")
 

@@ -45,16 +45,16 @@ class AllRows:
     def __len__(self) -> int:
         return self._num
 
-    def __getitem__(self, place: np.ndarray | slice) -> np.ndarray:
+    def __getitem__(self, place: np.ndarray | slice | int) -> np.ndarray:
         """Return int64 rows. Raises IndexError for a position outside, as an array does."""
         if isinstance(place, slice):
             return np.arange(*place.indices(self._num))
         place = np.asarray(place)
-        if place.dtype == bool:
-            raise TypeError("AllRows: bool positions; expected int64 ones")
-        if len(place) and not (-self._num <= place.min() and place.max() < self._num):
+        if place.dtype.kind not in "iu":
+            raise TypeError(f"AllRows: {place.dtype} positions; expected int64 ones")
+        if place.size and not (-self._num <= place.min() and place.max() < self._num):
             raise IndexError(f"AllRows: position outside 0 to {self._num - 1}")
-        return np.where(place < 0, place + self._num, place)
+        return np.where(place < 0, place + self._num, place)[()]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.arange(self._num, dtype=dtype)

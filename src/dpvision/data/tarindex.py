@@ -101,6 +101,11 @@ def member_size(header: bytes) -> int:
 
 
 def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
+    if not end:
+        raise DataError(
+            f"tar: {path}: an empty file; expected a tar. A download that failed leaves one: fetch "
+            "it again, or remove it."
+        )
     position = 0
     long_name: str | None = None
     long_target: str | None = None
