@@ -281,7 +281,7 @@ def test_an_interrupt_of_the_main_process_alone_ends_the_others(tmp_path):
             list(ordered_map(Path.read_bytes, files, workers=2, ahead=4, processes=True))
         finally:
             os._exit(1)
-    held, end = dict[str, int](), time.monotonic() + 900
+    held, end = dict[str, int](), time.monotonic() + 300
     while len(held) < 2:  # a pipe can be opened for writing once somebody reads it
         assert time.monotonic() < end
         for name in {"a", "b"} - held.keys():
@@ -289,7 +289,7 @@ def test_an_interrupt_of_the_main_process_alone_ends_the_others(tmp_path):
                 held[name] = os.open(tmp_path / name, os.O_WRONLY | os.O_NONBLOCK)
         time.sleep(0.01)
     os.kill(pid, signal.SIGINT)
-    late = time.monotonic() + 300
+    late = time.monotonic() + 60
     while (waits := os.waitpid(pid, os.WNOHANG) == (0, 0)) and time.monotonic() < late:
         time.sleep(0.01)
     for descriptor in held.values():
