@@ -2,9 +2,10 @@ import contextlib
 import io
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,31 +271,39 @@ def test_threads_end_and_errors_come_out_when_the_reader_leaves_early(store):
     assert threading.active_count() == before
 
 
+INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+from dpvision.data.ordered import ordered_map
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores it
+files = [Path(sys.argv[1], name) for name in "abcd"]
+list(ordered_map(Path.read_bytes, files, workers=2, ahead=4, processes=True))
+"""
+
+
 def test_an_interrupt_of_the_main_process_alone_ends_the_others(tmp_path):
     """Each may be in the middle of a file that takes hours."""
     for name in "abcd":
         os.mkfifo(tmp_path / name)
-    pid = os.fork()
-    if not pid:
-        try:
-            files = [tmp_path / name for name in "abcd"]
-            list(ordered_map(Path.read_bytes, files, workers=2, ahead=4, processes=True))
-        finally:
-            os._exit(1)
+    main = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)], stderr=subprocess.PIPE
+    )
     held, end = dict[str, int](), time.monotonic() + 300
     while len(held) < 2:  # a pipe can be opened for writing once somebody reads it
-        assert time.monotonic() < end
+        assert time.monotonic() < end and main.poll() is None
         for name in {"a", "b"} - held.keys():
             with contextlib.suppress(OSError):
                 held[name] = os.open(tmp_path / name, os.O_WRONLY | os.O_NONBLOCK)
         time.sleep(0.01)
-    os.kill(pid, signal.SIGINT)
-    late = time.monotonic() + 60
-    while (waits := os.waitpid(pid, os.WNOHANG) == (0, 0)) and time.monotonic() < late:
-        time.sleep(0.01)
-    for descriptor in held.values():
-        os.close(descriptor)
-    assert not waits, "still waits for the pipes"
+    main.send_signal(signal.SIGINT)
+    try:
+        said = main.communicate(timeout=60)[1]  # it waits for the pipes otherwise
+    finally:
+        for descriptor in held.values():
+            os.close(descriptor)
+        main.kill()
+    assert b"KeyboardInterrupt" in said
     for name in "cd":
         with pytest.raises(OSError):
             os.open(tmp_path / name, os.O_WRONLY | os.O_NONBLOCK)

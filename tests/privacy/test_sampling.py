@@ -189,7 +189,9 @@ def test_a_truncated_draw_obeys_its_cap_and_refuses_a_store_larger_than_accounte
         plan.draw(0, 1001, derive_rng(KEY, 0))
 
 
-@pytest.mark.parametrize("cap", [300, 320, 340])
+@pytest.mark.parametrize(
+    "cap", [pytest.param(n, marks=pytest.mark.slow) if n != 320 else n for n in (300, 320, 340)]
+)
 def test_a_store_of_fewer_records_than_declared_costs_no_more_with_truncated_draws(
     cap: int,
 ) -> None:
