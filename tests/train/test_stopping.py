@@ -28,7 +28,7 @@ from dpvision.privacy.ledger_format import read_ledger
 from dpvision.runs import run as runs
 from dpvision.runs.folder import STOPPED
 from dpvision.runs.run import Stopped, StopRequest
-from dpvision.train import loop, step
+from dpvision.train import distributed, loop, step
 from dpvision.train.distributed import Group
 from dpvision.train.loop import fit
 from dpvision.train.start import new_session, resumed_session
@@ -170,6 +170,44 @@ def test_a_last_step_that_is_abandoned_ends_the_plan(
     assert (manifest["ledger_steps"], manifest["updates"]) == (last + 1, last)
     assert f"Step {last + 1} did not end within 0 s" in capsys.readouterr().err, "--quiet hid it"
     assert not (tmp_path / "run" / "stopped.json").exists()
+
+
+def test_ranks_wait_for_a_slow_block_before_they_call_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before: a checkpoint longer than the group's timeout ended the job as a lost rank. Orphaned
+    ranks, whose store ended with the agent, still save.
+    """
+    store, written = dist.HashStore(), threading.Event()
+    called: list[int] = []
+
+    def gathered(text: str, group: Group) -> list[str]:
+        assert written.is_set() or group.store is not store, "the group's timeout began"
+        called.append(group.rank)
+        return [text]
+
+    monkeypatch.setattr(distributed, "gather_texts", gathered)
+
+    def waits() -> None:
+        with distributed.together(Group(1, 2, CPU, store), slow="saved"):
+            pass
+
+    other = threading.Thread(target=waits)
+    other.start()
+    with distributed.together(Group(0, 2, CPU, store), slow="saved"):
+        time.sleep(0.2)
+        assert not called
+        written.set()
+    other.join(30)
+    assert sorted(called) == [0, 1]
+
+    class Ended(dist.HashStore):
+        def set(self, *_: Any) -> None:
+            raise RuntimeError("Broken pipe")
+
+    with distributed.together(Group(0, 2, CPU, Ended()), slow="saved"):
+        pass
+    assert called[2:] == [0]
 
 
 def test_ctrl_c_that_torchrun_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:

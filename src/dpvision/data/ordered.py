@@ -83,8 +83,8 @@ def _without_main() -> Iterator[None]:
 
 
 def _end_with_parent(stopped: Event) -> None:
-    """End this process when its parent ends or says so, and at once at Ctrl-C, which the parent
-    reports.
+    """End this process when its parent ends, when ``stopped`` is set, and at Ctrl-C, about which
+    the parent prints a message.
 
     Without this, the workers of a killed process would wait for work forever, since each holds both
     ends of the pool's queue.

@@ -43,10 +43,10 @@ class SourcePart(Protocol):
 
     @property
     def settings(self) -> list[Any]:
-        """What decides its samples beside the file, as JSON has it."""
+        """What decides its samples besides the file, in types of JSON."""
 
     def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
-        """Yield the samples of the file; ``noted`` gets what ``check`` needs, as JSON has it."""
+        """Yield the samples of the file; put what ``check`` needs into ``noted``, in JSON types."""
 
     def check(self, noted: dict[str, Any], seen: set[str]) -> None:
         """Raise DataError if the file does not go with those before, of which ``seen`` is kept."""

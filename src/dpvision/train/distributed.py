@@ -53,7 +53,7 @@ class Group:
 
     @property
     def orphaned(self) -> bool:
-        """bool: whether torchrun's agent has ended, so that nobody would end this process."""
+        """bool: whether torchrun's agent, which ends this process when others fail, is gone."""
         return self.parent is not None and os.getppid() != self.parent
 
     def add_up(self, values: Tensor) -> None:
