@@ -138,9 +138,16 @@ def layer_norm(
     # made again from the mean and the inverse deviation that torch keeps; of the bias, that of g.
     def sink(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor) -> None:
         dtype = wide(g.dtype)
-        g_BTD = rows(g)
+        g_BTD, x_BTD, m_BT1, r_BT1 = rows(g), rows(x), rows(mean), rows(rstd)
+        if slot is not None and g.device.type == "cuda" and dtype == torch.float32:
+            from dpvision.dp.layer_norm_triton import layer_norm_sums
+
+            weight_BD, bias_BD = layer_norm_sums(x_BTD, m_BT1, r_BT1, g_BTD)
+            slot.add_written(weight_BD.view(num, *shape))
+            if bias_slot is not None:
+                bias_slot.add_written(bias_BD.view(num, *shape))
+            return
         if slot is not None:
-            x_BTD, m_BT1, r_BT1 = rows(x), rows(mean), rows(rstd)
             grad_BD = torch.empty(num, g_BTD.shape[-1], dtype=dtype, device=g.device)
             for part in _record_parts(g_BTD):
                 normal = (x_BTD[part] - m_BT1[part]).mul_(r_BT1[part])

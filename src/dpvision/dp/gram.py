@@ -21,7 +21,7 @@ Legend: B records, N records of a chunk, G weights, T, S places, P, Q widths.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,11 +31,13 @@ from torch import Tensor
 from dpvision.devices import send
 from dpvision.dp.outer_products import (
     GRAM_NUMBERS,
+    OUTER_NUMBERS,
     OneHot,
     OuterProducts,
     Recomputed,
     Side,
     chunks,
+    in_half,
     most_terms_at_once,
     product,
     wide,
@@ -141,7 +143,7 @@ def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
     """Return the sum of ||G_ui||^2 over weights u with the same input, whose Gram matrix is
     computed once.
     """
-    return summed_squares([place_sums(lefts, right)])
+    return summed_squares(sums_of_shared(lefts, right))
 
 
 def written_square_norms(outer: OuterProducts, rows: slice, value_N: Tensor) -> SquareNorms:
@@ -165,53 +167,71 @@ def written_square_norms(outer: OuterProducts, rows: slice, value_N: Tensor) -> 
 
 @dataclass(frozen=True, eq=False)
 class PlaceSums:
-    """What value and bound need of two Gram matrices, by place: L of the left rows (the sum of
-    those of several weights), and R of the right rows. (N, T), float32 or wider. By panels, a
-    number above the diagonal counts at the place of its mirror image.
+    """What value and bound need of two Gram matrices: L of the left rows (the sum of those of
+    several weights), and R of the right rows. Float32 or wider, K parts of the matrices: their
+    rows, or tiles. A number above the diagonal may count at the part of its mirror image.
     """
 
-    value_NT: Tensor
-    """Sums of the rows of L o R."""
-    norm_l_NT: Tensor
-    """Norms of the rows of L: their squares add up to the squared norm of L."""
-    norm_r_NT: Tensor
+    value_NK: Tensor
+    """Sums over the parts of L o R."""
+    norm_l_NK: Tensor
+    """Norms of the parts of L: their squares add up to the squared norm of L."""
+    norm_r_NK: Tensor
     square_l_NT: Tensor
     """The diagonal of L: squared lengths of the left rows."""
     square_r_NT: Tensor
     off_l: float
     """Relative error of an entry of L (``rounding.gamma``)."""
     off_r: float
+    summed: int
+    """Bounds the roundings of a number in the sum of its part."""
     dtype: torch.dtype
     """Precision of the matrices."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.value_NT, self.norm_l_NT, self.norm_r_NT, self.square_l_NT, self.square_r_NT
+        return self.value_NK, self.norm_l_NK, self.norm_r_NK, self.square_l_NT, self.square_r_NT
 
 
-def place_sums(lefts: list[Side], right: Side) -> PlaceSums:
-    """Sums by place of the Gram matrices of weights with the same input."""
+def sums_of_shared(lefts: list[Side], right: Side) -> list[PlaceSums]:
+    """Sums by place of the Gram matrices of weights with the same input: of all together, or of
+    each, where a kernel makes them of the rows.
+    """
+    sides, device = [*lefts, right], right.device
+    if not all(in_half(side.dtype, right.dtype, device) for side in sides):
+        return [_place_sums(lefts, right)]
+    return [_tile_sums(left, right) for left in lefts]
+
+
+def _tile_sums(left: Side, right: Side) -> PlaceSums:
+    """As ``_place_sums``, without a Gram matrix in memory (``gram_triton``)."""
+    from dpvision.dp.gram_triton import TILE, tile_sums
+
+    numbers = right.places * (left.width + right.width)
+    parts = [
+        tile_sums(left.rows(rows), right.rows(rows))
+        for rows in chunks(right.num_records, numbers, OUTER_NUMBERS, right.device)
+    ]
+    off_l, off_r = (gamma(side.width) for side in (left, right))
+    return PlaceSums(*_joined(parts), off_l, off_r, TILE, torch.float32)
+
+
+def _place_sums(lefts: list[Side], right: Side) -> PlaceSums:
     panel = _PANEL.get(right.device.type, _PANEL["cuda"])
     numbers = 2 * right.places * min(right.places, panel)
     parts = [
         _by_place([left.rows(rows) for left in lefts], right.rows(rows), panel)
         for rows in chunks(right.num_records, numbers, GRAM_NUMBERS, right.device)
     ]
-    whole = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    value_NT, norm_l_NT, norm_r_NT, square_l_NT, square_r_NT = whole
     terms = max(_blocked(left.width, left.dtype, left.device) for left in lefts) + len(lefts)
     dtype = wide(right.dtype)
     off_r = gamma(_blocked(right.width, right.dtype, right.device), dtype)
-    return PlaceSums(
-        value_NT,
-        norm_l_NT,
-        norm_r_NT,
-        square_l_NT,
-        square_r_NT,
-        gamma(terms, dtype),
-        off_r,
-        dtype,
-    )
+    return PlaceSums(*_joined(parts), gamma(terms, dtype), off_r, right.places, dtype)
+
+
+def _joined(parts: list[tuple[Tensor, ...]]) -> Iterable[Tensor]:
+    """Tensors of several chunks of records."""
+    return parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
 
 
 def _by_place(lefts_NTP: list[Tensor], right_NTQ: Tensor, panel: int) -> tuple[Tensor, ...]:
@@ -255,14 +275,15 @@ def summed_squares(parts: Sequence[PlaceSums]) -> SquareNorms:
     """Squared norms over one weight or more, with the bound at the top of this file."""
     alike: dict[Any, list[PlaceSums]] = {}
     for part in parts:
-        alike.setdefault((part.value_NT.shape[1], part.value_NT.dtype, part.dtype), []).append(part)
+        kind = part.value_NK.shape[1], part.square_l_NT.shape[1], part.value_NK.dtype, part.dtype
+        alike.setdefault((*kind, part.summed), []).append(part)
     return SquareNorms.total([_squares(same) for same in alike.values()])
 
 
 def _squares(parts: list[PlaceSums]) -> SquareNorms:
-    """Squared norms over weights with as many places."""
-    dtype, places = parts[0].dtype, parts[0].value_NT.shape[1]
-    value_GNT, norm_l_GNT, norm_r_GNT, square_l_GNT, square_r_GNT = (
+    """Squared norms over weights with as many places, in as many parts."""
+    dtype, places = parts[0].dtype, parts[0].square_l_NT.shape[1]
+    value_GNK, norm_l_GNK, norm_r_GNK, square_l_GNT, square_r_GNT = (
         torch.stack(kind).double() for kind in zip(*(part.tensors for part in parts), strict=True)
     )
     square_l_GNT += _lost(dtype)
@@ -272,20 +293,20 @@ def _squares(parts: list[PlaceSums]) -> SquareNorms:
     # Squares of numbers below 2^-63 are lost to a norm; no Frobenius norm exceeds the sum of
     # squared lengths.
     norm_l_GN, norm_r_GN = (
-        torch.minimum(norm_GNT.square_().sum(2).sqrt_() + places * 2.0**-60, sum_GN)
-        for norm_GNT, sum_GN in ((norm_l_GNT, sum_l_GN), (norm_r_GNT, sum_r_GN))
+        torch.minimum(norm_GNK.square_().sum(2).sqrt_() + places * 2.0**-60, sum_GN)
+        for norm_GNK, sum_GN in ((norm_l_GNK, sum_l_GN), (norm_r_GNK, sum_r_GN))
     )
     offs = tuple(part.off_l for part in parts), tuple(part.off_r for part in parts)
-    off_l_G1, off_r_G1 = _columns(offs, value_GNT.device)
+    off_l_G1, off_r_G1 = _columns(offs, value_GNK.device)
     off_l_GN, off_r_GN = off_l_G1 * sum_l_GN, off_r_G1 * sum_r_GN
     error_GN = (
         norm_l_GN * off_r_GN
         + norm_r_GN * off_l_GN
         + off_l_GN * off_r_GN
-        + gamma(places + 1, dtype) * norm_l_GN * norm_r_GN
+        + gamma(parts[0].summed + 1, dtype) * norm_l_GN * norm_r_GN
     )
     # A tenth more, for the bound's own numbers, which are float32 too.
-    value_N, error_N, length_N = map(added, (value_GNT.sum(2), 1.1 * error_GN, length_GN))
+    value_N, error_N, length_N = map(added, (value_GNK.sum(2), 1.1 * error_GN, length_GN))
     return SquareNorms(value_N, error_N, length_N, (places + 1) ** 2 * length_N)
 
 

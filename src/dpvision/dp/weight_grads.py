@@ -23,9 +23,9 @@ from torch import Tensor
 from dpvision.dp.gram import (
     PlaceSums,
     SquareNorms,
-    place_sums,
     square_norms,
     summed_squares,
+    sums_of_shared,
     written_square_norms,
 )
 from dpvision.dp.outer_products import OUTER_NUMBERS, Dense, OuterProducts, chunks, wide
@@ -300,12 +300,12 @@ def total_square_norms(
             sharing.setdefault(shared, []).append(group[0])
         elif id(group) not in in_small:
             alone.append(group)
-    pieces: list[Callable[[], PlaceSums | SquareNorms]] = [
+    pieces: list[Callable[[], list[PlaceSums] | SquareNorms]] = [
         partial(_shared_sums, slots) for slots in sharing.values()
     ]
     pieces += [partial(group_square_norms, group, params, num_records) for group in alone]
     made = map_pieces(torch.no_grad()(operator.call), pieces, device)
-    by_place = [part for part in made if isinstance(part, PlaceSums)]
+    by_place = [sums for part in made if isinstance(part, list) for sums in part]
     parts = [part for part in made if isinstance(part, SquareNorms)]
     if by_place:
         parts.append(summed_squares(by_place))
@@ -350,9 +350,9 @@ def written_out(group: list[Slot], params: dict[str, Tensor], rows: slice) -> di
     return pull_back(group, [slot.write_out(rows) for slot in group], params, batched=True)
 
 
-def _shared_sums(slots: list[Slot]) -> PlaceSums:
+def _shared_sums(slots: list[Slot]) -> list[PlaceSums]:
     """Sums by place over slots with the same ``shared_input``."""
-    return place_sums([slot.outers[0].left for slot in slots], slots[0].outers[0].right)
+    return sums_of_shared([slot.outers[0].left for slot in slots], slots[0].outers[0].right)
 
 
 def pull_back(
