@@ -266,7 +266,7 @@ def bits(device: torch.device) -> Checks:
     for name in (*SMALL, *(("vip.base",) if on_gpu else ())):
         rows = 64 if on_gpu else 16
         config, model, public = _subject(name, device, rows)
-        sizes = range(8, rows) if name in SMALL else (8, 12, 16, 24, 32, 48, 63)
+        sizes = (8, 12, 16, 24, 32, 48, 63) if on_gpu else range(8, rows)
         for precision in TOLERANCE:
             admitted, refused = (rows,), ""
             try:
@@ -560,7 +560,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    checks = list(CHECKS[args.name](torch.device(args.device)))
+    checks = []
+    for check in CHECKS[args.name](torch.device(args.device)):
+        bound = "" if check.bound is None else f", at most {check.bound:g}"
+        verdict = "ok   " if check.ok else "WRONG"
+        print(f"{verdict} {check.claim}: {check.value:.4g}{bound}", file=sys.stderr, flush=True)
+        checks.append(check)
     rows = [line for check in checks for line in check.rows(args.name)]
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     write_result(args.json, "gpu_checks", rows, packages=("torch", "numpy"), device=device)

@@ -140,7 +140,7 @@ def layer_norm(
         dtype = wide(g.dtype)
         g_BTD, x_BTD, m_BT1, r_BT1 = rows(g), rows(x), rows(mean), rows(rstd)
         if slot is not None and g.device.type == "cuda" and dtype == torch.float32:
-            from dpvision.dp.layer_norm_triton import layer_norm_sums
+            from dpvision.dp.pass_triton import layer_norm_sums
 
             weight_BD, bias_BD = layer_norm_sums(x_BTD, m_BT1, r_BT1, g_BTD)
             slot.add_written(weight_BD.view(num, *shape))

@@ -204,8 +204,8 @@ def sums_of_shared(lefts: list[Side], right: Side) -> list[PlaceSums]:
 
 
 def _tile_sums(left: Side, right: Side) -> PlaceSums:
-    """As ``_place_sums``, without a Gram matrix in memory (``gram_triton``)."""
-    from dpvision.dp.gram_triton import TILE, tile_sums
+    """As ``_place_sums``, without a Gram matrix in memory (``pass_triton``)."""
+    from dpvision.dp.pass_triton import TILE, tile_sums
 
     numbers = right.places * (left.width + right.width)
     parts = [

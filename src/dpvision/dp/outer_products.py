@@ -104,10 +104,11 @@ def scaled(value_NTP: Tensor, factor_N: Tensor) -> Tensor:
     u x sum of |l_t| |r_t|: that is added to the norm before the factor is chosen, so that the
     rounded contribution is no longer than C.
     """
-    factor_N11 = factor_N[:, None, None]
-    if rounding(value_NTP.dtype, value_NTP.device):  # computed in float32, rounded as it is written
-        return torch.mul(value_NTP, factor_N11, out=torch.empty_like(value_NTP))
-    return value_NTP * factor_N11  # factors are float32 or wider, so is the product
+    if rounding(value_NTP.dtype, value_NTP.device):
+        from dpvision.dp.pass_triton import scaled_rows
+
+        return scaled_rows(value_NTP, factor_N.float())
+    return value_NTP * factor_N[:, None, None]  # factors are float32 or wider, so is the product
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:
