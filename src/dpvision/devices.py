@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dpvision.environment import own_cores
@@ -172,3 +173,32 @@ def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     that ``send`` need not copy it to pinned memory first.
     """
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+_VECTOR, _LEAST_VECTORS = 4, 128
+"""Of CUDA's sums (ATen/native/cuda/Reduce.cuh): numbers that are read at once, and the length of a
+row from which they are.
+"""
+
+
+def adds_by_place(device: torch.device) -> bool:
+    """Whether a sum over a long row depends on where it begins in memory: yes but for a CPU."""
+    return device.type != "cpu"
+
+
+def row_sums(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Sums over the last dimension, whose bits do not depend on where a row begins in memory."""
+    return padded_rows(value).sum(-1, dtype=dtype)
+
+
+def padded_rows(value: Tensor) -> Tensor:
+    """The tensor, off the CPU with zeros after each row of its last dimension where rows begin at
+    different places of an aligned vector: a GPU's sum adds what lies before the first such vector
+    last.
+    """
+    if not adds_by_place(value.device) or value.shape[-1] < _LEAST_VECTORS:
+        return value
+    steps = zip(value.stride()[:-1], value.shape[:-1], strict=True)
+    if all(size == 1 or step % _VECTOR == 0 for step, size in steps):
+        return value
+    return F.pad(value, (0, -value.shape[-1] % _VECTOR))

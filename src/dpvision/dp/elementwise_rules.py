@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpvision.devices import row_sums
 from dpvision.dp.batch_dims import MIXED, BatchDim
 from dpvision.dp.outer_products import wide
 from dpvision.dp.rule import Pass, by_record, leading, require
@@ -190,12 +191,10 @@ def group_norm(
             normal = (x.unflatten(1, (num_groups, -1)).flatten(3) - mean[..., None, None]) * rstd[
                 ..., None, None
             ]  # (N, G, C / G, S)
-            grad_NC = (normal.flatten(1, 2).view(*x.shape[:2], -1) * g.flatten(2)).sum(
-                2, dtype=dtype
-            )
+            grad_NC = row_sums(normal.flatten(1, 2).view(*x.shape[:2], -1) * g.flatten(2), dtype)
             slot.add_written(grad_NC.view(num, -1, channels).sum(1))
         if bias_slot is not None:
-            bias_slot.add_written(g.flatten(2).sum(2, dtype=dtype).view(num, -1, channels).sum(1))
+            bias_slot.add_written(row_sums(g.flatten(2), dtype).view(num, -1, channels).sum(1))
 
     x = _widened(input).contiguous()
     sizes = x.shape[0], channels, x.shape[2:].numel()

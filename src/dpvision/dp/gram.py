@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpvision.devices import send
+from dpvision.devices import padded_rows, row_sums, send
 from dpvision.dp.outer_products import (
     GRAM_NUMBERS,
     OUTER_NUMBERS,
@@ -125,11 +125,10 @@ def square_norms(outers: list[OuterProducts]) -> SquareNorms:
                 product_NTS = _cross_gram(a.left, b.left, rows) * _cross_gram(
                     a.right, b.right, rows
                 )
-                total_B[rows] += (1 if a is b else 2) * product_NTS.sum(2).sum(
-                    1, dtype=torch.float64
-                )
+                value_N = row_sums(row_sums(product_NTS), torch.float64)
+                total_B[rows] += (1 if a is b else 2) * value_N
             if a is b:
-                length_B += (_square_lengths(a.left) * _square_lengths(a.right)).sqrt().sum(1)
+                length_B += row_sums((_square_lengths(a.left) * _square_lengths(a.right)).sqrt())
     # For several uses, or rows made again, the plain form of the bound: |l_t| |l_t'| |r_t| |r_t'|
     # for every pair.
     places = sum(outer.left.places for outer in outers)
@@ -151,10 +150,10 @@ def written_square_norms(outer: OuterProducts, rows: slice, value_N: Tensor) -> 
     written out for the norm only; the value itself is zero.
     """
     lengths_NT = [
-        torch.linalg.vector_norm(side.rows(rows), dim=2, dtype=torch.float64)
+        torch.linalg.vector_norm(padded_rows(side.rows(rows)), dim=2, dtype=torch.float64)
         for side in (outer.left, outer.right)
     ]
-    length_N = (lengths_NT[0] * lengths_NT[1]).sum(1)
+    length_N = row_sums(lengths_NT[0] * lengths_NT[1])
     places = outer.left.places
     off_N = gamma(places, wide(_dtype(outer))) * length_N
     return SquareNorms(
@@ -245,9 +244,9 @@ def _by_place(lefts_NTP: list[Tensor], right_NTQ: Tensor, panel: int) -> tuple[T
     num, places, _ = right_NTQ.shape
     if places <= panel:
         gram_l, gram_r = _panel(lefts_NTP, 0, places), _panel([right_NTQ], 0, places)
-        norms = [torch.linalg.vector_norm(gram, dim=2) for gram in (gram_l, gram_r)]
+        norms = [torch.linalg.vector_norm(padded_rows(gram), dim=2) for gram in (gram_l, gram_r)]
         squares = [gram.diagonal(dim1=1, dim2=2).clone() for gram in (gram_l, gram_r)]
-        return gram_l.mul_(gram_r).sum(2), *norms, *squares
+        return row_sums(gram_l.mul_(gram_r)), *norms, *squares
     double = {"dtype": torch.float64, "device": right_NTQ.device}
     value_NT, sum_l_NT, sum_r_NT = torch.zeros(3, num, places, **double)  # type: ignore[call-overload]
     length_l_NT, length_r_NT = torch.empty(2, num, places, **double)  # type: ignore[call-overload]
@@ -259,8 +258,9 @@ def _by_place(lefts_NTP: list[Tensor], right_NTQ: Tensor, panel: int) -> tuple[T
             (gram_r, sum_r_NT, length_r_NT),
         ):
             length_NT[:, own] = gram[:, : own.stop - start].diagonal(dim1=1, dim2=2)
-            _fold(sum_NT, torch.linalg.vector_norm(gram, dim=2).double().square_(), own)
-        _fold(value_NT, gram_l.mul_(gram_r).sum(2).double(), own)
+            norm_NT = torch.linalg.vector_norm(padded_rows(gram), dim=2)
+            _fold(sum_NT, norm_NT.double().square_(), own)
+        _fold(value_NT, row_sums(gram_l.mul_(gram_r)).double(), own)
     return value_NT, sum_l_NT.sqrt_(), sum_r_NT.sqrt_(), length_l_NT, length_r_NT
 
 
@@ -288,12 +288,12 @@ def _squares(parts: list[PlaceSums]) -> SquareNorms:
     )
     square_l_GNT += _lost(dtype)
     square_r_GNT += _lost(dtype)
-    length_GN = (square_l_GNT * square_r_GNT).sqrt_().sum(2).square_()
-    sum_l_GN, sum_r_GN = square_l_GNT.sum(2), square_r_GNT.sum(2)
+    length_GN = row_sums((square_l_GNT * square_r_GNT).sqrt_()).square_()
+    sum_l_GN, sum_r_GN = row_sums(square_l_GNT), row_sums(square_r_GNT)
     # Squares of numbers below 2^-63 are lost to a norm; no Frobenius norm exceeds the sum of
     # squared lengths.
     norm_l_GN, norm_r_GN = (
-        torch.minimum(norm_GNK.square_().sum(2).sqrt_() + places * 2.0**-60, sum_GN)
+        torch.minimum(row_sums(norm_GNK.square_()).sqrt_() + places * 2.0**-60, sum_GN)
         for norm_GNK, sum_GN in ((norm_l_GNK, sum_l_GN), (norm_r_GNK, sum_r_GN))
     )
     offs = tuple(part.off_l for part in parts), tuple(part.off_r for part in parts)
@@ -306,7 +306,7 @@ def _squares(parts: list[PlaceSums]) -> SquareNorms:
         + gamma(parts[0].summed + 1, dtype) * norm_l_GN * norm_r_GN
     )
     # A tenth more, for the bound's own numbers, which are float32 too.
-    value_N, error_N, length_N = map(added, (value_GNK.sum(2), 1.1 * error_GN, length_GN))
+    value_N, error_N, length_N = map(added, (row_sums(value_GNK), 1.1 * error_GN, length_GN))
     return SquareNorms(value_N, error_N, length_N, (places + 1) ** 2 * length_N)
 
 
@@ -376,7 +376,7 @@ def _square_lengths(side: Side) -> Tensor:
     if isinstance(side, Recomputed):
         return side.kept.diagonal(dim1=1, dim2=2).double() + _lost(side.kept.dtype)
     parts = [
-        torch.linalg.vector_norm(side.rows(rows), dim=2, dtype=torch.float64).square()
+        torch.linalg.vector_norm(padded_rows(side.rows(rows)), dim=2, dtype=torch.float64).square()
         for rows in chunks(side.num_records, side.places * side.width, GRAM_NUMBERS, side.device)
     ]
     return torch.cat(parts) + _lost(torch.float32)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpvision.devices import row_sums
 from dpvision.dp.batch_dims import MIXED
 from dpvision.dp.outer_products import Dense, OneHot, OuterProducts, Patches, Recomputed, wide
 from dpvision.dp.rule import Pass, Rule, by_record, leading, require
@@ -119,7 +120,7 @@ def make_conv(num_dims: int) -> Rule:
                 slot.add_written(_record_kernels(g, x, shape, geometry, num))
             if bias_slot is not None:
                 bias_slot.add_written(
-                    g.flatten(2).sum(2, dtype=wide(g.dtype)).view(num, -1, shape[0]).sum(1)
+                    row_sums(g.flatten(2), wide(g.dtype)).view(num, -1, shape[0]).sum(1)
                 )
 
         return run.tap(

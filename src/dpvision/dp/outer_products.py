@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpvision.devices import adds_by_place
 from dpvision.dp.rounding import sum_dtype
 
 GRAM_NUMBERS = {"cpu": 2**20, "cuda": 2**27}
@@ -74,15 +75,21 @@ def product(a: Tensor, b: Tensor) -> Tensor:
             total += product(a[:, :, start : start + MOST_TERMS], b[:, start : start + MOST_TERMS])
         return total
     dtype = widest(a.dtype, b.dtype)
-    return torch.bmm(a.to(dtype), b.to(dtype))
+    room = None
+    if adds_by_place(a.device):
+        room = aligned_rows(num, rows, b.shape[2], a.device, dtype)
+    return torch.bmm(a.to(dtype), b.to(dtype), out=room)
 
 
-def aligned_rows(num: int, rows: int, columns: int, device: torch.device) -> Tensor:
-    """An uninitialised float32 (num, rows, columns) whose rows begin at multiples of 32 bytes.
+def aligned_rows(
+    num: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """An uninitialised (num, rows, columns) whose rows begin at multiples of 32 bytes.
 
-    For 197 columns an H100 took kernels for unaligned rows, at a fifth of the speed of others.
+    For 197 columns an H100 took kernels for unaligned rows, at a fifth of the speed of others; and
+    sums of a row would depend on where it begins (``devices.padded_rows``).
     """
-    return torch.empty(num, rows, -(-columns // 8) * 8, device=device)[:, :, :columns]
+    return torch.empty(num, rows, -(-columns // 8) * 8, device=device, dtype=dtype)[:, :, :columns]
 
 
 def accumulated(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -104,11 +111,12 @@ def scaled(value_NTP: Tensor, factor_N: Tensor) -> Tensor:
     u x sum of |l_t| |r_t|: that is added to the norm before the factor is chosen, so that the
     rounded contribution is no longer than C.
     """
-    if rounding(value_NTP.dtype, value_NTP.device):
+    if value_NTP.is_cuda and rounding(value_NTP.dtype, value_NTP.device):
         from dpvision.dp.pass_triton import scaled_rows
 
         return scaled_rows(value_NTP, factor_N.float())
-    return value_NTP * factor_N[:, None, None]  # factors are float32 or wider, so is the product
+    value = value_NTP * factor_N[:, None, None]  # factors are float32 or wider, so is the product
+    return value.to(value_NTP.dtype) if rounding(value_NTP.dtype, value_NTP.device) else value
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpvision.devices import row_sums
 from dpvision.dp.gram import (
     PlaceSums,
     SquareNorms,
@@ -173,7 +174,7 @@ def sum_of_squares(grad_BW: Tensor) -> Tensor:
         return torch.zeros(len(grad_BW), dtype=torch.float64, device=grad_BW.device)
     piece = math.gcd(grad_BW[0].numel(), _PIECE)
     part_BN = torch.linalg.vector_norm(grad_BW.reshape(len(grad_BW), -1, piece), dim=2)
-    return part_BN.double().square().sum(1)
+    return row_sums(part_BN.double().square())
 
 
 def weighted_rows(
