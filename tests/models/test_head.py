@@ -48,9 +48,13 @@ def gradients(function, inputs, g_BL):
 @pytest.mark.parametrize("room", [1, L * V, 2 * L * V + 1, 10**6])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
-def test_values_and_gradients_are_torchs_for_any_chunk(monkeypatch, room, bias, ignored):
-    """Chunks of one record, of two, and of all; with every token weighed differently."""
+@pytest.mark.parametrize("aligned", [False, True])
+def test_values_and_gradients_are_torchs_for_any_chunk(monkeypatch, room, bias, ignored, aligned):
+    """Chunks of one record, of two, and of all; with every token weighed differently; with words of
+    probability zero too, as on a GPU.
+    """
     monkeypatch.setitem(head._CHUNK_NUMBERS, "cpu", room)
+    monkeypatch.setattr(head, "adds_by_place", lambda device: aligned)
     inputs = operands(bias=bias, ignored=ignored)
     g_BL = torch.linspace(-2, 3, B * L, dtype=torch.float64).view(B, L)
     torch.testing.assert_close(

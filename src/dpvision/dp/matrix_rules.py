@@ -14,7 +14,7 @@ from dpvision.devices import row_sums
 from dpvision.dp.batch_dims import MIXED
 from dpvision.dp.outer_products import Dense, OneHot, OuterProducts, Patches, Recomputed, wide
 from dpvision.dp.rule import Pass, Rule, by_record, leading, require
-from dpvision.models.head import head_forward, logit_gradients
+from dpvision.models.head import aligned_head, head_forward, logit_gradients
 
 
 def linear(
@@ -257,12 +257,13 @@ def head(
     hidden, weight, bias = run.lowered(
         hidden_BLD, weight_VD.detach(), None if bias_V is None else bias_V.detach()
     )
+    weight, bias = aligned_head(weight, bias)
 
     def sink(operands: list[Any], gram_BTT: Tensor, g_BT: Tensor) -> None:
         hidden, weight, bias, target = operands
         left = Recomputed(
             gram_BTT,
-            lambda rows: logit_gradients(hidden[rows], weight, bias, target[rows]),
+            lambda rows: logit_gradients(hidden[rows], weight, bias, target[rows])[..., : shape[0]],
             shape[0],
             hidden.shape[2],
         )

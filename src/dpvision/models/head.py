@@ -12,6 +12,7 @@ Legend: B records, N records of a chunk, L tokens, D width, V vocabulary.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from dpvision.devices import adds_by_place
 from dpvision.precision import lowered_dtype
 
 IGNORED = -100
 """Target of a token without a loss, as in torch."""
 _CHUNK_NUMBERS = {"cpu": 2**22, "cuda": 2**28}
+_ALIGNED = 8
+"""Logits of a token begin at multiples of this off the CPU."""
 
 
 def linear_cross_entropy(
@@ -58,6 +62,20 @@ def linear_cross_entropy(
     return _Head.apply(hidden_BLD, weight_VD, bias_V, target_BL)
 
 
+def aligned_head(weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the head as ``head_forward`` and ``logit_gradients`` take it: on a GPU with words of
+    probability zero, so that all rows of logits begin alike in memory.
+
+    Else a softmax would add in an order that depends on a token's place in the batch, and products
+    with 30,522 words would take kernels for unaligned rows.
+    """
+    rest = -len(weight_VD) % _ALIGNED
+    if not rest or not adds_by_place(weight_VD.device):
+        return weight_VD, bias_V
+    bias_V = weight_VD.new_zeros(len(weight_VD)) if bias_V is None else bias_V
+    return F.pad(weight_VD, (0, 0, 0, rest)), F.pad(bias_V, (0, rest), value=-math.inf)
+
+
 def head_forward(
     hidden_BLD: Tensor,
     weight_VD: Tensor,
@@ -67,6 +85,9 @@ def head_forward(
     with_gram: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute loss and gradients in one pass over chunks of records, for autograd functions.
+
+    Args:
+        weight_VD, bias_V: of ``aligned_head``.
 
     Returns:
         (loss_BL; d loss / d hidden, (B, L, D); with ``with_gram`` the inner products (B, L, L) of
@@ -93,7 +114,8 @@ def head_forward(
 def logit_gradients(
     hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_NL: Tensor
 ) -> Tensor:
-    """Recompute d loss / d logits of some records: softmax - one-hot, (N, L, V).
+    """Recompute d loss / d logits of some records: softmax - one-hot, (N, L, V), for the words of
+    ``aligned_head``.
 
     In the states' precision.
     """
@@ -110,16 +132,18 @@ class _Head(torch.autograd.Function):
         dtype = lowered_dtype(hidden_BLD)
         hidden, weight = hidden_BLD.to(dtype), weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
+        weight, bias = aligned_head(weight, bias)
         loss_BL, grad_BLD, _ = head_forward(hidden, weight, bias, target_BL, with_gram=False)
         ctx.save_for_backward(hidden, weight, bias, target_BL, grad_BLD)
         ctx.dtypes = hidden_BLD.dtype, weight_VD.dtype
+        ctx.num_words, ctx.with_bias = len(weight_VD), bias_V is not None
         return loss_BL
 
     @staticmethod
     def backward(ctx: Any, g_BL: Tensor) -> tuple[Any, ...]:
         hidden_BLD, weight_VD, bias_V, target_BL, grad_BLD = ctx.saved_tensors
         weight_grad = torch.zeros(weight_VD.shape, dtype=g_BL.dtype, device=g_BL.device)
-        bias_grad = None if bias_V is None else weight_grad.new_zeros(len(weight_VD))
+        bias_grad = weight_grad.new_zeros(len(weight_VD)) if ctx.with_bias else None
         for rows in _chunks(hidden_BLD, weight_VD):
             delta_NLV = logit_gradients(hidden_BLD[rows], weight_VD, bias_V, target_BL[rows])
             scaled_NLD = (hidden_BLD[rows] * g_BL[rows][..., None]).to(delta_NLV.dtype)
@@ -127,10 +151,11 @@ class _Head(torch.autograd.Function):
             if bias_grad is not None:
                 bias_grad += g_BL[rows].flatten() @ delta_NLV.flatten(0, 1).to(g_BL.dtype)
         hidden_dtype, weight_dtype = ctx.dtypes
-        bias_grad = None if bias_grad is None else bias_grad.to(weight_dtype)
+        own = slice(ctx.num_words)
+        bias_grad = None if bias_grad is None else bias_grad[own].to(weight_dtype)
         return (
             (grad_BLD * g_BL[..., None]).to(hidden_dtype),
-            weight_grad.to(weight_dtype),
+            weight_grad[own].to(weight_dtype),
             bias_grad,
             None,
         )
