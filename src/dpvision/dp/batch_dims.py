@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 NUM_RECORDS = (2, 3)
+_LISTS = (list, tuple)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def block_call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
     """
     if torch._C._is_torch_function_mode_enabled():
         return handle_torch_function(
-            block_call, list(tensors_in(args, kwargs)), name, forward, *args, **kwargs
+            block_call, tensors_in(args, kwargs), name, forward, *args, **kwargs
         )
     return forward(*args, **kwargs)
 
@@ -194,17 +195,23 @@ def _settings(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     if function not in _MOVING and getattr(function, "__name__", "") in _ARITHMETIC:
         return None
     flat: list[Any] = []
-    for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
-        flat += value if isinstance(value, list | tuple) else [value]
+    for value in (*args, *(kwargs[name] for name in sorted(kwargs))) if kwargs else args:
+        if isinstance(value, _LISTS):
+            flat += value
+        else:
+            flat.append(value)
     return tuple(map(_setting, flat))
 
 
+_PLAIN, _NESTED = (int, str, np.integer), (slice, list, tuple)
+
+
 def _setting(value: Any) -> Any:
-    if value is None or isinstance(value, int | str | np.integer):
+    if isinstance(value, Tensor):
+        return Tensor
+    if value is None or isinstance(value, _PLAIN):
         return value
-    if isinstance(value, slice | list | tuple):
-        return str(value)
-    return Tensor if isinstance(value, Tensor) else type(value)
+    return str(value) if isinstance(value, _NESTED) else type(value)
 
 
 _PICKING: set[Any] = {
@@ -252,11 +259,11 @@ class _Recorder(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        given, at = list(tensors_in(args, kwargs)), len(self.calls)
+        given, at = tensors_in(args, kwargs), len(self.calls)
         with torch._C.DisableTorchFunction():  # outer modes watch the model, not what is noted here
             inputs, sources = self._inputs(at, given), self._sources.of(given)
         out = func(*args, **kwargs)
-        made = list(tensors_in((out,), {}))
+        made = tensors_in((out,), {})
         if counts(func, made):
             with torch._C.DisableTorchFunction():
                 self._sources.note(func, given, made, at)
@@ -441,15 +448,15 @@ def _known(batch_dim: BatchDim, grads: dict[int, Tensor]) -> BatchDim:
     return found if found.known else MIXED
 
 
-def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments, including those in lists and tuples, in a fixed
-    order.
-    """
-    for value in (*args, *kwargs.values()):
+def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among the arguments, including those in lists and tuples, in a fixed order."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:  # at every call of a pass
         if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (item for item in value if isinstance(item, Tensor))
+            found.append(value)
+        elif isinstance(value, _LISTS):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
 
 
 def _record(run: Callable[[Any], object], batch: Any, inputs: Note, outputs: Note) -> list[Any]:

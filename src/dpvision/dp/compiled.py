@@ -162,7 +162,7 @@ class CompiledBlocks:
             with inner, torch.enable_grad():
                 output = functional_call(block, given, tuple(args))
             state["inner"], state["given"] = inner, given
-            made = list(tensors_in((output,), {}))
+            made = tensors_in((output,), {})
             inner.check_backward(made)
             state["sources"] = inner.sources.of(made)
             return output, [h.saved for h in inner.taps]

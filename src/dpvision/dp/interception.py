@@ -245,8 +245,8 @@ class InterceptedPass(TorchFunctionMode):
             done = self.run_block(self, *args, **kwargs)
             if done is not None:
                 num_calls, output, inner = done
-                block_args = list(tensors_in(args[2:], kwargs))
-                made = list(tensors_in((output,), {}))
+                block_args = tensors_in(args[2:], kwargs)
+                made = tensors_in((output,), {})
                 self.sources.note_block(block_args, made, inner, self._at)
                 self._block_nodes += [t.grad_fn for t in made]
                 self._at += num_calls
@@ -254,12 +254,12 @@ class InterceptedPass(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        given = list(tensors_in(args, kwargs))
+        given = tensors_in(args, kwargs)
         sources = self.sources.of(given)
         self.check_backward(given)
         known = [t for t in given if id(t) in self._known] if torch.is_grad_enabled() else []
         out = self._use(func, args, kwargs, known) if known else func(*args, **kwargs)
-        made = list(tensors_in((out,), {}))
+        made = tensors_in((out,), {})
         if counts(func, made):
             call = self._calls[self._at] if self._at < len(self._calls) else None
             # The arguments of a traced block come from outside of the trace.
@@ -275,15 +275,17 @@ class InterceptedPass(TorchFunctionMode):
         a backward pass of the user's own: it sees the gradients of all records together, and only
         ``vmap`` gives those of each record alone.
         """
-        foreign = (
-            isinstance(node, BackwardCFunction)
-            and node not in self._block_nodes
-            and not node._forward_cls.__module__.startswith("dpvision.")
-            for node in (t.grad_fn for t in tensors)
-        )
-        if self._slots and any(foreign):
-            weights = [slot.weight for slot in self.slots]
-            raise NoRule(weights, "before a backward pass of your own")
+        if not self._slots:
+            return
+        for tensor in tensors:
+            node = tensor.grad_fn
+            if (
+                isinstance(node, BackwardCFunction)
+                and node not in self._block_nodes
+                and not node._forward_cls.__module__.startswith("dpvision.")
+            ):
+                weights = [slot.weight for slot in self.slots]
+                raise NoRule(weights, "before a backward pass of your own")
 
     def _use(self, func: Any, args: Any, kwargs: Any, known: list[Tensor]) -> Any:
         """Make a call that has parameters among its arguments."""
@@ -323,7 +325,7 @@ class InterceptedPass(TorchFunctionMode):
         """Look up the record dimensions of this call's tensors, and check them."""
         if self._at >= len(self._calls) or self._calls[self._at].function != func:
             raise GraphChanged(func.__name__)
-        call, tensors = self._calls[self._at], list(tensors_in(args, kwargs))
+        call, tensors = self._calls[self._at], tensors_in(args, kwargs)
         if len(call.inputs) != len(tensors):
             raise GraphChanged(func.__name__)
         for tensor, batch_dim in zip(tensors, call.inputs, strict=True):

@@ -126,7 +126,7 @@ class _Flow(TorchFunctionMode):
         # Modes around this one watch the model, and need not see what is asked and tried here.
         with torch._C.DisableTorchFunction():
             name, reads = _name(func), getattr(func, "__name__", "") in READS
-            given = list(tensors_in(args, kwargs))
+            given = tensors_in(args, kwargs)
             highest = max(map(self.level, given), default=Level.PUBLIC)
             if highest and (reads or (name == "tensor_split" and len(given) > 1)):
                 self._reads.read = func.__name__
@@ -139,7 +139,7 @@ class _Flow(TorchFunctionMode):
         out = func(*args, **kwargs)
         self._reads.paused = True  # the call is tried on numbers of no record
         with torch._C.DisableTorchFunction():
-            made = list(tensors_in((out,), {}))
+            made = tensors_in((out,), {})
             levels = []
             if counts(func, made):
                 self._at += 1
