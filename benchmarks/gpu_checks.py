@@ -263,7 +263,7 @@ def bits(device: torch.device) -> Checks:
     The smaller numbers of rows that are not admitted are counted: such passes are padded.
     """
     on_gpu = device.type == "cuda"
-    for name in (*SMALL, *(("vip.base",) if on_gpu else ())):
+    for name in (*SMALL, *(("vip.base", "dpcap.base") if on_gpu else ())):
         rows = 64 if on_gpu else 16
         config, model, public = _subject(name, device, rows)
         sizes = (8, 12, 16, 24, 32, 48, 63) if on_gpu else range(8, rows)
@@ -303,7 +303,7 @@ def end_to_end(device: torch.device) -> Checks:
     ]
     privacy += [
         "--privacy.steps",
-        "300" if device.type == "cuda" else "60",
+        "60",
         "--optim.warmup-steps",
         "5",
     ]

@@ -21,7 +21,7 @@ Legend: B records, N records of a chunk, G weights, T, S places, P, Q widths.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -171,14 +171,11 @@ class PlaceSums:
     rows, or tiles. A number above the diagonal may count at the part of its mirror image.
     """
 
-    value_NK: Tensor
-    """Sums over the parts of L o R."""
-    norm_l_NK: Tensor
-    """Norms of the parts of L: their squares add up to the squared norm of L."""
-    norm_r_NK: Tensor
-    square_l_NT: Tensor
-    """The diagonal of L: squared lengths of the left rows."""
-    square_r_NT: Tensor
+    tensors: tuple[Tensor, ...]
+    """value_NK, sums over the parts of L o R; norm_l_NK and norm_r_NK, norms of the parts of L and
+    of R, whose squares add up to the squared norm; square_l_NT and square_r_NT, the diagonals:
+    squared lengths of the rows.
+    """
     off_l: float
     """Relative error of an entry of L (``rounding.gamma``)."""
     off_r: float
@@ -186,10 +183,6 @@ class PlaceSums:
     """Bounds the roundings of a number in the sum of its part."""
     dtype: torch.dtype
     """Precision of the matrices."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.value_NK, self.norm_l_NK, self.norm_r_NK, self.square_l_NT, self.square_r_NT
 
 
 def sums_of_shared(lefts: list[Side], right: Side) -> list[PlaceSums]:
@@ -212,7 +205,7 @@ def _tile_sums(left: Side, right: Side) -> PlaceSums:
         for rows in chunks(right.num_records, numbers, OUTER_NUMBERS, right.device)
     ]
     off_l, off_r = (gamma(side.width) for side in (left, right))
-    return PlaceSums(*_joined(parts), off_l, off_r, TILE, torch.float32)
+    return PlaceSums(_joined(parts), off_l, off_r, TILE, torch.float32)
 
 
 def _place_sums(lefts: list[Side], right: Side) -> PlaceSums:
@@ -225,12 +218,12 @@ def _place_sums(lefts: list[Side], right: Side) -> PlaceSums:
     terms = max(_blocked(left.width, left.dtype, left.device) for left in lefts) + len(lefts)
     dtype = wide(right.dtype)
     off_r = gamma(_blocked(right.width, right.dtype, right.device), dtype)
-    return PlaceSums(*_joined(parts), gamma(terms, dtype), off_r, right.places, dtype)
+    return PlaceSums(_joined(parts), gamma(terms, dtype), off_r, right.places, dtype)
 
 
-def _joined(parts: list[tuple[Tensor, ...]]) -> Iterable[Tensor]:
+def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Tensors of several chunks of records."""
-    return parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def _by_place(lefts_NTP: list[Tensor], right_NTQ: Tensor, panel: int) -> tuple[Tensor, ...]:
@@ -275,14 +268,14 @@ def summed_squares(parts: Sequence[PlaceSums]) -> SquareNorms:
     """Squared norms over one weight or more, with the bound at the top of this file."""
     alike: dict[Any, list[PlaceSums]] = {}
     for part in parts:
-        kind = part.value_NK.shape[1], part.square_l_NT.shape[1], part.value_NK.dtype, part.dtype
-        alike.setdefault((*kind, part.summed), []).append(part)
+        kinds = [(value.shape[1], value.dtype) for value in part.tensors]
+        alike.setdefault((*kinds, part.dtype, part.summed), []).append(part)
     return SquareNorms.total([_squares(same) for same in alike.values()])
 
 
 def _squares(parts: list[PlaceSums]) -> SquareNorms:
     """Squared norms over weights with as many places, in as many parts."""
-    dtype, places = parts[0].dtype, parts[0].square_l_NT.shape[1]
+    dtype, places = parts[0].dtype, parts[0].tensors[4].shape[1]
     value_GNK, norm_l_GNK, norm_r_GNK, square_l_GNT, square_r_GNT = (
         torch.stack(kind).double() for kind in zip(*(part.tensors for part in parts), strict=True)
     )

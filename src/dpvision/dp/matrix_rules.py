@@ -254,10 +254,10 @@ def head(
     )
     slot, bias_slot = run.slot(weight_VD, "vocabulary head"), run.slot(bias_V, "vocabulary head")
     num, shape = run.num_records, weight_VD.shape
-    hidden, weight, bias = run.lowered(
+    hidden, *low = run.lowered(
         hidden_BLD, weight_VD.detach(), None if bias_V is None else bias_V.detach()
     )
-    weight, bias = aligned_head(weight, bias)
+    weight, bias = aligned_head(*low)
 
     def sink(operands: list[Any], gram_BTT: Tensor, g_BT: Tensor) -> None:
         hidden, weight, bias, target = operands

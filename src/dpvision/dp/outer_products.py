@@ -75,9 +75,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
             total += product(a[:, :, start : start + MOST_TERMS], b[:, start : start + MOST_TERMS])
         return total
     dtype = widest(a.dtype, b.dtype)
-    room = None
-    if adds_by_place(a.device):
-        room = aligned_rows(num, rows, b.shape[2], a.device, dtype)
+    if not adds_by_place(a.device):
+        return torch.bmm(a.to(dtype), b.to(dtype))
+    room = aligned_rows(num, rows, b.shape[2], a.device, dtype)
     return torch.bmm(a.to(dtype), b.to(dtype), out=room)
 
 
