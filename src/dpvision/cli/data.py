@@ -1,4 +1,4 @@
-"""``dpvision data``: import, inspect and split stores, and make synthetic ones."""
+"""``dpvision data``: import, inspect, merge and split stores, and make synthetic ones."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +41,7 @@ def run(argv: Sequence[str]) -> None:
         "import": import_,
         "inspect": inspect,
         "split": split,
+        "merge": merge,
         "scenes": scenes,
         "tokenizer": tokenizer,
         "overlap": overlap,
@@ -48,8 +49,8 @@ def run(argv: Sequence[str]) -> None:
     tyro.extras.subcommand_cli_from_dict(
         commands,
         prog="dpvision data",
-        description="Import, inspect and split stores; make procedural scenes; train a tokenizer; "
-        "find images that two stores share.",
+        description="Import, inspect, split and merge stores; make procedural scenes; train a "
+        "tokenizer; find images that two stores share.",
         args=list(argv),
         config=CONFIG,
     )
@@ -357,6 +358,39 @@ def split(
     ]
     private = made[0].results_visibility == "private"
     emit({"operator_only": private, "parts": held}, json, "\n".join(lines))
+
+
+def merge(
+    stores: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="STORE STORE [STORE ...] OUT")
+    ],
+    workers: int | None = None,
+    json: bool = False,
+) -> None:
+    """Merge stores into a new one, as one import of all their sources makes it: identical images
+    become one record, and records get new ids. The stores stay as they are.
+
+    Refused, because the merged store could not keep count of what was spent or of whose images it
+    has: stores with persons, private stores with charged runs or a cap, private stores beside
+    public ones.
+
+    Args:
+        stores: The stores, in the order of their records, and last the new folder.
+        workers: Processes that read the stores; if None, the cores of this machine.
+        json: Print JSON.
+    """
+    *sources, out = stores or (Path(),)
+    check_store(*sources)
+    from dpvision.data.merge import merge_stores
+
+    with Console(stderr=True).status("merging") as status:
+        made = merge_stores(
+            sources,
+            out,
+            workers=workers,
+            progress=lambda n: status.update(f"merging: {n:,} images"),
+        )
+    _said(made, json)
 
 
 def _counts(store: "Store") -> dict[str, int | None]:

@@ -36,16 +36,14 @@ from dpvision.data.shard_writer import ShardWriter
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
 from dpvision.data.store_writer import (
-    KEY_FILE,
     copy_key,
+    durable_key,
     new_key,
     new_store_folder,
-    read_key,
     require_new,
 )
 from dpvision.environment import own_cores
 from dpvision.errors import DataError
-from dpvision.files import sync
 
 _Progress = Callable[[int], None] | None
 
@@ -225,10 +223,7 @@ def _import_parts(making: _Making, target: Path, workers: int, progress: _Progre
     """Import each file by itself; what is complete is kept if the import fails."""
     source, rule = making.source, making.rule
     with work_folder(target, settings_of(rule)) as work:
-        if not (work / KEY_FILE).exists():
-            new_key(work)
-            sync(work / KEY_FILE)
-        rule = replace(rule, key=read_key(work))
+        rule = replace(rule, key=durable_key(work))
         if rule.people.checked_first:
             check_persons(
                 list(read_parts("people", source.parts, work, rule, workers)),

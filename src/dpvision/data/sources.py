@@ -325,10 +325,26 @@ class ParquetPart:
     layout: Layout
 
     @property
+    def name(self) -> str:
+        """The file's path."""
+        return str(self.path.absolute())
+
+    def now(self) -> list[int]:
+        """``stamp_of`` the file."""
+        return stamp_of(self.path)
+
+    @property
     def settings(self) -> list[Any]:
         """Columns and class names, which the first file decides."""
         found = self.layout
-        return [found.image, found.columns, sorted(found.useful), found.label, found.label_names]
+        return [
+            str(self.path.resolve()),
+            found.image,
+            found.columns,
+            sorted(found.useful),
+            found.label,
+            found.label_names,
+        ]
 
     def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
         """Yield the samples of the file; ``noted`` stays as it is."""
@@ -349,9 +365,18 @@ class TarPart:
     """Refuse folders of images whose names would be lost."""
 
     @property
+    def name(self) -> str:
+        """The file's path."""
+        return str(self.path.absolute())
+
+    def now(self) -> list[int]:
+        """``stamp_of`` the file."""
+        return stamp_of(self.path)
+
+    @property
     def settings(self) -> list[Any]:
         """What is refused."""
-        return [self.refuse_folders]
+        return [str(self.path.resolve()), self.refuse_folders]
 
     def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
         """Yield the samples of the tar, checked by itself; ``noted`` gets what ``check`` needs."""
