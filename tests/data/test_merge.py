@@ -247,7 +247,7 @@ def test_class_names_found_in_public_stores_are_joined(tmp_path):
 )
 def test_wrong_places_are_refused_in_one_sentence(tmp_path, places, out, said):
     for name in "ab":
-        store_of(tmp_path, name, range(8))
+        store_of(tmp_path, name, range(40))
     store_of(tmp_path, "p", {1: {"who": "ann"}}, people=PersonRule("who"))
     split_store(tmp_path / "a", tmp_path / "h", tmp_path / "i", 0.5)
     with pytest.raises(DataError, match=said):

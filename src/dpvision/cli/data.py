@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.each_image import Release
-from dpvision.cli.output import CONFIG, FLAT, SourcePath, StorePath, emit, pairs
+from dpvision.cli.output import CONFIG, FLAT, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
@@ -85,7 +85,7 @@ class _Dicom(DicomRule):
 
 
 def import_(
-    source: SourcePath,
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
     store: StorePath,
     public: bool = False,
     people: Annotated[PersonRule, FLAT] = PersonRule(),
@@ -103,15 +103,16 @@ def import_(
 
     SOURCE is a folder of images (class folders or flat), parquet files with image bytes, WebDataset
     tars (indexed in place), or DICOM files (docs/dicom.md), whose field PatientID names the person
-    unless --unit-from names another. Files that are unreadable, too large, hidden, masks of other
-    images or no images are left out; they are counted here and named only in the store's
-    confidential/ folder. A store is private unless you give --public. If a private store's labels
-    are names (such as class folders), give --classes: numbers assigned from the names found would
-    depend on private images. With --dataset, SOURCE is the folder of that data set's unpacked
-    archives; docs/datasets.md has the layouts.
+    unless --unit-from names another. Parquet files and tars may be at a URL that fsspec opens, such
+    as s3://bucket/train-*.tar: all images are then copied. Files that are unreadable, too large,
+    hidden, masks of other images or no images are left out; they are counted here and named only in
+    the store's confidential/ folder. A store is private unless you give --public. If a private
+    store's labels are names (such as class folders), give --classes: numbers assigned from the
+    names found would depend on private images. With --dataset, SOURCE is the folder of that data
+    set's unpacked archives; docs/datasets.md has the layouts.
 
     Args:
-        source: Folder, parquet file or tar file to import.
+        source: Folder, parquet file or tar file to import; also a URL.
         store: New folder for the store.
         public: These images need no protection; figures and images from this store may be shown.
         people: The persons of images.
@@ -141,7 +142,7 @@ def import_(
 
     making, more, whole = partial(import_source, source, dicom=dicom), dict[str, Any](), ""
     if from_dataset:
-        found, size = _published(source, dataset, split, people, labels)
+        found, size = _published(Path(source), dataset, split, people, labels)
         making, whole = partial(import_samples, found), f" of {size:,}"
         more = {
             "dataset": dataset,

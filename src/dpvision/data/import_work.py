@@ -101,6 +101,17 @@ def retire(work: Path) -> None:
     hide_folder(work)
 
 
+@contextlib.contextmanager
+def scratch_folder(work: Path) -> Iterator[Path]:
+    """Yield a folder in ``work``, which is removed afterwards."""
+    folder = work / CONFIDENTIAL / f"read-{0:016x}.{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _bring_back(work: Path, target: Path) -> None:
     """Undo ``retire`` if the store got no name."""
     if not (work.exists() or target.exists()) and partial_name(work).exists():
@@ -230,7 +241,7 @@ def read_parts(
             (job.folder / "part.json").unlink(missing_ok=True)  # first, as above
             shutil.rmtree(job.folder, ignore_errors=True)
             todo.append(job)
-    processes = workers > 1 and len(todo) > 1
+    processes = workers > 1 and len(todo) > 1 and all(job.part.shared for job in todo)
     if processes and sum(job.part.stamp[0] for job in todo) >= _WORTH_PROCESSES_BYTES:
         todo = [replace(job, threads=1) for job in todo]
         count = min(workers, len(todo))
@@ -260,13 +271,13 @@ def _do(job: _Job) -> Path:
         about, tables = job.part.write(made, job.rule.key)
     elif job.kind == "people":
         counts = replace(job.rule, require_captions=False).counts
-        listed = with_classes(job.part.samples(noted), job.rule.imported_labels(), counts)
+        listed = with_classes(job.part.samples(noted, made), job.rule.imported_labels(), counts)
         about, persons = write_people(listed, made, job.rule.people, job.rule.key)
         tables = {"persons": persons}
     else:
         with contextlib.ExitStack() as files:
             shards = ShardWriter(made, files, whole=True)
-            samples = job.part.samples(noted)
+            samples = job.part.samples(noted, made)
             part = write_part(samples, made, job.rule, threads=job.threads, shards=shards)
             images = [name for name, _ in shards.finish()]
             about, tables = part.about | {"images": images}, part.tables()
@@ -319,4 +330,5 @@ def settings_of(rule: ReadRule) -> dict[str, Any]:
         "label_names": rule.label_names,
         "require_captions": rule.require_captions,
         "window": rule.window,
+        "copied": rule.copied,
     }

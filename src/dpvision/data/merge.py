@@ -17,6 +17,7 @@ from dpvision.data.import_part import ReadRule
 from dpvision.data.import_work import read_parts, retire, software, work_folder
 from dpvision.data.open import open_store
 from dpvision.data.person_names import PersonRule
+from dpvision.data.remote import check_local
 from dpvision.data.sample import check_unchanged
 from dpvision.data.store import WINDOW, Store
 from dpvision.data.store_part import parts_of
@@ -59,6 +60,7 @@ def merge_stores(
             exists, or the disk is full. What was read is kept for the same call.
         PrivacyError: ledgers or marks of a private store are incomplete.
     """
+    check_local(out, "data merge")
     target, workers = Path(out).resolve(), own_cores() if workers is None else workers
     require_new(target)
     opened = [open_store(Path(path).resolve()) for path in stores]

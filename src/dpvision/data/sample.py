@@ -41,6 +41,10 @@ class SourceFile(Protocol):
     def stamp(self) -> list[Any]:
         """What ``now`` was when the source was listed."""
 
+    @property
+    def shared(self) -> bool:
+        """Whether other processes can read it."""
+
     def now(self) -> list[Any]:
         """What another file, or other bytes, of that name would change, in types of JSON; first the
         size in bytes.
@@ -54,8 +58,13 @@ class SourceFile(Protocol):
 class SourcePart(SourceFile, Protocol):
     """One file of a source of several."""
 
-    def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
-        """Yield the samples of the file; put what ``check`` needs into ``noted``, in JSON types."""
+    def samples(self, noted: dict[str, Any], scratch: Path) -> Iterator[Sample]:
+        """Yield the samples of the file.
+
+        Args:
+            noted: gets what ``check`` needs, in JSON types.
+            scratch: folder for a copy of the file, closed to others; the copy is removed.
+        """
 
     def check(self, noted: dict[str, Any], seen: set[str]) -> None:
         """Raise DataError if the file does not go with those before, of which ``seen`` is kept."""
@@ -120,6 +129,8 @@ class Source(NamedTuple):
     """
     parts: tuple[SourcePart, ...] = ()
     """The files that ``samples`` reads one after the other, if each can be read by itself."""
+    remote: bool = False
+    """Whether the files are elsewhere: ``samples`` is empty, and images of tars are copied too."""
 
 
 def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -166,6 +166,7 @@ class StorePart:
     start: int
     stop: int
     stamp: list[Any]
+    shared: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
