@@ -167,12 +167,11 @@ def _check_unspent(stores: Sequence[Store]) -> None:
                 "because the merged store begins with an empty ledger. Import all sources "
                 "together before the first run, or train on the stores one by one."
             )
-        if caps := ledgers.caps():
-            epsilon = min(cap.epsilon for cap in caps)
+        if ledgers.caps():
             raise DataError(
-                f"data merge: {store.path}: its owner set a cap of epsilon {epsilon:g}; expected "
-                "none, because the merged store would have none. Import all sources together, and "
-                "set the cap there: dpvision ledger STORE --set-cap."
+                f"data merge: {store.path}: its owner set a cap; expected none, because the merged "
+                "store would have none. Import all sources together, and set the cap there: "
+                "dpvision ledger STORE --set-cap."
             )
 
 
