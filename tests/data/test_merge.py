@@ -374,6 +374,20 @@ def test_repeats_that_were_not_noted_are_refused(tmp_path):
         merge_stores(stores, tmp_path / "m")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("place", 9), ("place", -1), ("shard", 7), ("caption_offset", 1 << 40)]
+)
+def test_damaged_rows_of_repeats_are_named(tmp_path, name, value):
+    made = write_folder(tmp_path / "f", {"1.png": png(1), "2.png": png(1), "3.png": png(1)})
+    stores = [import_source(made, tmp_path / "a").path, store_of(tmp_path, "b", range(3))]
+    file = stores[0] / "confidential" / "repeats.npy"
+    repeats = np.load(file)
+    (repeats if name == "place" else repeats["row"])[name][1] = value
+    np.save(file, repeats)
+    with pytest.raises(DataError, match=r"repeats\.npy: rows that lie outside their files"):
+        merge_stores(stores, tmp_path / "m")
+
+
 @pytest.mark.slow  # two processes import torch
 def test_processes_change_no_byte_of_a_merged_store(tmp_path, monkeypatch):
     monkeypatch.setattr(import_work, "_WORTH_PROCESSES_BYTES", 0)

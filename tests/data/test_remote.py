@@ -123,6 +123,14 @@ def test_files_are_found_by_folder_pattern_and_name(tmp_path, memory, pattern, n
     assert made.num_records == num
 
 
+def test_the_command_takes_a_url(tmp_path, memory, capsys):
+    upload(memory, write_files(tmp_path / "src", "parquet"))
+    (tmp_path / "classes").write_text("a\nb\n")
+    classes = ("--classes", str(tmp_path / "classes"))
+    assert not main(["data", "import", "memory://src", str(tmp_path / "s"), *classes, "--json"])
+    assert json.loads(capsys.readouterr().out)["num_records"] == 16
+
+
 def test_a_single_file_is_kept_if_the_import_fails_later(tmp_path, memory, monkeypatch):
     upload(memory, write_files(tmp_path / "src", "tar", 1))
 

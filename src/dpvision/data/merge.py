@@ -179,16 +179,21 @@ def _about(stores: Sequence[Store]) -> dict[str, Any]:
     """Return the entries of store.json that all stores must share."""
     first = stores[0]
     for store in stores[1:]:
-        for said, one, other in (
-            ("visibility", first.visibility, store.visibility),
-            ("scores (--dataset)", first.meta.get("metric"), store.meta.get("metric")),
-            ("declared range of values (--window)", first.window, store.window),
+        again = "Import one of the sources again, with the options of the other."
+        for said, one, other, remedy in (
+            (
+                "visibility",
+                first.visibility,
+                store.visibility,
+                "Merge private stores with each other, and public ones.",
+            ),
+            ("scores (--dataset)", first.meta.get("metric"), store.meta.get("metric"), again),
+            ("declared range of values (--window)", first.window, store.window, again),
         ):
             if one != other:
                 raise DataError(
                     f"data merge: {first.path} and {store.path}: {said}: {_word(one)} and "
-                    f"{_word(other)}; expected the same. Import one of the sources again, with "
-                    "the options of the other."
+                    f"{_word(other)}; expected the same. {remedy}"
                 )
     licences = dict.fromkeys(store.licence for store in stores)
     joined = "; ".join(one or "not stated" for one in licences)

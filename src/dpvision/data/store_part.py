@@ -88,6 +88,24 @@ class OldRows:
             )
         return cls(store, repeats)
 
+    def check(self) -> None:
+        """Raise DataError unless the rows of repeats lie in their files, in ascending places."""
+        shards, text, before = len(self.store.shard_paths), self.store.meta["text"]["bytes"], -1
+        for start in range(0, len(self.repeats), _ROWS_IN_RUN):
+            some = np.array(self.repeats[start : start + _ROWS_IN_RUN])
+            place, rows = np.append(before, some["place"]), some["row"]
+            inside = (np.diff(place) > 0).all() and place[-1] < len(self)
+            inside &= (rows["shard"] < shards).all()
+            inside &= (rows["caption_offset"] + rows["caption_size"] <= text).all()
+            if not inside:
+                raise DataError(
+                    f"store: {self.store.path / 'confidential' / REPEATS_FILE}: rows that lie "
+                    f"outside their files; expected rows of repeated images. {REMEDY}"
+                )
+            if self.store.label_sets is not None:
+                self.store.label_sets.check(rows["label"])
+            before = place[-1]
+
     def __len__(self) -> int:
         return self.store.num_records + len(self.repeats)
 
@@ -171,7 +189,7 @@ class StorePart:
     @property
     def name(self) -> str:
         """The store and the first row."""
-        return f"{self.path}#{self.start}"
+        return f"{self.path}, images from {self.start:,}"
 
     def now(self) -> list[Any]:
         """``stamp_of_store``."""
@@ -241,15 +259,15 @@ class StorePart:
             for name, num in found.get("largest_values_of_16_bits", {}).items()
         }
         return {
-            "seen": found["seen"],
+            "seen": found.get("seen", 0),
             "without_row": found.get("files_without_table_row", 0),
-            "classes_not_declared": found["classes_not_declared"],
-            "left_out": found["left_out"],
-            "dropped": found["captions_dropped"],
-            "suspicious": found["captions_suspicious"],
+            "classes_not_declared": found.get("classes_not_declared", 0),
+            "left_out": found.get("left_out", {}),
+            "dropped": found.get("captions_dropped", {}),
+            "suspicious": found.get("captions_suspicious", {}),
             "largest": largest,
             "dicom": found.get("dicom", {}),
-            "number": {name: found[name] for name in ("captions", "captions_cut")},
+            "number": {name: found.get(name, 0) for name in ("captions", "captions_cut")},
         }
 
 
@@ -285,11 +303,16 @@ def _hashes(store: Store, rows: np.ndarray, own_key: bytes, key: bytes) -> np.nd
 def _value(store: Store, label: int) -> Any:
     """Return a label as a source has it: names if classes have names, a list of several."""
     names = store.label_names
-    if store.label_sets is None:
-        return label if names is None else names[label]
-    flat = store.label_sets.flat
-    classes = flat[label + 1 : label + 1 + int(flat[label])].tolist()
-    return classes if names is None else [names[one] for one in classes]
+    flat = None if store.label_sets is None else store.label_sets.flat
+    classes = [label] if flat is None else flat[label + 1 : label + 1 + int(flat[label])].tolist()
+    if names is not None:
+        if not all(0 <= one < len(names) for one in classes):
+            raise DataError(
+                f"store: {store.path}: class {max(classes)} of {len(names)} names; expected one of "
+                f"them. {REMEDY}"
+            )
+        classes = [names[one] for one in classes]
+    return classes[0] if flat is None else classes
 
 
 def stamp_of_store(path: Path) -> list[Any]:
@@ -312,7 +335,9 @@ def parts_of(store: Store) -> list[StorePart]:
     """Return a store as parts of ``ROWS`` rows.
 
     Raises:
-        DataError: as ``OldRows.of``.
+        DataError: as ``OldRows.of`` and ``OldRows.check``.
     """
-    stamp, num = stamp_of_store(store.path), len(OldRows.of(store))
+    old = OldRows.of(store)
+    old.check()
+    stamp, num = stamp_of_store(store.path), len(old)
     return [StorePart(store.path, at, min(at + ROWS, num), stamp) for at in range(0, num, ROWS)]
