@@ -28,7 +28,7 @@ from dpvision.privacy.account import set_cap
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import make_plan
 
-from .image_files import js, png, spoil, write_folder, write_tar
+from .image_files import encode, js, png, spoil, write_folder, write_tar
 
 KEY = bytes(range(32))
 
@@ -353,6 +353,15 @@ def test_other_bytes_than_were_imported_are_named(tmp_path):
         merge_stores(stores, tmp_path / "m", workers=1)
 
 
+def test_lines_in_another_order_are_refused(tmp_path):
+    stores = [store_of(tmp_path, "a", range(10)), store_of(tmp_path, "b", range(20, 30))]
+    index = np.load(stores[0] / "index.npy")
+    index["caption_offset"][[3, 4]] = index["caption_offset"][[4, 3]]
+    np.save(stores[0] / "index.npy", index)
+    with pytest.raises(DataError, match=r"records\.jsonl: lines in another order"):
+        merge_stores(stores, tmp_path / "m", workers=1)
+
+
 @pytest.mark.parametrize("file", ["a/confidential/import.json", "b.tar", "b/index.npy"])
 def test_a_store_that_changes_meanwhile_stops_the_merge(tmp_path, file):
     stores = [store_of(tmp_path, "a", range(10)), store_of(tmp_path, "b", range(20, 30))]
@@ -404,3 +413,29 @@ def test_the_command_merges_and_prints_the_next_step(tmp_path, capsys):
     assert "60 records in" in said and "duplicates_merged" in said and "--data" in said
     assert main(["data", "merge", str(stores[0]), str(tmp_path / "n")]) == 2
     assert "1 stores; expected two or more" in capsys.readouterr().err
+
+
+def test_counts_and_lists_of_folders_are_added(tmp_path):
+    summaries, lists = [], ""
+    for k, name in enumerate("ab"):
+        deep = np.full((6, 6), 4000 + k, np.uint16)
+        files = {f"{k}{i}.png": png(10 * k + i) for i in range(3)}
+        files |= {f"{k}.png": encode(deep), "bad.png": png(1)[:50], "no.txt": b"x"}
+        files["metadata.csv"] = f"file_name,text\n{k}0.png,x\ngone{k}.png,y\n".encode()
+        made = import_source(write_folder(tmp_path / f"of {name}", files), tmp_path / name)
+        summaries.append(made.import_summary())
+        lists += (made.path / "confidential" / "unmatched.jsonl").read_text()
+    merged = merge_stores([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
+    found = merged.import_summary()
+    assert found["left_out"]["damaged"] == 2 and merged.undeclared_range
+    for name, value in found.items():
+        one, other = (summary[name] for summary in summaries)
+        added = (
+            {key: one.get(key, 0) + other.get(key, 0) for key in one | other}
+            if isinstance(value, dict)
+            else one + other
+        )
+        assert value == added, name
+    assert found.keys() == summaries[0].keys()
+    assert (merged.path / "confidential" / "unmatched.jsonl").read_text() == lists
+    assert merged.captions(1) == ("x",)

@@ -222,7 +222,13 @@ class StorePart:
         with (folder / "rows").open("wb") as rows_file, (folder / "ids").open("wb") as ids:
             for at in range(self.start, self.stop, _ROWS_IN_RUN):
                 rows = old.read(at, min(at + _ROWS_IN_RUN, self.stop))
-                end = _line_end(rows[-1])
+                ends = rows["caption_offset"] + rows["caption_size"]
+                if (rows["caption_offset"] != np.append(np.uint64(end), ends[:-1])).any():
+                    raise DataError(
+                        f"store: {old.text}: lines in another order than their records; expected "
+                        f"them one after the other. {REMEDY}"
+                    )
+                end = int(ends[-1])
                 rows["id"] = _hashes(store, rows, own_key, key)
                 rows["shard"] = number_N[np.searchsorted(shard_N, rows["shard"])]
                 rows["label"] = np.where(
