@@ -151,9 +151,10 @@ class Store:
         self.num_records: int = meta["num_records"]
         self.label_names: list[str] | None = meta["label_names"]
         self.licence: str | None = meta.get("licence")
-        self.shard_paths = [path / shard["path"] for shard in meta["shards"]]
-        self._num_open = files_to_hold(len(self.shard_paths))
-        self._shard = functools.lru_cache(self._num_open)(lambda i: _Shard(self.shard_paths[i]))
+        self.shard_paths = paths = [path / shard["path"] for shard in meta["shards"]]
+        self._num_open = files_to_hold(len(paths))
+        # without a cycle: files are closed when the last reader lets go of the store
+        self._shard = functools.lru_cache(self._num_open)(lambda i: _Shard(paths[i]))
         self._text = functools.lru_cache(1)(lambda: _Shard(path / meta["text"]["path"]))
 
     @property
