@@ -149,7 +149,7 @@ def test_a_single_file_is_kept_if_the_import_fails_later(tmp_path, memory, monke
 def read_of(monkeypatch) -> list[str]:
     read, real = list[str](), import_work._do
     monkeypatch.setattr(
-        import_work, "_do", lambda job: read.append(job.part.path.name) or real(job)
+        import_work, "_do", lambda job: read.append(Path(job.part.name).name) or real(job)
     )
     return read
 

@@ -106,11 +106,6 @@ class RemotePart:
         return self.file.url
 
     @property
-    def path(self) -> PurePosixPath:
-        """The URL."""
-        return PurePosixPath(self.file.url)
-
-    @property
     def stamp(self) -> list[Any]:
         """As ``RemoteFile``."""
         return self.file.stamp
