@@ -43,6 +43,7 @@ prove: setup
 	$(BIN)/python benchmarks/draws.py --json runs/bench/draws.json
 	$(BIN)/python benchmarks/store_reads.py --quick --json runs/bench/store_reads.json
 	$(BIN)/python benchmarks/import_rate.py --quick --json runs/bench/import_rate.json
+	$(BIN)/python benchmarks/merge_stores.py --quick --json runs/bench/merge_stores.json
 	$(BIN)/python benchmarks/loader.py --quick --json runs/bench/loader.json
 	$(BIN)/python benchmarks/step.py --small --models mae_micro --json runs/bench/step.json
 	$(BIN)/python benchmarks/clipping.py --quick --json runs/bench/clipping.json

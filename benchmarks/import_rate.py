@@ -47,7 +47,7 @@ def bmp(width: int = 4, height: int = 2) -> bytes:
     return head + about + bytes(pixels)
 
 
-def write_shards(folder: Path, rows: int, shards: int) -> None:
+def write_shards(folder: Path, rows: int, shards: int, seed: int = 0) -> None:
     """Write tars of different images: random pixels in the copies of one tar."""
     folder.mkdir(parents=True)
     per, image = rows // shards, bmp()
@@ -59,7 +59,7 @@ def write_shards(folder: Path, rows: int, shards: int) -> None:
     data = np.fromfile(template, dtype=np.uint8)
     template.unlink()
     places = (np.array(offsets) + len(image) - 24)[:, None] + np.arange(24)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     for k in range(shards):
         data[places] = rng.integers(0, 256, places.shape, dtype=np.uint8)
         data.tofile(folder / f"shard-{k:05d}.tar")

@@ -168,7 +168,34 @@ def test_shared_images_are_refused_as_of_one_stream(tmp_path):
     with pytest.raises(DataError, match="of an image of another person") as many:
         import_source(source, tmp_path / "many", people=rule, labels=LABELS, workers=2)
     assert str(many.value).partition(";")[0].split(" files ")[0] in str(one.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["src"], "no image was decoded yet"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".many.importing", "src"]
+    assert not parts(tmp_path / ".many.importing"), "no image was decoded yet"
+
+
+def test_after_a_refused_person_only_the_corrected_file_is_read_again(tmp_path):
+    source, store = write_tars(tmp_path / "src", 3), tmp_path / "s"
+    options = {"people": PersonRule("who", "refuse", "first"), "labels": LABELS, "workers": 1}
+    for t in range(3):
+        write_tar(
+            source / f"s{t:02}.tar",
+            {f"{i}.png": png(9 * t + i) for i in range(3)}
+            | {f"{i}.json": js(who=f"p{i}") for i in range(3)},
+        )
+    good = (source / "s01.tar").read_bytes()
+    write_tar(source / "s01.tar", {"0.png": png(9), "0.json": js(who="P-1"), "1.png": png(10)})
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"1 images without one \(1\).*of 3 files is kept"):
+            import_source(source, store, **options)
+    (source / "s01.tar").write_bytes(good)
+    done, real = [], import_work._do
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            import_work, "_do", lambda job: done.append((job.kind, job.part.path.name)) or real(job)
+        )
+        made = import_source(source, store, **options)
+    assert done[0] == ("people", "s01.tar") and len(done) == 1 + 3
+    oracle = as_one_stream(source, tmp_path / "one", **options)
+    assert content(made.path) == content(oracle)
 
 
 # --- stopped imports

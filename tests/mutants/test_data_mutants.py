@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dpvision.data import import_merge, import_part, person_names
+from dpvision.data import import_merge, import_part, merge, person_names
 from dpvision.data.import_labels import ImportedLabels, LabelRule
 from dpvision.data.import_people import WithoutPerson
 from dpvision.data.importer import import_samples, import_source
+from dpvision.data.merge import merge_stores
 from dpvision.data.overlap import write_without
 from dpvision.data.person_names import PersonRule
 from dpvision.data.rows import keyed_hash
@@ -105,6 +106,24 @@ def test_person_lost_in_a_join(tmp_path: Path) -> None:
 
     check()
     with planted(WithoutPerson, "refuse", lambda self, field: None, "a patient is two persons"):
+        check()
+
+
+def test_person_of_two_merged_stores(tmp_path: Path) -> None:
+    for k, name in enumerate("ab"):
+        image = Image.effect_noise((8, 8), 50 + k).convert("RGB")
+        (tmp_path / f"of {name}" / "ann").mkdir(parents=True)
+        image.save(tmp_path / f"of {name}" / "ann" / "1.png")
+        import_source(tmp_path / f"of {name}", tmp_path / name, people=PersonRule("parent"))
+
+    def check() -> None:
+        assert_refused(
+            lambda: merge_stores([tmp_path / "a", tmp_path / "b"], tmp_path / "c", workers=1),
+            "a person of two stores",
+        )
+
+    check()
+    with planted(merge, "_check_kind", lambda store: None, "a person of two stores was accepted"):
         check()
 
 

@@ -13,6 +13,8 @@ import pytest
 import runs
 
 from dpvision.config import PrivacyConfig, from_dict
+from dpvision.data import merge
+from dpvision.data.merge import merge_stores
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.privacy import ledger_format
 from dpvision.privacy.account import restore_marks
@@ -286,6 +288,25 @@ def test_marks_of_the_start(tmp_path: Path, long_plan: DPPlan) -> None:
 def _closed_form(plan: DPPlan, steps: int) -> float:
     """Of t full batches, a Gaussian of noise_multiplier / sqrt(t), computed by dp-accounting."""
     return dp_accounting.get_epsilon_gaussian(plan.noise.multiplier / steps**0.5, plan.delta)
+
+
+def test_charges_lost_in_a_merge(tmp_path: Path, long_plan: DPPlan) -> None:
+    stores = [
+        write_scenes(tmp_path / name, 4, 16, first=10 * k, public=False).path
+        for k, name in enumerate("ab")
+    ]
+    charge(stores[1], long_plan, 3)
+    folders = map(str, itertools.count())
+
+    def check() -> None:
+        assert_refused(
+            lambda: merge_stores(stores, tmp_path / next(folders), workers=1),
+            "a store with charged steps",
+        )
+
+    check()
+    with planted(merge, "_check_unspent", lambda stores: None, "charged steps was accepted"):
+        check()
 
 
 def test_epsilon_from_config(tmp_path: Path) -> None:

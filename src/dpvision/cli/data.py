@@ -1,4 +1,4 @@
-"""``dpvision data``: import, inspect and split stores, and make synthetic ones."""
+"""``dpvision data``: import, inspect, merge and split stores, and make synthetic ones."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 
 from dpvision.cli.each_image import Release
-from dpvision.cli.output import CONFIG, FLAT, SourcePath, StorePath, emit, pairs
+from dpvision.cli.output import CONFIG, FLAT, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
 from dpvision.cli.tokenizer import tokenizer
@@ -41,6 +41,7 @@ def run(argv: Sequence[str]) -> None:
         "import": import_,
         "inspect": inspect,
         "split": split,
+        "merge": merge,
         "scenes": scenes,
         "tokenizer": tokenizer,
         "overlap": overlap,
@@ -48,8 +49,8 @@ def run(argv: Sequence[str]) -> None:
     tyro.extras.subcommand_cli_from_dict(
         commands,
         prog="dpvision data",
-        description="Import, inspect and split stores; make procedural scenes; train a tokenizer; "
-        "find images that two stores share.",
+        description="Import, inspect, split and merge stores; make procedural scenes; train a "
+        "tokenizer; find images that two stores share.",
         args=list(argv),
         config=CONFIG,
     )
@@ -84,7 +85,7 @@ class _Dicom(DicomRule):
 
 
 def import_(
-    source: SourcePath,
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
     store: StorePath,
     public: bool = False,
     people: Annotated[PersonRule, FLAT] = PersonRule(),
@@ -102,15 +103,16 @@ def import_(
 
     SOURCE is a folder of images (class folders or flat), parquet files with image bytes, WebDataset
     tars (indexed in place), or DICOM files (docs/dicom.md), whose field PatientID names the person
-    unless --unit-from names another. Files that are unreadable, too large, hidden, masks of other
-    images or no images are left out; they are counted here and named only in the store's
-    confidential/ folder. A store is private unless you give --public. If a private store's labels
-    are names (such as class folders), give --classes: numbers assigned from the names found would
-    depend on private images. With --dataset, SOURCE is the folder of that data set's unpacked
-    archives; docs/datasets.md has the layouts.
+    unless --unit-from names another. Parquet files and tars may be at a URL that fsspec opens, such
+    as s3://bucket/train-*.tar: all images are then copied. Files that are unreadable, too large,
+    hidden, masks of other images or no images are left out; they are counted here and named only in
+    the store's confidential/ folder. A store is private unless you give --public. If a private
+    store's labels are names (such as class folders), give --classes: numbers assigned from the
+    names found would depend on private images. With --dataset, SOURCE is the folder of that data
+    set's unpacked archives; docs/datasets.md has the layouts.
 
     Args:
-        source: Folder, parquet file or tar file to import.
+        source: Folder, parquet file or tar file to import; also a URL.
         store: New folder for the store.
         public: These images need no protection; figures and images from this store may be shown.
         people: The persons of images.
@@ -140,7 +142,7 @@ def import_(
 
     making, more, whole = partial(import_source, source, dicom=dicom), dict[str, Any](), ""
     if from_dataset:
-        found, size = _published(source, dataset, split, people, labels)
+        found, size = _published(Path(source), dataset, split, people, labels)
         making, whole = partial(import_samples, found), f" of {size:,}"
         more = {
             "dataset": dataset,
@@ -357,6 +359,39 @@ def split(
     ]
     private = made[0].results_visibility == "private"
     emit({"operator_only": private, "parts": held}, json, "\n".join(lines))
+
+
+def merge(
+    stores: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="STORE STORE [STORE ...] OUT")
+    ],
+    workers: int | None = None,
+    json: bool = False,
+) -> None:
+    """Merge stores into a new one, as one import of all their sources makes it: identical images
+    become one record, and records get new ids. The stores stay as they are.
+
+    Refused, because the merged store could not keep count of what was spent or of whose images it
+    has: stores with persons, private stores with charged runs or a cap, private stores beside
+    public ones.
+
+    Args:
+        stores: The stores, in the order of their records, and last the new folder.
+        workers: Processes that read the stores; if None, the cores of this machine.
+        json: Print JSON.
+    """
+    *sources, out = stores or (Path(),)
+    check_store(*sources)
+    from dpvision.data.merge import merge_stores
+
+    with Console(stderr=True).status("merging") as status:
+        made = merge_stores(
+            sources,
+            out,
+            workers=workers,
+            progress=lambda n: status.update(f"merging: {n:,} images"),
+        )
+    _said(made, json)
 
 
 def _counts(store: "Store") -> dict[str, int | None]:

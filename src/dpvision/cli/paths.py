@@ -15,11 +15,12 @@ def check_store(*paths: Path | None) -> None:
             check_is_store(path)
 
 
-def check_source(path: Path) -> None:
+def check_source(source: str | Path) -> None:
     """Raise DataError for a path that does not exist. A name with a * is a pattern, which the
-    import expands.
+    import expands; a URL is looked up by it.
     """
-    if "*" not in path.name and not path.exists():
+    path = Path(source)
+    if "://" not in str(source) and "*" not in path.name and not path.exists():
         raise DataError(
             f"source: {path}: no such file or folder; expected a folder of images, .parquet "
             "files or uncompressed .tar files. Check it."

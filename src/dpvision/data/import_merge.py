@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,11 +35,17 @@ from dpvision.data.shard_writer import ShardWriter
 from dpvision.data.sorted_runs import in_order
 from dpvision.data.store import SHARED_KEPT, UNDECLARED, WINDOW, write_description
 from dpvision.data.table_files import UNMATCHED_FILE
-from dpvision.data.tarindex import BLOCK
 from dpvision.errors import DataError
 
 DICOM_FILE = "dicom.jsonl"
 """File under a store's confidential/: images with a burned-in annotation or an overlay."""
+REPEATS_FILE = "repeats.npy"
+"""File under a store's confidential/: the rows that repeat the image of an earlier one, which a
+merge of stores (``store_part``) needs.
+"""
+REPEAT = np.dtype([("place", "<i8"), ("row", PART_ROW)])
+"""place: rows of the source before this one."""
+_COPIED_AT_ONCE = 1 << 20
 _BLOCK_ROWS = 1 << 16
 """Also repeats that are read at once, all of which may be of one image."""
 
@@ -56,6 +62,8 @@ class Totals:
         self.seen = sum(part.about["seen"] for part in parts)
         self.rows = sum(sum(part.about["runs"]) for part in parts)
         self.without_row = sum(part.about["without_row"] for part in parts)
+        self.num_unknown = sum(part.about.get("classes_not_declared", 0) for part in parts)
+        """Of stores that were imported before."""
         self.counts = {
             name: sum((Counter(part.about[name]) for part in parts), Counter[str]())
             for name in ("left_out", "dropped", "suspicious", "largest", "dicom", "number")
@@ -161,7 +169,7 @@ def write_store(
         "records": num_records,
         "left_out": dict(sorted(counts["left_out"].items())),
         **merged.counts,
-        "classes_not_declared": labels.num_unknown,
+        "classes_not_declared": labels.num_unknown + totals.num_unknown,
         **without,
         **(
             {"files_without_table_row": totals.without_row}
@@ -192,43 +200,71 @@ def _join(
     """Write the rows of all parts one after the other, with their lines and images; return the
     shards.
     """
-    in_place: dict[str, int] = {}
-    size_of: dict[str, int] = {}
+    size_of = {tar: size for part in parts for tar, size in part.about["tars"]}  # as they were read
+    place_of = {tar: place for place, tar in enumerate(size_of)}
     for part, number in zip(parts, label_of, strict=True):
         about, base = part.about, text.tell()
-        if about["text_bytes"]:
-            with (part.folder / "text").open("rb") as lines:
-                shutil.copyfileobj(lines, text, 1 << 20)
-        size_of |= about["tars"]  # as it was read
-        place = np.array([in_place.setdefault(tar, len(in_place)) for tar, _ in about["tars"]])
-        images = None
-        if about.get("images"):
-            ((name, size),) = about["images"]
-            images = (part.folder / name).open("rb")
-            end = size - 2 * BLOCK  # before the end mark
-        with contextlib.nullcontext() if images is None else images:
-            for block, following in _blocks(part):
-                block["caption_offset"] += np.uint64(base)
-                block["label"] = number[block["label"]]
-                if len(place):
-                    block["shard"] = place[block["shard"]]
-                elif images is not None:
-                    stop = end if following is None else int(following["offset"]) - BLOCK
-                    offset_N, size_N = (block[k].astype(np.int64) for k in ("offset", "size"))
-                    block["shard"], block["offset"] = writer.join(images, offset_N, size_N, stop)
-                rows.write(block.tobytes())
-    if size_of:
-        return list(size_of.items())
-    return list(copied) if copied is not None else writer.finish()
+        _copy_text(part, text)
+        images, tars = (
+            about.get("images", ()),
+            np.array([place_of[tar] for tar, _ in about["tars"]]),
+        )
+        for block in _blocks(part):
+            block["caption_offset"] += np.uint64(base)
+            block["label"] = number[block["label"]]
+            if images:
+                _join_images(block, [part.folder / name for name in images], tars, writer, size_of)
+            elif len(tars):
+                block["shard"] = tars[block["shard"]]
+            rows.write(block.tobytes())
+    made = list(copied) if copied is not None and not size_of else writer.finish()
+    return [*size_of.items(), *made]
 
 
-def _blocks(part: Part) -> Iterator[tuple[np.ndarray, np.void | None]]:
-    """Yield the rows of a part in blocks, each with the row that follows it, or None."""
-    num, path, at = sum(part.about["runs"]), part.folder / "rows", 0
-    while at < num:
-        found = np.fromfile(path, PART_ROW, _BLOCK_ROWS + 1, offset=at * PART_ROW.itemsize)
-        at += _BLOCK_ROWS
-        yield found[:_BLOCK_ROWS], found[_BLOCK_ROWS] if len(found) > _BLOCK_ROWS else None
+def _copy_text(part: Part, text: BinaryIO) -> None:
+    """Append the lines of a part: a file of its own, or a piece of a store's records.jsonl."""
+    left = part.about["text_bytes"]
+    if not left:
+        return
+    path, start = part.about.get("text", ("text", 0))
+    with (part.folder / path).open("rb") as lines:
+        lines.seek(start)
+        while left and (some := lines.read(min(left, _COPIED_AT_ONCE))):
+            text.write(some)
+            left -= len(some)
+
+
+def _join_images(
+    block: np.ndarray,
+    images: Sequence[Path],
+    tars: np.ndarray,
+    writer: ShardWriter,
+    in_place: Collection[str],
+) -> None:
+    """Append the copied images of a block of rows, and write where they are now into the block.
+
+    Args:
+        images: files with copied images, whose numbers in the block follow those of the tars.
+        tars: numbers of the part's tars among ``in_place``, the tars of all parts.
+    """
+    from_tar = block["shard"] < len(tars)
+    copied = np.flatnonzero(~from_tar)
+    block["shard"][from_tar] = tars[block["shard"][from_tar]] if from_tar.any() else 0
+    file_N = block["shard"][copied] - np.uint32(len(tars))
+    for rows in np.split(copied, np.flatnonzero(np.diff(file_N)) + 1):
+        if not len(rows):
+            continue
+        offset_N, size_N = (block[k][rows].astype(np.int64) for k in ("offset", "size"))
+        with images[int(block["shard"][rows[0]]) - len(tars)].open("rb") as file:
+            shard_N, block["offset"][rows] = writer.join(file, offset_N, size_N)
+        block["shard"][rows] = shard_N + len(in_place)
+
+
+def _blocks(part: Part) -> Iterator[np.ndarray]:
+    """Yield the rows of a part in blocks."""
+    num, path = sum(part.about["runs"]), part.folder / "rows"
+    for at in range(0, num, _BLOCK_ROWS):
+        yield np.fromfile(path, PART_ROW, _BLOCK_ROWS, offset=at * PART_ROW.itemsize)
 
 
 class _Merged:
@@ -315,17 +351,26 @@ class _Merged:
 
 
 def _write_index(folder: Path, rows: BinaryIO, merged: _Merged) -> tuple[int, dict[str, int]]:
-    """Write index.npy; return the number of records, and how many lack what."""
+    """Write index.npy and the list of repeats; return how many records there are, and lack what."""
     without = {"without_label": 0, "without_unit": 0, "without_caption": 0}
     total = os.fstat(rows.fileno()).st_size // PART_ROW.itemsize
-    with (folder / "index.npy").open("wb") as index:
-        shape = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False}
-        np.lib.format.write_array_header_1_0(index, shape | {"shape": (merged.num_records,)})
+    with contextlib.ExitStack() as files:
+        index = files.enter_context((folder / "index.npy").open("wb"))
+        _write_header(index, ROW, merged.num_records)
+        repeats = None
+        if merged.num_records < total:
+            repeats = files.enter_context((folder / "confidential" / REPEATS_FILE).open("wb"))
+            _write_header(repeats, REPEAT, total - merged.num_records)
         for start in range(0, total, _BLOCK_ROWS):
             block = np.fromfile(
                 folder / "rows", PART_ROW, _BLOCK_ROWS, offset=start * PART_ROW.itemsize
             )
-            block = block[merged.kept(start, start + len(block))]
+            kept = merged.kept(start, start + len(block))
+            if repeats is not None:
+                again = np.empty(int((~kept).sum()), dtype=REPEAT)
+                again["place"], again["row"] = start + np.flatnonzero(~kept), block[~kept]
+                repeats.write(again.tobytes())
+            block = block[kept]
             without["without_label"] += int((block["label"] < 0).sum())
             without["without_unit"] += int((block["unit"] < 0).sum())
             without["without_caption"] += int((~block["captioned"]).sum())
@@ -334,6 +379,12 @@ def _write_index(folder: Path, rows: BinaryIO, merged: _Merged) -> tuple[int, di
                 made[name] = block[name]
             index.write(made.tobytes())
     return merged.num_records, without
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype, num: int) -> None:
+    """Begin a .npy file of ``num`` entries."""
+    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num,)}
+    np.lib.format.write_array_header_1_0(file, about)
 
 
 def _write_lists(

@@ -64,6 +64,8 @@ class ReadRule:
     """Class names of the source, if it has integer labels."""
     require_captions: bool
     window: Window | None
+    copied: bool = False
+    """Whether images of tars are copied too."""
 
     def imported_labels(self) -> ImportedLabels:
         """Labels before the first sample."""
@@ -193,6 +195,8 @@ def _check(sample: Sample, rule: ReadRule) -> _Checked:
             problem = error.reason
     if problem is None and rule.require_captions and not text.kept:
         problem = "no caption"
+    if problem is None and rule.copied:
+        sample = sample._replace(place=None)
     record_id = -1 if problem is not None else keyed_hash(rule.key, sample.image)
     return _Checked(sample, problem, record_id, text, largest, remarks)
 

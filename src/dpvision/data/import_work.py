@@ -26,17 +26,19 @@ from dpvision.data.import_part import Part, ReadRule, write_part
 from dpvision.data.import_people import write_people
 from dpvision.data.ordered import ordered_map
 from dpvision.data.rows import keyed_hash
-from dpvision.data.sample import SourcePart, check_unchanged
+from dpvision.data.sample import SourcePart, StoredPart, check_unchanged
 from dpvision.data.shard_writer import ShardWriter
 from dpvision.errors import DataError, remedy_for
 from dpvision.files import CONFIDENTIAL, hide_folder, name_folder, partial_name, sync
 from dpvision.strict_json import parse_json
 
-Kind = Literal["people", "read"]
-"""What is done with a file: ``write_people`` or ``write_part``."""
-_FORMAT = 3
-_MADE = re.compile(r"settings\.json|key|(people|read)-[0-9a-f]{16}(\.[0-9]+)?")
+Kind = Literal["people", "read", "store"]
+"""What is done with a file: ``write_people`` or ``write_part``. A ``StoredPart`` writes itself."""
+_FORMAT = 4
+_MADE = re.compile(r"settings\.json|key|(people|read|store)-[0-9a-f]{16}(\.[0-9]+)?")
 """Names under ``confidential/``."""
+_CALLED = {"data merge": "pieces of the stores"}
+"""What parts are called in messages."""
 _READERS = ("numpy", "pillow", "pillow-heif", "pyarrow", "pydicom", "python-gdcm")
 """Packages that decide what is read."""
 _WORTH_PROCESSES_BYTES = 1 << 26
@@ -48,7 +50,7 @@ class _Job:
     """One file to read, in this process or another."""
 
     kind: Kind
-    part: SourcePart
+    part: SourcePart | StoredPart
     folder: Path
     """Becomes the part's folder when it is complete."""
     stamp: list[Any]
@@ -58,7 +60,9 @@ class _Job:
 
 
 @contextlib.contextmanager
-def work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
+def work_folder(
+    target: Path, settings: dict[str, Any], where: str = "data import"
+) -> Iterator[Path]:
     """Yield the folder in which the store ``target`` is being imported, with what is complete.
 
     It is removed if the store gets its name in the block, which calls ``retire`` before, and if the
@@ -66,13 +70,14 @@ def work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
 
     Args:
         settings: what decides what parts hold, as JSON; parts of other settings are removed.
+        where: the command, for messages.
 
     Raises:
         DataError: another import of this store is running, what has the folder's name was not made
             by an import of this user, or the disk is full; the message says what is kept.
     """
     work = target.with_name(f".{target.name}.importing")
-    descriptor = _open(work, target)
+    descriptor = _open(work, target, where)
     try:
         try:
             shutil.rmtree(partial_name(work), ignore_errors=True)  # of a process of the same number
@@ -82,7 +87,7 @@ def work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
             finally:
                 _bring_back(work, target)
         except (DataError, OSError, BrokenProcessPool) as error:
-            raise DataError(_said(error, work)) from error
+            raise DataError(_said(error, work, where)) from error
         finally:
             if not complete(work):
                 shutil.rmtree(work, ignore_errors=True)
@@ -96,13 +101,24 @@ def retire(work: Path) -> None:
     hide_folder(work)
 
 
+@contextlib.contextmanager
+def scratch_folder(work: Path) -> Iterator[Path]:
+    """Yield a folder in ``work``, which is removed afterwards."""
+    folder = work / CONFIDENTIAL / f"read-{0:016x}.{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _bring_back(work: Path, target: Path) -> None:
     """Undo ``retire`` if the store got no name."""
     if not (work.exists() or target.exists()) and partial_name(work).exists():
         name_folder(partial_name(work), work)
 
 
-def _open(work: Path, target: Path) -> int:
+def _open(work: Path, target: Path, where: str) -> int:
     """Make the folder or accept it, and return its descriptor, which has its lock."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -110,71 +126,71 @@ def _open(work: Path, target: Path) -> int:
     except OSError as error:
         remedy = remedy_for(error, "Choose another folder.")
         raise DataError(
-            f"data import: {work}: {error.strerror}; expected a writable folder. {remedy}"
+            f"{where}: {work}: {error.strerror}; expected a writable folder. {remedy}"
         ) from None
     try:
         descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        _refuse(work, "a link, or a folder that you cannot open")
+        _refuse(where, work, "a link, or a folder that you cannot open")
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid():
-            _refuse(work, "a folder of another user")
+            _refuse(where, work, "a folder of another user")
         if mode := found.st_mode & 0o077:
-            _refuse(work, f"a folder that others can open (mode {0o700 | mode:o})")
+            _refuse(where, work, f"a folder that others can open (mode {0o700 | mode:o})")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(found, work.lstat()):
                 raise FileNotFoundError  # that import has just ended
         except OSError:
             raise DataError(
-                f"data import: {work}: another import is writing {target}; expected one at a "
+                f"{where}: {work}: another import is writing {target}; expected one at a "
                 "time. Wait for it, or choose another folder."
             ) from None
         inner = work / CONFIDENTIAL
         for path in sorted([*work.iterdir(), *inner.glob("*")]):
             made = path == inner or (path.parent == inner and _MADE.fullmatch(path.name))
             if path.is_symlink() or not made:
-                _refuse(work, f"it has {path.relative_to(work)}, which no import makes")
+                _refuse(where, work, f"it has {path.relative_to(work)}, which no import makes")
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _refuse(work: Path, got: str) -> NoReturn:
+def _refuse(where: str, work: Path, got: str) -> NoReturn:
     raise DataError(
-        f"data import: {work}: {got}; expected the folder of an import, which only you can open. "
+        f"{where}: {work}: {got}; expected the folder of an import, which only you can open. "
         "Move it away, or choose another folder for the store."
     ) from None
 
 
 def complete(work: Path) -> int:
-    """Return the number of files whose images are read."""
-    return sum(
-        "." not in path.parent.name for path in work.glob(f"{CONFIDENTIAL}/read-*/part.json")
-    )
+    """Return the number of files of which images or persons are read."""
+    folders = (path.parent.name for path in work.glob(f"{CONFIDENTIAL}/*-*/part.json"))
+    return len({name.partition("-")[2] for name in folders if "." not in name})
 
 
-def _said(error: BaseException, work: Path) -> str:
+def _said(error: BaseException, work: Path, where: str) -> str:
     if isinstance(error, DataError):
         said = str(error)
     elif isinstance(error, BrokenProcessPool):
         said = (
-            "data import: a process that reads images was killed; expected it to end by itself. "
+            f"{where}: a process that reads images was killed; expected it to end by itself. "
             "Often memory was short: give fewer --workers."
         )
     else:
         assert isinstance(error, OSError)
         said = (
-            f"data import: {work}: {error.strerror or error}; expected a writable disk with space. "
+            f"{where}: {work}: {error.strerror or error}; expected a writable disk with space. "
             f"{remedy_for(error, 'Free some, or choose another disk.')}"
         )
     if not (num := complete(work)):
         return said
     return (
-        f"{said} What was read of {num:,} files is kept in {work}: the same command goes on from "
-        "there, and reads changed files again. To give up, remove that folder."
+        f"{said} What was read of {num:,} {_CALLED.get(where, 'files')} is kept in "
+        f"{work}: the same command goes on from there, and reads changed files again. To give "
+        "up, remove that folder."
     )
 
 
@@ -200,7 +216,11 @@ def _keep_only(work: Path, settings: dict[str, Any]) -> None:
 
 
 def read_parts(
-    kind: Kind, parts: Sequence[SourcePart], work: Path, rule: ReadRule, workers: int
+    kind: Kind,
+    parts: Sequence[SourcePart | StoredPart],
+    work: Path,
+    rule: ReadRule,
+    workers: int,
 ) -> Iterator[Part]:
     """Yield each part of a source, in order; processes read those that are not complete.
 
@@ -213,15 +233,15 @@ def read_parts(
     seen: set[str] = set()
     jobs, todo = [], []
     for part in parts:
-        stamp = [*part.stamp, str(part.path.resolve()), part.settings]
-        name = f"{kind}-{keyed_hash(rule.key, os.fsencode(part.path.absolute())):016x}"
+        stamp = [*part.stamp, part.settings]
+        name = f"{kind}-{keyed_hash(rule.key, os.fsencode(part.name)):016x}"
         job = _Job(kind, part, work / CONFIDENTIAL / name, stamp, rule, threads=workers)
         jobs.append(job)
         if _complete(job) is None:
             (job.folder / "part.json").unlink(missing_ok=True)  # first, as above
             shutil.rmtree(job.folder, ignore_errors=True)
             todo.append(job)
-    processes = workers > 1 and len(todo) > 1
+    processes = workers > 1 and len(todo) > 1 and all(job.part.shared for job in todo)
     if processes and sum(job.part.stamp[0] for job in todo) >= _WORTH_PROCESSES_BYTES:
         todo = [replace(job, threads=1) for job in todo]
         count = min(workers, len(todo))
@@ -235,7 +255,8 @@ def read_parts(
                 next(done)
             found = _complete(job)
             assert found is not None, "just written"
-            job.part.check(found.about["noted"], seen)
+            if not isinstance(job.part, StoredPart):
+                job.part.check(found.about["noted"], seen)
             yield found
 
 
@@ -245,17 +266,21 @@ def _do(job: _Job) -> Path:
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
     noted: dict[str, Any] = {}
-    samples = job.part.samples(noted)
-    if job.kind == "people":
+    tables: dict[str, Any]
+    if isinstance(job.part, StoredPart):
+        about, tables = job.part.write(made, job.rule.key)
+    elif job.kind == "people":
         counts = replace(job.rule, require_captions=False).counts
-        listed = with_classes(samples, job.rule.imported_labels(), counts)
+        listed = with_classes(job.part.samples(noted, made), job.rule.imported_labels(), counts)
         about, persons = write_people(listed, made, job.rule.people, job.rule.key)
-        tables: dict[str, Any] = {"persons": persons}
+        tables = {"persons": persons}
     else:
         with contextlib.ExitStack() as files:
             shards = ShardWriter(made, files, whole=True)
+            samples = job.part.samples(noted, made)
             part = write_part(samples, made, job.rule, threads=job.threads, shards=shards)
-            about, tables = part.about | {"images": shards.finish()}, part.tables()
+            images = [name for name, _ in shards.finish()]
+            about, tables = part.about | {"images": images}, part.tables()
     check_unchanged([job.part])
     Part.write(made, about | {"stamp": job.stamp, "noted": noted}, tables)
     for folder, _, names in os.walk(made):
@@ -280,7 +305,7 @@ def _complete(job: _Job) -> Part | None:
     return Part(job.folder, about) if whole else None
 
 
-def _software() -> dict[str, str | None]:
+def software() -> dict[str, str | None]:
     """Versions of all code that reads; None if it is not installed."""
     found: dict[str, str | None] = {"code": code_digest(Path(__file__).parents[1])}
     for name in _READERS:
@@ -298,11 +323,12 @@ def settings_of(rule: ReadRule) -> dict[str, Any]:
     classes = labels.pop("classes")
     ordered = list(classes.items()) if isinstance(classes, dict) else classes
     return {
-        "software": _software(),
+        "software": software(),
         "public": rule.public,
         "people": people,
         "labels": labels | {"classes": ordered},
         "label_names": rule.label_names,
         "require_captions": rule.require_captions,
         "window": rule.window,
+        "copied": rule.copied,
     }

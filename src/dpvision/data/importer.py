@@ -11,10 +11,9 @@ import contextlib
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +25,25 @@ from dpvision.data.import_labels import LabelRule, with_classes
 from dpvision.data.import_merge import write_store
 from dpvision.data.import_part import Part, ReadRule, write_part
 from dpvision.data.import_people import write_people
-from dpvision.data.import_work import read_parts, retire, settings_of, work_folder
+from dpvision.data.import_work import read_parts, retire, scratch_folder, settings_of, work_folder
 from dpvision.data.open import open_store
 from dpvision.data.person_check import check_persons
 from dpvision.data.person_names import PersonRule
+from dpvision.data.remote import check_local, is_url, local_folder
 from dpvision.data.rgb import Window, check_window
-from dpvision.data.sample import Sample, Source, check_unchanged
+from dpvision.data.sample import Sample, Source, SourcePart, check_unchanged
 from dpvision.data.shard_writer import ShardWriter
 from dpvision.data.sources import open_source
 from dpvision.data.store import Store
 from dpvision.data.store_writer import (
-    KEY_FILE,
     copy_key,
+    durable_key,
     new_key,
     new_store_folder,
-    read_key,
     require_new,
 )
 from dpvision.environment import own_cores
 from dpvision.errors import DataError
-from dpvision.files import sync
 
 _Progress = Callable[[int], None] | None
 
@@ -66,7 +64,8 @@ def import_source(
 ) -> Store:
     """Import an image folder, parquet files, WebDataset tars or DICOM files into a new store.
 
-    Tars are indexed in place, of DICOM files the pixels are kept, the rest is copied.
+    Tars are indexed in place, of DICOM files the pixels are kept, the rest is copied, as are tars
+    at a URL.
 
     Files that cannot be read, are oversized or damaged, or are not images are left out: counted by
     reason in ``Store.import_summary``, and named only in ``confidential/left_out.jsonl``. Rows with
@@ -93,12 +92,14 @@ def import_source(
         DataError: the source is empty, unknown or damaged, a field is missing, ``store_dir``
             exists, or the disk is full. Nothing half-made is left behind.
     """
-    target, origin = Path(store_dir).resolve(), Path(source).resolve()
+    check_local(store_dir, "data import")
+    target = Path(store_dir).resolve()
+    origin = local_folder(str(source)) if is_url(source) else Path(source).resolve()
     workers = own_cores() if workers is None else workers
     require_new(target)
     if window is not None:
         check_window(window, "data import")
-    if origin.is_dir() and target.is_relative_to(origin):
+    if origin is not None and origin.is_dir() and target.is_relative_to(origin):
         raise DataError(
             f"data import: store={store_dir} lies inside the source; expected it elsewhere. "
             "Choose another folder."
@@ -115,7 +116,13 @@ def import_source(
     )
     found = opened()
     making = _Making.of(found, public, people, labels, captions, licence, window)
-    if len(found.parts) > 1 and making.captions is None:
+    if found.remote and making.captions is not None:
+        raise DataError(
+            f"data import: captions={captions.captions} for files at {source}; expected captions "
+            "in the files (KEY.txt, KEY.json, or a column). Put them there, or copy the files to a "
+            "disk."
+        )
+    if (len(found.parts) > 1 or found.remote) and making.captions is None:
         return _import_parts(making, target, workers, progress)
     return _import_stream(making, target, workers, progress, again=opened)
 
@@ -139,6 +146,7 @@ def import_samples(
         source: e.g. of ``datasets.dataset_source``, or ``Source(samples, label_names)``.
         licence: if None, the source's.
     """
+    check_local(store_dir, "data import")
     source = source if isinstance(source, Source) else Source(iter(source))
     making = _Making.of(source, public, people, labels.read(), captions, licence, window)
     workers = own_cores() if workers is None else workers
@@ -178,6 +186,7 @@ class _Making:
         rule = ReadRule(
             b"", public, people, labels, source.label_names, captions.require_captions, window
         )
+        rule = replace(rule, copied=source.remote)
         rule.imported_labels()  # refuses a separator before anything is made
         file = None if captions.captions is None else CaptionFile(captions.captions)
         return cls(source, rule, file, about)
@@ -225,16 +234,13 @@ def _import_parts(making: _Making, target: Path, workers: int, progress: _Progre
     """Import each file by itself; what is complete is kept if the import fails."""
     source, rule = making.source, making.rule
     with work_folder(target, settings_of(rule)) as work:
-        if not (work / KEY_FILE).exists():
-            new_key(work)
-            sync(work / KEY_FILE)
-        rule = replace(rule, key=read_key(work))
+        rule = replace(rule, key=durable_key(work))
         if rule.people.checked_first:
             check_persons(
                 list(read_parts("people", source.parts, work, rule, workers)),
                 rule.people,
                 rule.key,
-                lambda some: chain.from_iterable(source.parts[i].samples({}) for i in some),
+                lambda some: _samples_of([source.parts[i] for i in some], work),
             )
         parts, done = list[Part](), 0
         for part in read_parts("read", source.parts, work, rule, workers):
@@ -252,6 +258,13 @@ def _import_parts(making: _Making, target: Path, workers: int, progress: _Progre
             copy_key(work, folder)
             making.write(parts, folder)
     return open_store(target)
+
+
+def _samples_of(parts: Iterable[SourcePart], work: Path) -> Iterator[Sample]:
+    """Yield the samples of some parts again."""
+    with scratch_folder(work) as scratch:
+        for part in parts:
+            yield from part.samples({}, scratch)
 
 
 def _import_stream(

@@ -26,11 +26,14 @@ def is_store(path: str | Path) -> bool:
     return (Path(path) / "store.json").exists()
 
 
-def open_store(path: str | Path) -> Store:
+def open_store(path: str | Path, *, check: bool = True) -> Store:
     """Open a store and check its files.
 
     Every shard has its recorded size, every row lies inside its shard, and the last row of each
     shard follows a tar header of its size.
+
+    Args:
+        check: whether to check all that; False for a store that was opened before.
 
     Raises:
         DataError: not a store, written by another version, or files and index do not match.
@@ -58,7 +61,8 @@ def open_store(path: str | Path) -> Store:
         else None
     )
     store = Store(path, meta, index, sets)
-    store.check()
+    if check:
+        store.check()
     return store
 
 

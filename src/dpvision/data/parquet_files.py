@@ -27,7 +27,7 @@ def read_arrow(path: Path, read: Callable[[], Any]) -> Any:
         raise DataError(f"source: {path}: {error}; expected a parquet file. {remedy}") from None
 
 
-def image_column(schema: pa.Schema, path: Path) -> tuple[str, int]:
+def image_column(schema: pa.Schema, path: Path, file: Any = None) -> tuple[str, int]:
     """Return the column of images, and the number of other columns that hold images too.
 
     Of several with bytes: the one whose first cells are images; of several such, the only image of
@@ -54,7 +54,8 @@ def image_column(schema: pa.Schema, path: Path) -> tuple[str, int]:
     if len(found) == 1:
         return found[0], 0
     head = read_arrow(
-        path, lambda: next(pq.ParquetFile(path).iter_batches(batch_size=8, columns=found), None)
+        path,
+        lambda: next(pq.ParquetFile(file or path).iter_batches(batch_size=8, columns=found), None),
     )
     cells = {
         name: []
@@ -83,9 +84,9 @@ def image_column(schema: pa.Schema, path: Path) -> tuple[str, int]:
     )
 
 
-def _schema(path: Path) -> pa.Schema:
+def _schema(path: Path, file: Any = None) -> pa.Schema:
     """Return the columns of a file. Raises DataError for two of one name."""
-    schema = read_arrow(path, partial(pq.read_schema, path))
+    schema = read_arrow(path, partial(pq.read_schema, file or path))
     if len(set(schema.names)) < len(schema.names):
         raise DataError(
             f"source: {path}: columns {schema.names}; expected each name once. Rename the others."
@@ -153,18 +154,21 @@ class Layout:
     label_names: list[str] | None
 
 
-def parquet_layout(path: Path, label: str, wanted: list[str]) -> tuple[Layout, int]:
+def parquet_layout(
+    path: Path, label: str, wanted: list[str], file: Any = None
+) -> tuple[Layout, int]:
     """Return the layout of a file, and the number of further columns of images.
 
     Args:
         label: the column of classes, if there is one.
         wanted: columns that must exist.
+        file: the open file, if it is not on this machine.
 
     Raises:
         DataError: the file is damaged, or has no column of images.
     """
-    schema = _schema(path)
-    image, others = image_column(schema, path)
+    schema = _schema(path, file)
+    image, others = image_column(schema, path, file)
     require_fields(wanted, set(schema.names) - {image}, path)
     useful = {label, *wanted, *CAPTION_FIELDS} - {image}
     columns = [image, *sorted(useful & set(schema.names))]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from dpvision.data.beside import is_nifti
 from dpvision.data.decode import HEAD_BYTES, MAX_FILE_BYTES, may_be_image
@@ -30,26 +30,54 @@ class Sample(NamedTuple):
     """Reason to leave the image out, found before decoding."""
 
 
-class SourcePart(Protocol):
-    """One file of a source of several, which a process of its own can read."""
+class SourceFile(Protocol):
+    """What a process of its own can read: one file of several, or a piece of a store."""
 
     @property
-    def path(self) -> Path:
-        """The file."""
+    def name(self) -> str:
+        """Which file it is: its absolute path, say. Different for all parts of a source."""
 
     @property
-    def stamp(self) -> list[int]:
-        """``stamp_of`` the file when the source was listed."""
+    def stamp(self) -> list[Any]:
+        """What ``now`` was when the source was listed."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes can read it."""
+
+    def now(self) -> list[Any]:
+        """What another file, or other bytes, of that name would change, in types of JSON; first the
+        size in bytes.
+        """
 
     @property
     def settings(self) -> list[Any]:
         """What decides its samples besides the file, in types of JSON."""
 
-    def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
-        """Yield the samples of the file; put what ``check`` needs into ``noted``, in JSON types."""
+
+class SourcePart(SourceFile, Protocol):
+    """One file of a source of several."""
+
+    def samples(self, noted: dict[str, Any], scratch: Path) -> Iterator[Sample]:
+        """Yield the samples of the file.
+
+        Args:
+            noted: gets what ``check`` needs, in JSON types.
+            scratch: folder for a copy of the file, closed to others; the copy is removed.
+        """
 
     def check(self, noted: dict[str, Any], seen: set[str]) -> None:
         """Raise DataError if the file does not go with those before, of which ``seen`` is kept."""
+
+
+@runtime_checkable
+class StoredPart(SourceFile, Protocol):
+    """Rows of a store."""
+
+    def write(self, folder: Path, key: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Write the files of ``import_part`` with ids under ``key``; return the entries of its two
+        JSON files.
+        """
 
 
 def stamp_of(path: Path) -> list[int]:
@@ -71,12 +99,12 @@ def stamp_of(path: Path) -> list[int]:
     return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def check_unchanged(parts: Iterable[SourcePart]) -> None:
+def check_unchanged(parts: Iterable[SourceFile]) -> None:
     """Raise DataError if a file is not as it was when the source was listed."""
     for part in parts:
-        if stamp_of(part.path) != part.stamp:
+        if part.now() != part.stamp:
             raise DataError(
-                f"source: {part.path}: changed while it was read; expected a file at rest. Import "
+                f"source: {part.name}: changed while it was read; expected a file at rest. Import "
                 "again once it is written."
             )
 
@@ -101,6 +129,8 @@ class Source(NamedTuple):
     """
     parts: tuple[SourcePart, ...] = ()
     """The files that ``samples`` reads one after the other, if each can be read by itself."""
+    remote: bool = False
+    """Whether the files are elsewhere: ``samples`` is empty, and images of tars are copied too."""
 
 
 def file_sample(path: Path, key: str, fields: dict[str, Any]) -> Sample:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dpvision.data.decode import extension
 from dpvision.data.sample import Sample
-from dpvision.data.tarindex import BLOCK, TarWriter
+from dpvision.data.tarindex import BLOCK, TarWriter, member_size
 from dpvision.errors import DataError
 
 SHARD_BYTES = 1 << 28
@@ -68,20 +68,23 @@ class ShardWriter:
         return self._tar
 
     def join(
-        self, tar: BinaryIO, offset_N: np.ndarray, size_N: np.ndarray, end: int
+        self, tar: BinaryIO, offset_N: np.ndarray, size_N: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Append the samples of a whole shard, numbered on: the bytes that ``add`` would write.
+        """Append samples of another shard, numbered on: the bytes that ``add`` would write.
 
         Args:
-            tar: a shard of ``whole``, open at the first of these samples.
+            tar: a shard that this class wrote.
             offset_N, size_N: int64, of the images of consecutive samples in it.
-            end: offset of the next sample, or of the tar's end mark.
 
         Returns:
             Shard number and offset of each image, int64.
+
+        Raises:
+            DataError: the shard is damaged.
         """
         start_N = offset_N - BLOCK
-        end_N = np.append(start_N[1:], end)
+        end_N = np.append(start_N[1:], _end(tar, int(offset_N[-1] + size_N[-1])))
+        tar.seek(int(start_N[0]))
         if self._number + len(offset_N) > 10**_DIGITS:
             raise DataError(
                 f"data import: more than {10**_DIGITS:,} images to copy; expected fewer. Import "
@@ -122,6 +125,20 @@ class ShardWriter:
         if self._tar is not None:
             self._close()
         return self._done
+
+
+def _end(tar: BinaryIO, image_end: int) -> int:
+    """Return where a sample ends: after the text that follows its image."""
+    text = -(-image_end // BLOCK) * BLOCK
+    tar.seek(text)
+    try:
+        size = member_size(tar.read(BLOCK))
+    except ValueError:
+        raise DataError(
+            f"data import: {tar.name}: damaged at byte {text}; expected the text of an image. "
+            "Import the images again, or restore the file."
+        ) from None
+    return text + BLOCK + -(-size // BLOCK) * BLOCK
 
 
 def _renumber(block: np.ndarray, header_N: np.ndarray, number_N: np.ndarray) -> None:

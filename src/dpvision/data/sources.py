@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dpvision.data.beside import (
     HIDDEN,
@@ -40,6 +40,7 @@ from dpvision.data.folders import (
 )
 from dpvision.data.ordered import ordered_map
 from dpvision.data.parquet_files import Layout, parquet_layout, parquet_rows
+from dpvision.data.remote import is_url, layout_of, list_files, remote_parts
 from dpvision.data.sample import Sample, Source, file_sample, stamp_of
 from dpvision.data.table_files import METADATA_NAMES, read_metadata, require_fields
 from dpvision.data.tarindex import Member, scan
@@ -64,7 +65,8 @@ def open_source(
 
     Args:
         source: a folder of images (flat, or with class folders), a .parquet or .tar file, a folder
-            of either, or a pattern such as ``photos/train-*.tar``; a folder of DICOM files, its
+            of either, or a pattern such as ``photos/train-*.tar``, also as a URL (``remote``); a
+            folder of DICOM files, its
             DICOMDIR, or one such file.
         unit_from, label_from: fields to read (parquet columns, columns of metadata.csv, ``parent``,
             keys of the json).
@@ -78,7 +80,8 @@ def open_source(
         DataError: ``source`` does not exist or is of no known kind, or a field does not exist in
             it.
     """
-    kind, paths = _recognise(Path(source), for_import)
+    url = str(source) if is_url(source) and for_import else None
+    kind, paths = ("", []) if url else _recognise(Path(source), for_import)
     wanted = [name for name in (unit_from, label_from) if name is not None]
     separated = label_separator is not None
     if kind == "dicom":
@@ -88,6 +91,8 @@ def open_source(
             f"source: {source}: no DICOM files; expected some with --series or --frames. Drop "
             "these options, or give the folder of the DICOM files."
         )
+    if url is not None:
+        return _remote_source(url, unit_from, label_from)
     if kind == "tar":
         refuse_folders = for_import and "parent" not in wanted and label_from is None
         tars = tuple(TarPart(path, stamp_of(path), refuse_folders) for path in paths)
@@ -312,8 +317,21 @@ def _parquet_source(paths: list[Path], label: str, wanted: list[str]) -> Source:
     layout, others = parquet_layout(paths[0], label, wanted)
     parts = tuple(ParquetPart(*part, layout) for part in zip(paths, stamps, strict=True))
     counts = {"image_columns_not_read": others} if others else {}
-    samples = (sample for part in parts for sample in part.samples({}))
+    samples = (sample for part in parts for sample in part.samples({}, Path()))
     return Source(samples, layout.label_names, counts, parts=parts)
+
+
+def _remote_source(url: str, unit_from: str | None, label_from: str | None) -> Source:
+    wanted = [name for name in (unit_from, label_from) if name is not None]
+    kind, files = list_files(url)
+    if kind == "tar":
+        refuse = "parent" not in wanted and label_from is None
+        tar = TarPart(Path(), [], refuse)
+        return Source(iter(()), parts=remote_parts(files, tar), remote=True)
+    layout, others = layout_of(files[0], label_from or "label", wanted)
+    parts = remote_parts(files, ParquetPart(Path(), [], layout))
+    counts = {"image_columns_not_read": others} if others else {}
+    return Source(iter(()), layout.label_names, counts, parts=parts, remote=True)
 
 
 @dataclass(frozen=True)
@@ -323,14 +341,31 @@ class ParquetPart:
     path: Path
     stamp: list[int]
     layout: Layout
+    shared: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """The file's path."""
+        return str(self.path.absolute())
+
+    def now(self) -> list[int]:
+        """``stamp_of`` the file."""
+        return stamp_of(self.path)
 
     @property
     def settings(self) -> list[Any]:
         """Columns and class names, which the first file decides."""
         found = self.layout
-        return [found.image, found.columns, sorted(found.useful), found.label, found.label_names]
+        return [
+            str(self.path.resolve()),
+            found.image,
+            found.columns,
+            sorted(found.useful),
+            found.label,
+            found.label_names,
+        ]
 
-    def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
+    def samples(self, noted: dict[str, Any], scratch: Path) -> Iterator[Sample]:
         """Yield the samples of the file; ``noted`` stays as it is."""
         for key, data, row in parquet_rows(self.path, self.layout):
             yield Sample(key, data, row) if data else Sample(key, b"", row, problem="no image")
@@ -347,13 +382,23 @@ class TarPart:
     stamp: list[int]
     refuse_folders: bool
     """Refuse folders of images whose names would be lost."""
+    shared: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """The file's path."""
+        return str(self.path.absolute())
+
+    def now(self) -> list[int]:
+        """``stamp_of`` the file."""
+        return stamp_of(self.path)
 
     @property
     def settings(self) -> list[Any]:
         """What is refused."""
-        return [self.refuse_folders]
+        return [str(self.path.resolve()), self.refuse_folders]
 
-    def samples(self, noted: dict[str, Any]) -> Iterator[Sample]:
+    def samples(self, noted: dict[str, Any], scratch: Path) -> Iterator[Sample]:
         """Yield the samples of the tar, checked by itself; ``noted`` gets what ``check`` needs."""
         return self.of_members(scan(self.path), noted, set())
 

@@ -151,9 +151,10 @@ class Store:
         self.num_records: int = meta["num_records"]
         self.label_names: list[str] | None = meta["label_names"]
         self.licence: str | None = meta.get("licence")
-        self.shard_paths = [path / shard["path"] for shard in meta["shards"]]
-        self._num_open = files_to_hold(len(self.shard_paths))
-        self._shard = functools.lru_cache(self._num_open)(lambda i: _Shard(self.shard_paths[i]))
+        self.shard_paths = paths = [path / shard["path"] for shard in meta["shards"]]
+        self._num_open = files_to_hold(len(paths))
+        # without a cycle: files are closed when the last reader lets go of the store
+        self._shard = functools.lru_cache(self._num_open)(lambda i: _Shard(paths[i]))
         self._text = functools.lru_cache(1)(lambda: _Shard(path / meta["text"]["path"]))
 
     @property
@@ -263,12 +264,22 @@ class Store:
         parts = [self._read_some(rows[i : i + num]) for i in range(0, len(rows), num)]
         return [image for part in parts for image in part]
 
-    def _read_some(self, rows: np.ndarray) -> list[bytes]:
-        """Images of rows in at most as many shards as are held open.
+    def read_rows(self, rows: np.ndarray) -> list[bytes]:
+        """Bytes of the images at the places that ``rows`` (B,) give, in the form of the index.
 
-        Written for speed: its overhead over os.pread is benchmarked.
+        Raises:
+            DataError: as ``read_many``.
         """
-        shards, sizes, offsets = (column[rows].tolist() for column in self._where)
+        num, where = self._num_open, [rows[name] for name in ("shard", "size", "offset")]
+        parts = ((column[i : i + num] for column in where) for i in range(0, len(rows), num))
+        return [image for part in parts for image in self._read(*(c.tolist() for c in part))]
+
+    def _read_some(self, rows: np.ndarray) -> list[bytes]:
+        """Images of rows in at most as many shards as are held open."""
+        return self._read(*(column[rows].tolist() for column in self._where))
+
+    def _read(self, shards: list[int], sizes: list[int], offsets: list[int]) -> list[bytes]:
+        """Written for speed: its overhead over os.pread is benchmarked."""
         held = {
             shard: self._shard(shard) for shard in set(shards)
         }  # keeps the files open until they are read

@@ -19,7 +19,7 @@ import numpy as np
 from dpvision.data.declared import shared_images
 from dpvision.data.store import ABOUT, Store, write_description
 from dpvision.errors import CheckpointError, DataError, remedy_for
-from dpvision.files import new_folder
+from dpvision.files import new_folder, sync
 
 
 def require_new(target: Path) -> None:
@@ -68,6 +68,14 @@ def new_key(store_dir: Path) -> bytes:
     key = secrets.token_bytes(_KEY_BYTES)
     _write(store_dir, key)
     return key
+
+
+def durable_key(folder: Path) -> bytes:
+    """Return the key of a folder, which gets one that survives a power cut if it has none."""
+    if not (folder / KEY_FILE).exists():
+        new_key(folder)
+        sync(folder / KEY_FILE)
+    return read_key(folder)
 
 
 def copy_key(source_dir: Path, store_dir: Path) -> None:
