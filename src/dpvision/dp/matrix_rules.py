@@ -19,6 +19,7 @@ from dpvision.dp.outer_products import (
     Patches,
     Recomputed,
     kernel_gradient,
+    one_by_one_pays,
     wide,
 )
 from dpvision.dp.rule import Pass, Rule, by_record, leading, require
@@ -108,7 +109,8 @@ def make_conv(num_dims: int) -> Rule:
 
         def sink(x: Tensor, g: Tensor) -> None:
             written = shape.numel() * num <= g.numel() + x.numel()
-            if slot is not None and x.device.type == "cpu" and shape[2:].numel() > 1 and written:
+            one_by_one = written and shape[2:].numel() > 1 and one_by_one_pays(x.device)
+            if slot is not None and one_by_one:
                 slot.add_written(_one_by_one(g, x, shape, geometry, num))
             elif slot is not None and num_dims == 2 and groups == 1:
                 patches = Patches(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from dpvision.errors import ConfigError
 
 UTILISATION = 0.16
-"""Share of a GPU's peak that training reaches: an H100 16% in a private pass of ``vip.base`` and 17%
-in one of ``dpcap.base`` (docs/log/2026-11-27-h100-private-pass.md), DP-Cap's 128 V100 16% with Base
-and 19% with Large.
+"""Share of a GPU's peak that training reaches: an H100 16% in a private pass of ``vip.base`` and
+17% in one of ``dpcap.base`` (docs/log/2026-11-27-h100-private-pass.md), DP-Cap's 128 V100 16% with
+Base and 19% with Large.
 """
 _NOISE_S = 0.12 / 99e6
 """As an H100 took (docs/log/2026-11-27-first-gpu.md)."""
