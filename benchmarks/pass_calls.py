@@ -1,14 +1,16 @@
 """What one private pass asks of host and device: calls, launches, host time, kernel time.
 
     python benchmarks/pass_calls.py [--cases mae_base,cap_base] [--json FILE]
+    python benchmarks/pass_calls.py --whole --cases mae_micro,cap_micro,cls_micro [--batch 64]
     python benchmarks/pass_calls.py --device cuda [--batch 256] [--variants A,B] [--json FILE]
 
 On a CPU the recipes' models have their depth but width 96 and images of 64 px, so that arithmetic
-is a small part: "calls" are PyTorch operators that are no views, and "host_ms" is CPU time of one
-thread. On a GPU the models are whole: "time_ms" is the wall clock, "host_ms" the time until the
-host has issued the pass (a private pass waits for the device once), "kernel_ms" and "kernels" are
-of the device. Variants are those of clipping.py. The private pass comes without its checks, which
-are made once, and the heap of the start is frozen, as in a run.
+is a small part: "calls" are PyTorch operators that are no views, "host_ms" is CPU time of one
+thread, and "host_ratio" that of a private pass over the plain one before it; --whole takes the
+models as they are. On a GPU the models are whole: "time_ms" is the wall clock, "host_ms" the time
+until the host has issued the pass (a private pass waits for the device once), "kernel_ms" and
+"kernels" are of the device. Variants are those of clipping.py. The private pass comes without its
+checks, which are made once, and the heap of the start is frozen, as in a run.
 """
 
 import argparse
@@ -30,12 +32,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpvision.config import CaptionerConfig, MAEConfig
 from dpvision.data.keys import StepKey
+from dpvision.devices import keep_freed_memory
 from dpvision.dp.clip import clipped_sum
 from dpvision.models import make_model
 from dpvision.recipes import RECIPES
 from dpvision.train.objectives import example_batch, loss_function
 
-RECIPE = {"mae_base": "vip.base", "cap_base": "dpcap.base", "mae_micro": "vip.micro"}
+RECIPE = {
+    "mae_base": "vip.base",
+    "cap_base": "dpcap.base",
+    "mae_micro": "vip.micro",
+    "cap_micro": "dpcap.micro",
+    "cls_micro": "supervised.micro",
+}
 ROUNDS, WIDTH, SIZE, RECORDS = 15, 96, 64, 4
 KEY = StepKey(0, 0)
 
@@ -62,12 +71,13 @@ def narrow(model: Any) -> Any:
     return replace(model, encoder=encoder, decoder=decoder, vocab_size=300, num_tokens=8)
 
 
-def on_cpu(case: str) -> Iterator[dict[str, Any]]:
+def on_cpu(case: str, num_records: int, *, whole: bool) -> Iterator[dict[str, Any]]:
     """Rows of the plain and of the private pass."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     config = RECIPES[RECIPE[case]]()
-    config = replace(config, model=narrow(config.model))
-    loss_fn, batch = loss_function(config), example_batch(config, RECORDS)
+    config = config if whole else replace(config, model=narrow(config.model))
+    loss_fn, batch = loss_function(config), example_batch(config, num_records)
     model = make_model(config.model, seed=0)
 
     def plain() -> None:
@@ -88,11 +98,14 @@ def on_cpu(case: str) -> Iterator[dict[str, Any]]:
             begun = time.process_time()
             once()
             times[name].append(1e3 * (time.process_time() - begun))
+    shown = f"{case}, {num_records} records" if whole else case
     for name, once in passes.items():
         with Calls() as calls:
             once()
-        yield row(case, name, "calls", [calls.count])
-        yield row(case, name, "host_ms", times[name])
+        yield row(shown, name, "calls", [calls.count])
+        yield row(shown, name, "host_ms", times[name])
+    ratios = [b / a for a, b in zip(*times.values(), strict=True)]
+    yield row(shown, ONE_PASS[0], "host_ratio", ratios)
 
 
 def on_gpu(case: str, bench: Bench) -> Iterator[dict[str, Any]]:
@@ -147,14 +160,16 @@ def main() -> None:
     )
     parser.add_argument("--cases", default="mae_base,cap_base")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--batch", type=int, help="records of a pass on a GPU")
+    parser.add_argument("--batch", type=int, help="records of a pass")
+    parser.add_argument("--whole", action="store_true", help="the models as they are, on a CPU")
     parser.add_argument("--variants", default=",".join((*NON_PRIVATE, *ONE_PASS)))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
     for case in args.cases.split(","):
         if args.device == "cpu":
-            rows += list(on_cpu(case))
+            num = args.batch or (64 if args.whole else RECORDS)
+            rows += list(on_cpu(case, num, whole=args.whole))
         else:
             asked = argparse.Namespace(
                 device="cuda",

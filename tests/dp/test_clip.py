@@ -81,6 +81,15 @@ def test_equals_the_loop_in_float64(every_case, clip_by_any):
         check_equal(clip_by_any, model, loss_fn, num)
 
 
+@pytest.mark.parametrize("name", [name for name in MEMBERS if name.startswith("conv")])
+def test_convolutions_equal_the_loop_with_unfolded_inputs_too(monkeypatch, name):
+    """As on a GPU."""
+    for module in ("outer_products", "matrix_rules"):
+        monkeypatch.setattr(f"dpvision.dp.{module}.one_by_one_pays", lambda device: False)
+    model, loss_fn = build(name)
+    check_equal(clipped_sum, model.double(), loss_fn, 6)
+
+
 def check_equal(clip_by, model, loss_fn, num):
     batch = make_batch(num, dtype=torch.float64)
     clip = middle_norm(loss_fn, model, batch, KEY) if num else 1.0

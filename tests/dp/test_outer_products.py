@@ -2,6 +2,8 @@
 of sides and numbers of uses.
 """
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -127,19 +129,21 @@ def test_weighted_sum_is_that_of_the_gradients_written_out(
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.tuples(st.integers(0, 2), st.integers(0, 2)),
     st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    st.booleans(),
     st.integers(0, 2**31),
 )
 def test_patches_are_the_input_of_the_convolution(
-    channels, per_record, kernel, stride, padding, dilation, seed
+    channels, per_record, kernel, stride, padding, dilation, unfolded, seed
 ):
     """Against autograd of F.conv2d, one record at a time: the gradient written out, its norm, and
-    the weighted sum.
+    the weighted sum of all in blocks and of all but one; ``unfolded`` as on a GPU.
     """
     generator = torch.Generator().manual_seed(seed)
     num, filters = 3, 4
-    x = draw(generator, num * per_record, channels, 7, 6)
+    images = draw(generator, num * per_record, channels, 7, 6)
+    x = images.clone()
     weight = draw(generator, filters, channels, *kernel).requires_grad_()
-    y = F.conv2d(x, weight, None, stride, padding, dilation)
+    y = F.conv2d(images, weight, None, stride, padding, dilation)
     g = draw(generator, *y.shape)
     chosen = g * y
     expected = torch.stack(
@@ -154,15 +158,24 @@ def test_patches_are_the_input_of_the_convolution(
     )
     assert use.right.places == left.places and use.right.width == weight[0].numel()
     size = expected.norm() + g.norm() * x.norm()
-    assert (use.write_out(slice(0, num)) - expected).norm() <= 1e-12 * size
-    assert (
-        square_norms([use]).value_B - expected.flatten(1).square().sum(1)
-    ).norm() <= 1e-12 * size**2
-    factor_B = draw(generator, num)
-    assert (
-        use.weighted_sum(factor_B, None, [slice(0, num)])
-        - torch.einsum("b,b...->...", factor_B, expected)
-    ).norm() <= 1e-11 * size
+    factor_B, keep_B = draw(generator, num), torch.tensor([True, False, True])
+    with pytest.MonkeyPatch.context() as patch:
+        if unfolded:
+            patch.setattr(outer_products, "one_by_one_pays", lambda device: False)
+        assert (use.write_out(slice(0, num)) - expected).norm() <= 1e-12 * size
+        assert (
+            square_norms([use]).value_B - expected.flatten(1).square().sum(1)
+        ).norm() <= 1e-12 * size**2
+        for blocks in ([slice(0, num)], [slice(0, 1), slice(1, num)]):
+            everything = use.weighted_sum(factor_B, None, blocks)
+            assert (
+                everything - torch.einsum("b,b...->...", factor_B, expected)
+            ).norm() <= 1e-11 * size
+            x[per_record] = math.nan  # of the record that is left out
+            kept = use.weighted_sum(torch.where(keep_B, factor_B, 0.0), keep_B, blocks)
+            own = torch.einsum("b,b...->...", factor_B[keep_B], expected[keep_B])
+            assert (kept - own).norm() <= 1e-11 * size
+            x.copy_(images)
 
 
 @pytest.mark.parametrize("places", [1, 47, 95, 96, 97, 120, 143, 144, 145, 197])

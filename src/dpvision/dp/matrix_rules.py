@@ -12,7 +12,16 @@ from torch import Tensor
 
 from dpvision.devices import row_sums
 from dpvision.dp.batch_dims import MIXED
-from dpvision.dp.outer_products import Dense, OneHot, OuterProducts, Patches, Recomputed, wide
+from dpvision.dp.outer_products import (
+    Dense,
+    OneHot,
+    OuterProducts,
+    Patches,
+    Recomputed,
+    kernel_gradient,
+    one_by_one_pays,
+    wide,
+)
 from dpvision.dp.rule import Pass, Rule, by_record, leading, require
 from dpvision.models.head import aligned_head, head_forward, logit_gradients
 
@@ -64,17 +73,6 @@ def matmul(run: Pass, input: Tensor, other: Tensor) -> Any:
     return linear(run, input, other, transposed=True)
 
 
-def _conv_backward(
-    g: Tensor, x: Tensor, weight: Tensor, geometry: Any, *, input_grad: bool
-) -> Tensor:
-    stride, padding, dilation, groups = geometry
-    mask = [input_grad, not input_grad, False]
-    grads = torch.ops.aten.convolution_backward(
-        g, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, mask
-    )
-    return grads[0 if input_grad else 1]
-
-
 def make_conv(num_dims: int) -> Rule:
     def conv(
         run: Pass,
@@ -110,7 +108,11 @@ def make_conv(num_dims: int) -> Rule:
         num, shape, geometry = run.num_records, weight.shape, (stride, padding, dilation, groups)
 
         def sink(x: Tensor, g: Tensor) -> None:
-            if slot is not None and num_dims == 2 and groups == 1:
+            written = shape.numel() * num <= g.numel() + x.numel()
+            one_by_one = written and shape[2:].numel() > 1 and one_by_one_pays(x.device)
+            if slot is not None and one_by_one:
+                slot.add_written(_one_by_one(g, x, shape, geometry, num))
+            elif slot is not None and num_dims == 2 and groups == 1:
                 patches = Patches(
                     x, batch_dim.per_record, (shape[2], shape[3]), stride, padding, dilation
                 )
@@ -140,6 +142,18 @@ def _tuple(value: Any, num_dims: int) -> tuple[int, ...]:
     return values * num_dims if len(values) == 1 else values
 
 
+def _one_by_one(g: Tensor, x: Tensor, shape: torch.Size, geometry: Any, num_records: int) -> Tensor:
+    """Every record's kernel gradient (B, *shape), one after the other: on a CPU a third of the time
+    of ``_record_kernels``.
+    """
+    dtype = wide(g.dtype)
+    parts = (value.to(dtype).unflatten(0, (num_records, -1)) for value in (g, x))
+    made = g.new_empty(num_records, *shape, dtype=dtype)
+    for i, (g_part, x_part) in enumerate(zip(*parts, strict=True)):
+        made[i] = kernel_gradient(g_part, x_part, shape, geometry)
+    return made
+
+
 def _record_kernels(
     g: Tensor, x: Tensor, shape: torch.Size, geometry: Any, num_records: int
 ) -> Tensor:
@@ -152,13 +166,11 @@ def _record_kernels(
     def as_groups(value: Tensor) -> Tensor:  # (B * k, C, ...) -> (k, B * C, ...)
         return value.to(dtype).unflatten(0, (num_records, -1)).transpose(0, 1).flatten(1, 2)
 
-    kernel = torch.zeros(num_records * shape[0], *shape[1:], dtype=dtype, device=g.device)
-    grad = _conv_backward(
+    grad = kernel_gradient(
         as_groups(g),
         as_groups(x),
-        kernel,
+        torch.Size((num_records * shape[0], *shape[1:])),
         (stride, padding, dilation, groups * num_records),
-        input_grad=False,
     )
     return grad.view(num_records, *shape)
 

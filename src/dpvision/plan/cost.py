@@ -125,11 +125,7 @@ def step_cost(config: RunConfig, gpus: int, device: str | None) -> Cost:
     slowest = row.link if gpus <= GPUS_OF_A_NODE else row.network
     total_bytes = 8.0 * parameters
     all_reduce = 0.0 if gpus == 1 else 2 * (gpus - 1) / gpus * total_bytes / slowest
-    noise = (
-        0.0
-        if config.privacy.guarantee == "none"
-        else parameters * (row.noise_s or 6 * 8 / row.bandwidth)
-    )
+    noise = 0.0 if config.privacy.guarantee == "none" else parameters * row.noise_s
     update = 10 * 4 * parameters / row.bandwidth
     step = compute + load + all_reduce + noise + update
     physical = (

@@ -1,15 +1,18 @@
-"""Devices of the cost model. Only the processor's row is measured; the others are data-sheet values
-(docs/plan.md).
+"""Devices of the cost model. The processor's row is measured; GPUs are data-sheet values, times a
+share that an H100 reached (docs/plan.md).
 """
 
 from dataclasses import dataclass
 
 from dpvision.errors import ConfigError
 
-UTILISATION = 0.2
-"""Share of a GPU's peak that training reaches, an assumption: DP-Cap's 128 V100 reached 16% with
+UTILISATION = 0.16
+"""Share of a GPU's peak that training reaches: an H100 16% in a private pass of ``vip.base`` and
+17% in one of ``dpcap.base`` (docs/log/2026-11-27-h100-private-pass.md), DP-Cap's 128 V100 16% with
 Base and 19% with Large.
 """
+_NOISE_S = 0.12 / 99e6
+"""As an H100 took (docs/log/2026-11-27-first-gpu.md)."""
 GPUS_OF_A_NODE = 8
 
 
@@ -34,7 +37,7 @@ class Device:
     processors meanwhile.
     """
     noise_s: float = 0.0
-    """Seconds a parameter to draw and add the noise; 0: bound by memory."""
+    """Seconds a parameter to draw and add the noise."""
     half: bool = True
     measured: bool = False
 
@@ -54,6 +57,7 @@ def _gpu(
         bandwidth_gb * 1e9,
         link_gb * 1e9,
         network_gb * 1e9,
+        noise_s=_NOISE_S,
     )
 
 
