@@ -76,7 +76,7 @@ def test_where_nothing_is_left_it_is_refused(mine: Store) -> None:
         with pytest.raises(PrivacyError, match=r"epsilon 2.* was charged .* Raise --total-epsilon"):
             epsilon_left(mine.path, total, full)
     charge(mine, make_plan(replace(FULL, guarantee="none", target_epsilon=None)), "b" * 16)
-    with pytest.raises(PrivacyError, match="without a guarantee .* no total holds"):
+    with pytest.raises(PrivacyError, match=r"without a guarantee .* no total holds"):
         epsilon_left(mine.path, TOTAL, full)
 
 
@@ -118,8 +118,8 @@ def test_a_head_after_fine_tuning_with_batch_norm_has_the_total_in_its_statement
     argv = ["adapt", "--data", str(mine.path), "--runs", str(tmp_path / "runs"), *HEAD]
     tuned = [*argv[:1], "transfer.micro_film", *argv[1:], "--name", "tuned"]
     tuned += ["--encoder", f"timm:test_efficientnet@{file}", "--public-weights", "T; CC0; a test"]
-    tuned += "--model.encoder.image-size 32 --privacy.expected-batch-size 30".split()
-    tuned += "--privacy.steps 7 --hardware.physical-batch-size 16".split()
+    tuned += ["--model.encoder.image-size", "32", "--privacy.expected-batch-size", "30"]
+    tuned += ["--privacy.steps", "7", "--hardware.physical-batch-size", "16"]
     assert main([*tuned, "--epsilon", "3.5"]) == 2
     assert "cap" in capsys.readouterr().err, "refused before either has run"
     assert main([*tuned, "--epsilon", "2"]) == 0
