@@ -182,7 +182,7 @@ def _rest(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> floa
     if given or not isinstance(config.model, HeadConfig) or config.privacy.sampling != "full_batch":
         what = f"{given[0]} given" if given else f"the recipe {args.recipe} and its batches"
         raise ConfigError(
-            f"adapt: --total-epsilon {args.total_epsilon:g} with {what}; expected one head of full "
+            f"adapt: --total-epsilon {args.total_epsilon} with {what}; expected one head of full "
             "batches, whose epsilon follows. Plan other runs by --epsilon."
         )
     check_places(args.root(args.recipe), config, dry_run=args.dry_run)
@@ -198,8 +198,8 @@ def _rest(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> floa
 
     epsilon = epsilon_left(Path(config.data.store), args.total_epsilon, plan_of)
     args.say(
-        f"Epsilon of this head: {epsilon:.6f}, so that all runs on this store together have "
-        f"at most {args.total_epsilon:g}"
+        f"Epsilon of this head: {up(epsilon)}, so that all runs on this store together have "
+        f"at most {args.total_epsilon}"
     )
     return epsilon
 
@@ -281,7 +281,7 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "l
     if args.total_epsilon is not None and not charge["after"] <= args.total_epsilon:
         raise PrivacyError(
             f"adapt: all runs on this store would have epsilon {up(charge['after'])} together; "
-            f"expected at most --total-epsilon {args.total_epsilon:g}. Nothing was charged. Give a "
+            f"expected at most --total-epsilon {args.total_epsilon}. Nothing was charged. Give a "
             "smaller --epsilon instead."
         )
     text = "\n".join(filter(None, [head_text(made), charged]))

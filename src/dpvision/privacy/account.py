@@ -238,14 +238,14 @@ def epsilon_left(store_dir: Path, total: float, plan_of: Callable[[float], DPPla
         return total
     if charge.after is None:
         raise PrivacyError(
-            f"total_epsilon={total:g}: a run without a guarantee used {store_dir}, so no total "
+            f"total_epsilon={total}: a run without a guarantee used {store_dir}, so no total "
             "holds. Import the images that it did not see into another store."
         )
     low, high = total / 100, total
     most, least = total * (1 - _SPARE), after(low)
     if least is None or not least <= most:
         raise PrivacyError(
-            f"total_epsilon={total:g}: epsilon {up(charge.before or 0.0)} was charged to "
+            f"total_epsilon={total}: epsilon {up(charge.before or 0.0)} was charged to "
             f"{store_dir} before; expected at least 1% of the total to be left. Nothing was "
             "charged now. Raise --total-epsilon, or name the whole epsilon of this run."
         )
