@@ -5,11 +5,11 @@ accuracy by the command line, at equal epsilon.
     --public-weights 'NAME; LICENCE; SOURCE' --records N --classes K --batch B --steps T --work DIR
     [--epsilons 1,8] [--ways head,film,film_refit,film@3] [--image-size PX] [--json FILE]
 
-``head`` is ``dpvision adapt --head auto``: full batches, no augmentation; ``stages`` is that head on
-the averages of all stages. The other ways are the
-recipes transfer.micro_WAY with their own rates and crops, T Poisson batches of B expected records.
-WAY_refit is that recipe and then the head on the encoder that it gave: two runs of one smaller
-epsilon, found before the first one starts, whose composition has the epsilon of the other ways.
+``head`` is ``dpvision adapt --head auto``: full batches, no augmentation; ``stages`` is that head
+on the averages of all stages. The other ways are the recipes transfer.micro_WAY with their own
+rates and crops, T Poisson batches of B expected records. WAY_refit is that recipe and then the head
+on the encoder that it gave: two runs of one smaller epsilon, found before the first one starts,
+whose composition has the epsilon of the other ways.
 WAY@C has the clipping norm C in place of the recipe's.
 
 Values are percent right on the test store, with the score's interval, and CPU seconds of the
