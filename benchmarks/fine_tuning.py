@@ -5,10 +5,11 @@ accuracy by the command line, at equal epsilon.
     --public-weights 'NAME; LICENCE; SOURCE' --records N --classes K --batch B --steps T --work DIR
     [--epsilons 1,8] [--ways head,film,film_refit,film@3] [--image-size PX] [--json FILE]
 
-``head`` is ``dpvision adapt --head auto``: full batches, no augmentation. The other ways are the
-recipes transfer.micro_WAY with their own rates and crops, T Poisson batches of B expected records.
-WAY_refit is that recipe and then the head on the encoder that it gave: two runs of one smaller
-epsilon, found before the first one starts, whose composition has the epsilon of the other ways.
+``head`` is ``dpvision adapt --head auto``: full batches, no augmentation; ``stages`` is that head
+on the averages of all stages. The other ways are the recipes transfer.micro_WAY with their own
+rates and crops, T Poisson batches of B expected records. WAY_refit is that recipe and then the head
+on the encoder that it gave: two runs of one smaller epsilon, found before the first one starts,
+whose composition has the epsilon of the other ways.
 WAY@C has the clipping norm C in place of the recipe's.
 
 Values are percent right on the test store, with the score's interval, and CPU seconds of the
@@ -81,8 +82,9 @@ def train(args: argparse.Namespace, way: str, epsilon: str, name: str, encoder: 
     if encoder == args.encoder:
         argv += ["--public-weights", args.public_weights]
         argv += ["--model.encoder.image-size", str(args.image_size)]
-    if way == "head":
-        return dpvision("adapt", *argv, "--head", "auto")
+    if way in ("head", "stages"):
+        pooling = ["--model.encoder.pooling", "stages"] if way == "stages" else []
+        return dpvision("adapt", *argv, "--head", "auto", *pooling)
     recipe = "transfer.micro_" + way.removeprefix("micro_")
     argv = [recipe, *argv, *WAYS[way], "--hardware.physical-batch-size", "16"]
     argv += ["--privacy.expected-batch-size", str(args.batch)]

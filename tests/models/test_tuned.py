@@ -66,11 +66,16 @@ def make_config(encoder: EncoderConfig = VIT, **changes) -> ClassifierConfig:
 
 
 def awake(model: nn.Module) -> nn.Module:
-    """Every parameter moved: behind zeros, all gradients are zero and any sum of them exact."""
+    """Every parameter and BatchNorm's statistics moved: behind zeros, all gradients are zero and
+    any sum of them exact.
+    """
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if "running_" in name:
+                buffer.add_(0.5 * torch.rand(buffer.shape, generator=generator))
     return model
 
 
@@ -89,11 +94,12 @@ def trained(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("encoder", [VIT, TIMM_VIT], ids=["ours", "timm"])
+@pytest.mark.parametrize("encoder", [VIT, TIMM_VIT, EFFICIENT], ids=["ours", "timm", "batch_norm"])
 def test_the_clipped_sum_of_every_way_is_that_of_the_vmap_oracle(
     way: str, encoder: EncoderConfig
 ) -> None:
-    model = awake(make_model(make_config(encoder, tuned=way), 0)).double()
+    where = "both" if encoder is EFFICIENT else "attention"
+    model = awake(make_model(make_config(encoder, tuned=way, lora_on=where), 0)).double()
     batch = make_batch(encoder.image_size, views=2)
     batch = batch._replace(image_BVCHW=batch.image_BVCHW.double())
     probe = clipped_sum(classification_losses, model, batch, KEY, max_grad_norm=1e6)
@@ -122,6 +128,8 @@ def test_the_clipped_sum_of_every_way_is_that_of_the_vmap_oracle(
         (EFFICIENT, "whole"),
         (EFFICIENT, "film"),
         (EFFICIENT, "lora"),
+        (EFFICIENT, "biases"),
+        (EFFICIENT, "last_blocks"),
         (RES, "last_blocks"),
     ],
 )

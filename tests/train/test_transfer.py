@@ -21,6 +21,7 @@ from dpvision.encoders.starting_weights import adapted, open_parent
 from dpvision.encoders.trained import run_encoder
 from dpvision.errors import CheckpointError, ConfigError
 from dpvision.models import make_model
+from dpvision.models.tuned import merged
 from dpvision.recipes import RECIPES
 from dpvision.train import loop
 from dpvision.train.loop import fit
@@ -130,10 +131,13 @@ def test_a_tuned_run_leaves_the_frozen_weights_as_they_were_and_loads_again(
     ] == "public"
 
 
+@pytest.mark.parametrize("way", ["whole", "last_blocks", "lora", "film", "biases"])
 def test_statistics_of_batch_norm_are_the_files_to_the_end_and_needed_at_the_start(
-    transfer: RunConfig, tmp_path: Path
+    transfer: RunConfig, tmp_path: Path, way: str
 ) -> None:
-    """In training, in both sets of weights, and where the file counts no batches."""
+    """In training, in both sets of weights, and where the file counts no batches. What was trained
+    is then timm's network with the merged weights.
+    """
     torch.manual_seed(0)
     given = timm.create_model("test_efficientnet", num_classes=7).state_dict()
     for name, value in given.items():
@@ -142,9 +146,10 @@ def test_statistics_of_batch_norm_are_the_files_to_the_end_and_needed_at_the_sta
     file = tmp_path / "weights.safetensors"
     save_file({n: v for n, v in given.items() if not n.endswith("num_batches_tracked")}, file)
     encoder = TimmConfig(name="test_efficientnet", image_size=32)
+    rank = {"lora_rank": 2, "lora_on": "both", "lora_scale": 0.5} if way == "lora" else {}
     config = replace(
         transfer,
-        model=replace(transfer.model, encoder=encoder, tuned="whole"),
+        model=replace(transfer.model, encoder=encoder, tuned=way, **rank),
         data=replace(transfer.data, **constants("test_efficientnet")),
         optim=replace(transfer.optim, learning_rate=0.1, average=True),
         init_from=f"timm:test_efficientnet@{file}",
@@ -153,21 +158,36 @@ def test_statistics_of_batch_norm_are_the_files_to_the_end_and_needed_at_the_sta
     with pytest.raises(ConfigError, match=r"init_from=None with BatchNorm .*--init-from timm:NAME"):
         check_run(replace(config, init_from=None, public_weights=None), open_parent)
     root = train(config, tmp_path / "run")
-    checkpoint = load_checkpoint(root)
-    for weights in (checkpoint.model, checkpoint.ema):
+    checkpoint, theirs = load_checkpoint(root), timm.create_model("test_efficientnet")
+    norms = {n for n, m in theirs.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
+    ones = {n for n, m in theirs.named_modules() if getattr(m, "kernel_size", 0) == (1, 1)}
+    trainable = {n for n, _ in theirs.named_parameters() if not n.startswith("classifier")}
+    last = {n for n in trainable if n.startswith(("blocks.4", "conv_head", "bn2"))}
+    expected = {
+        "whole": trainable,
+        "last_blocks": last,
+        "film": {n for n in trainable if n.rpartition(".")[0] in norms},
+        "biases": {n for n in trainable if n.endswith(".bias")},
+        "lora": {f"{n}.weight" for n in ones if n.startswith("blocks")},
+    }
+    for tensors in (checkpoint.model, checkpoint.ema):
+        plain = merged(tensors, 0.5)
         moved = {
-            n for n, v in given.items() if not torch.equal(weights.get(f"encoder.model.{n}", v), v)
+            n for n, v in given.items() if not torch.equal(plain.get(f"encoder.model.{n}", v), v)
         }
-        kinds = {n.rpartition(".")[2] for n in moved}
-        assert kinds == {"weight", "bias"} and {"bn1.weight", "bn1.bias"} <= moved
+        assert moved == expected[way]
     theirs = timm.create_model("test_efficientnet", num_classes=0)
+    plain = merged(checkpoint.model, 0.5)
     theirs.load_state_dict(
-        {n.removeprefix("encoder.model."): v for n, v in checkpoint.model.items() if "model." in n}
+        {n.removeprefix("encoder.model."): v for n, v in plain.items() if "model." in n}
     )
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        expected = theirs.eval().forward_features(x).mean((2, 3))
-        torch.testing.assert_close(dpvision.load(root)(x), expected, rtol=1e-4, atol=1e-5)
+        feature_BD = theirs.eval().forward_features(x).mean((2, 3))
+        torch.testing.assert_close(dpvision.load(root)(x), feature_BD, rtol=1e-4, atol=1e-5)
+        score_BK = theirs(x) @ plain["head.weight"].T + plain["head.bias"]
+        found = dpvision.load_classifier(root).probabilities(x)
+    torch.testing.assert_close(found, score_BK.softmax(1), rtol=1e-4, atol=1e-5)
 
 
 def test_a_resumed_run_without_a_checkpoint_finds_its_start_again(

@@ -96,6 +96,10 @@ class _What(Shorts):
     """Name of a recipe (dpvision adapt --help lists them)."""
     head: _Head | None = None
     """Kind of head; short for the recipe transfer.HEAD."""
+    total_epsilon: float | None = None
+    """In place of --epsilon: the epsilon of all runs on this store together, this head's included,
+    as for a head on an encoder that was fine-tuned on the same images (docs/transfer.md).
+    """
     select: str | None = None
     """Choose among these heads (HEAD,HEAD,...) by a private score, within epsilon: each head gets
     2.3 to 2.5 times the noise (docs/selection.md).
@@ -156,10 +160,48 @@ def run(argv: Sequence[str]) -> None:
         "model.candidates": args.select and _candidates(args.select),
     }
     asked = settings_asked(args, joined(typed, short), default)
+    if args.total_epsilon is not None and not args.resume:
+        asked["epsilon"] = _rest(args, default, asked)
     if args.seeds is None:
         _adapt(args, default, asked)
     else:
         _adapt_seeds(args, default, asked)
+
+
+def _rest(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> float:
+    """Return the epsilon that --total-epsilon leaves for this head, and print it.
+
+    Raises:
+        ConfigError: no head of full batches under a guarantee, another option fixes the noise, or
+            several runs would be made.
+    """
+    assert args.total_epsilon is not None
+    given = [name for name in BUDGETS if asked.get(name) is not None]
+    given += [name for name in ("seeds", "select", "non_private") if getattr(args, name)]
+    config = resolve(default, {**asked, "epsilon": args.total_epsilon} if not given else asked)
+    if given or not isinstance(config.model, HeadConfig) or config.privacy.sampling != "full_batch":
+        what = f"{given[0]} given" if given else f"the recipe {args.recipe} and its batches"
+        raise ConfigError(
+            f"adapt: --total-epsilon {args.total_epsilon} with {what}; expected one head of full "
+            "batches, whose epsilon follows. Plan other runs by --epsilon."
+        )
+    check_places(args.root(args.recipe), config, dry_run=args.dry_run)
+    if config.data.store is None:
+        return args.total_epsilon  # refused later, with what is missing
+    from dpvision.privacy.account import epsilon_left
+    from dpvision.privacy.plan import make_plan
+
+    def plan_of(epsilon: float) -> "DPPlan":
+        privacy = resolve(default, {**asked, "epsilon": epsilon}).privacy
+        # The epsilon of full batches does not depend on the number of steps.
+        return make_plan(replace(privacy, steps=privacy.steps or 1))
+
+    epsilon = epsilon_left(Path(config.data.store), args.total_epsilon, plan_of)
+    args.say(
+        f"Epsilon of this head: {up(epsilon)}, so that all runs on this store together have "
+        f"at most {args.total_epsilon}"
+    )
+    return epsilon
 
 
 def _adapt(args: AdaptArgs, default: RunConfig, asked: Mapping[str, Any]) -> "list[Score]":
@@ -236,6 +278,12 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "l
     root = args.root(args.recipe)
     _check_test(args, made.config)
     charge, charged = charge_words(made.store, made.plan)
+    if args.total_epsilon is not None and not charge["after"] <= args.total_epsilon:
+        raise PrivacyError(
+            f"adapt: all runs on this store would have epsilon {up(charge['after'])} together; "
+            f"expected at most --total-epsilon {args.total_epsilon}. Nothing was charged. Give a "
+            "smaller --epsilon instead."
+        )
     text = "\n".join(filter(None, [head_text(made), charged]))
     if args.dry_run:
         people = {} if made.people is None else {"num_people": len(made.label)}

@@ -1,7 +1,7 @@
 """Total privacy spent by all runs on one store, and the owner's cap on it."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,10 @@ from dpvision.privacy.renyi import ORDERS
 from dpvision.privacy.store_marks import StoreLedgers
 
 _CAP_GRID = np.geomspace(1e-3, 1e5, 8001)
+_CLOSE = 1e-3
+"""Relative width of the interval in which ``epsilon_left`` ends."""
+_SPARE = 1e-4
+"""Share of a total that is not spent, since a plan of more steps rounds its noise otherwise."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,48 @@ def charge_of(
         return _total(of, delta, view)
 
     return Charge(len(earlier), total(earlier), total(parts), delta, of_person)
+
+
+def epsilon_left(store_dir: Path, total: float, plan_of: Callable[[float], DPPlan]) -> float:
+    """Return the epsilon of one more run with which all runs on a store have the epsilon ``total``
+    (PLD), to 0.1% and never above it.
+
+    It follows from ``total`` and the plans of the runs that were charged, so it is fixed before the
+    first of them if ``total`` is. At most 0.999 ``total`` is left if there was a run before.
+
+    Args:
+        total: for a person if people are declared, else for a record.
+        plan_of: the plan of the run by its epsilon.
+
+    Raises:
+        PrivacyError: less than 1% of ``total`` is left, or a run without a guarantee used the
+            store; or as ``charge_of``.
+    """
+
+    def after(epsilon: float) -> float | None:
+        return charge_of(store_dir, plan_of(epsilon)).after
+
+    charge = charge_of(store_dir, plan_of(total))
+    if not charge.runs:
+        return total
+    if charge.after is None:
+        raise PrivacyError(
+            f"total_epsilon={total}: a run without a guarantee used {store_dir}, so no total "
+            "holds. Import the images that it did not see into another store."
+        )
+    low, high = total / 100, total
+    most, least = total * (1 - _SPARE), after(low)
+    if least is None or not least <= most:
+        raise PrivacyError(
+            f"total_epsilon={total}: epsilon {up(charge.before or 0.0)} was charged to "
+            f"{store_dir} before; expected at least 1% of the total to be left. Nothing was "
+            "charged now. Raise --total-epsilon, or name the whole epsilon of this run."
+        )
+    while high - low > _CLOSE * low:
+        middle = (low + high) / 2
+        reached = after(middle)
+        low, high = (middle, high) if reached is not None and reached <= most else (low, middle)
+    return low
 
 
 def covers_choice(cap: Cap | None, parts: list[tuple[DPPlan, int]]) -> bool:
