@@ -20,6 +20,15 @@ _PIECE = 2**16
 _WIDTH = 64
 _PIECES = 4096
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Taken = tuple[int, Tensor, Tensor, bool]
+"""Digest of the bits, projection, square norm, and whether all is finite."""
+_NOTHING: _Taken = (
+    0,
+    torch.zeros(_WIDTH, dtype=torch.float64),
+    torch.zeros((), dtype=torch.float64),
+    True,
+)
+"""Of zeros."""
 
 
 class NotFinite(Exception):
@@ -68,13 +77,13 @@ def fingerprint(
     Raises:
         NotFinite: with ``require_finite``.
     """
-    found: list[tuple[int, Tensor, Tensor, bool] | None] = [None] * len(params)
+    found = [_NOTHING] * len(params)
 
-    def take(param: Tensor, number: int) -> None:
+    def take(number: int, param: Tensor) -> None:
         grad, param.grad = param.grad, None
         assert grad is not None
-        found[number] = taken = _of_tensor(grad)
-        if require_finite and not taken[3]:
+        found[number] = _of_tensor(grad)
+        if require_finite and not found[number][3]:
             raise NotFinite
 
     before = [p.grad for p in params]
@@ -82,20 +91,15 @@ def fingerprint(
     try:
         for number, param in enumerate(params):
             param.grad = None
-            handles.append(
-                param.register_post_accumulate_grad_hook(
-                    functools.partial(lambda number, param: take(param, number), number)
-                )
-            )
+            hook = functools.partial(take, number)
+            handles.append(param.register_post_accumulate_grad_hook(hook))
         torch.autograd.backward(loss, inputs=list(params), retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()
         for param, grad in zip(params, before, strict=True):
             param.grad = grad
-    zero = torch.zeros(_WIDTH, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    parts = [(0, *zero, True) if part is None else part for part in found]
-    bits, projections, squares, finite = zip(*parts, strict=True)
+    bits, projections, squares, finite = zip(*found, strict=True)
     return Fingerprint(
         torch.tensor(bits), torch.stack(projections), torch.stack(squares), all(finite)
     )
@@ -107,12 +111,11 @@ def projection(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _of_tensor(value: Tensor) -> tuple[int, Tensor, Tensor, bool]:
-    """Digest of the bits, projection, square norm, and whether all is finite."""
+def _of_tensor(value: Tensor) -> _Taken:
     if value.is_complex():
         value = torch.view_as_real(value)
     weights, odd, piece_weights, piece_odd = _multipliers(value.device)
-    bits, projections, squares, finite = [], [], [], []
+    bits, projections, squares = [], [], []
     for part in value.detach().reshape(-1).split(_PIECE):
         part = part + 0.0  # -0 becomes 0
         whole = part.view(_BITS[part.element_size()]).long()
@@ -124,15 +127,15 @@ def _of_tensor(value: Tensor) -> tuple[int, Tensor, Tensor, bool]:
             scaled = torch.nn.functional.pad(scaled, (0, missing))
         projections.append(scaled.view(-1, _WIDTH).sum(0))
         squares.append(torch.dot(wide, wide))
-        finite.append(part.isfinite().all())
     if not bits:
-        return 0, torch.zeros(_WIDTH, dtype=torch.float64), torch.zeros((), dtype=torch.float64), True
+        return _NOTHING
     at = torch.arange(len(bits), device=value.device) % _PIECES
+    square = torch.stack(squares).sum().cpu()
     return (
         int((torch.stack(bits) * piece_odd[at]).sum()),
         (torch.stack(projections) * piece_weights[at][:, None]).sum(0).cpu(),
-        torch.stack(squares).sum().cpu(),
-        bool(torch.stack(finite).all()),
+        square,
+        bool(square.isfinite()) or bool(value.isfinite().all()),
     )
 
 

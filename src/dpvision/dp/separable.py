@@ -360,8 +360,10 @@ def model_in_float64(model: nn.Module, device: str | torch.device = "cpu") -> nn
     values = [*model.parameters(), *model.buffers()]
     found = torch.device(device)
     hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
-    if not hooked and all(v.dtype == torch.float64 for v in values if v.is_floating_point()) and all(
-        v.device == found for v in values
+    if (
+        not hooked
+        and all(v.dtype == torch.float64 for v in values if v.is_floating_point())
+        and all(v.device == found for v in values)
     ):
         return model
     return copy.deepcopy(model).to(found).double()

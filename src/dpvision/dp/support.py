@@ -148,20 +148,16 @@ def _check_sum(
     off = 0.0
     for part in parts:
         num = len(part.record_id_B)
-        found = clipped_sum(
-            loss_fn, model, part, key, max_grad_norm=max_grad_norm, check_separability=False
-        )
-        expected_PK = sum(
-            factor * single.projection_PK
-            for factor, single in zip(factors[:num], singles[:num], strict=True)
-        )
-        for name, value in zip(params, expected_PK, strict=True):
-            distance = (projection(found.grads.pop(name)) - value).norm()
-            if not distance <= _EXACT_TOLERANCE * num * max_grad_norm:
+        found, norms_B = _projected_sum(loss_fn, model, part, key, max_grad_norm)
+        for at, name in enumerate(params):
+            expected = sum(
+                factor * single.projection_PK[at]
+                for factor, single in zip(factors[:num], singles[:num], strict=True)
+            )
+            if not (found[name] - expected).norm() <= _EXACT_TOLERANCE * num * max_grad_norm:
                 wrong[name] = None
-        expected_B = torch.tensor(norms[:num], dtype=torch.float64)
-        worst = float((found.norms_B.double().cpu() - expected_B).abs().max())
-        off = worst if not worst <= off else off  # NaN stays
+        worst = float((norms_B - torch.tensor(norms[:num], dtype=torch.float64)).abs().max())
+        off = off if worst <= off else worst  # NaN stays
     if wrong or not off <= _FLOAT32_TOLERANCE * max(*norms, 1e-30):
         names = list(wrong)
         named = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -171,6 +167,17 @@ def _check_sum(
             f"single records, in batches of {sizes}; expected the same. Use method='vmap', and "
             "report this model."
         )
+
+
+def _projected_sum(
+    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, max_grad_norm: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The projections of the one-pass sum by parameter, and the norms, on the CPU."""
+    found = clipped_sum(
+        loss_fn, model, batch, key, max_grad_norm=max_grad_norm, check_separability=False
+    )
+    projections = {name: projection(value) for name, value in found.grads.items()}
+    return projections, found.norms_B.double().cpu()
 
 
 def check_compiled(
