@@ -1,7 +1,7 @@
 """CPU time and memory of the gates before a private run (docs/clipping.md), each in a process of
 its own.
 
-    taskset -c 1 python benchmarks/gate_cost.py [--recipes NAME,...] [--gates NAME,...] [--json FILE]
+    taskset -c 1 python benchmarks/gate_cost.py [--recipes A,B] [--gates A,B] [--json FILE]
 
 One thread. Memory is what the process holds at most (resident) while a gate runs, and that beyond
 what it held before, with the float32 model made. ``gates`` is all of ``train.gates.check_gates``,

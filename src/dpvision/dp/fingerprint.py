@@ -141,8 +141,8 @@ def _of_tensor(value: Tensor) -> _Taken:
 
 @functools.lru_cache(maxsize=2)
 def _multipliers(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fixed random numbers for the places in a piece and for the pieces: of mean square one, between
-    half and one and a half times that, of either sign; and odd integers.
+    """Fixed random numbers for the places in a piece and for the pieces: of mean square one,
+    between half and one and a half times that, of either sign; and odd integers.
     """
     generator = torch.Generator().manual_seed(0)
 

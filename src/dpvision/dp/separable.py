@@ -179,8 +179,8 @@ def check_separable(
     In float64 (``model_in_float64``), at fixed shapes: all other records are perturbed, then
     removed (``valid_B`` False); the gradient of record i's loss must not change by a bit, for the
     first and the last i. Then the rows are reversed: it may change by rounding only. Then the
-    others hold numbers and labels that no image of the batch has (``_hostile``). No gradient is held
-    (``fingerprint``).
+    others hold numbers and labels that no image of the batch has (``_hostile``). Gradients are
+    compared by their fingerprints, and none is held.
 
     Args:
         batch: two or more valid public records in the run's shapes; the first three are used (a
