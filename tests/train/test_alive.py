@@ -29,13 +29,13 @@ def test_a_rank_that_works_is_waited_for_and_one_that_is_silent_is_not(
 ) -> None:
     """It works three times as long as a silent one is waited for."""
     monkeypatch.setattr(alive, "_EVERY_S", 0.05)
-    monkeypatch.setattr(alive, "SILENT_S", 0.5)
+    monkeypatch.setattr(alive, "SILENT_S", 0.8)
     monkeypatch.setattr(alive, "_SAY_AFTER_S", 0.2)
     store = dist.HashStore()
 
     def works() -> None:
         with signs_of_life(store, "checked", 0):
-            time.sleep(1.5)
+            time.sleep(2.0)
         store.set("checked: 0 is done", "")
 
     thread = threading.Thread(target=works)
@@ -46,7 +46,7 @@ def test_a_rank_that_works_is_waited_for_and_one_that_is_silent_is_not(
     said = [record.getMessage() for record in caplog.records]
     assert said and all("rank 0 checks the model: " in line for line in said)
     assert wait_for_others(store, "saved", 1, 2, "works") == (
-        "rank 0 ended or hangs: no word from it for 0.5 s"
+        "rank 0 ended or hangs: no word from it for 0.8 s"
     )
 
 

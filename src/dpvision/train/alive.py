@@ -35,7 +35,7 @@ def signs_of_life(store: dist.Store, name: str, rank: int) -> Iterator[None]:
         # The store ends with the process that holds it.
         with contextlib.suppress(RuntimeError):
             while not ended.is_set():
-                store.set(_word(name, rank), f"{time.monotonic() - start:.0f}")
+                store.set(_word(name, rank), f"{time.monotonic() - start:.3f}")
                 ended.wait(_EVERY_S)
 
     thread = threading.Thread(target=write, name="signs of life", daemon=True)
@@ -90,8 +90,8 @@ def wait_for_others(store: dist.Store, name: str, rank: int, num: int, doing: st
                 return f"rank {other} ended or hangs: no word from it for {SILENT_S:g} s"
         if missing and now >= say and rank == min({rank, *others} - {*missing}):
             say = now + _SAY_EVERY_S
-            taken = heard[missing[0]][0].decode() or "0"
-            _LOG.warning("ranks: rank %d %s: %s s so far", missing[0], doing, taken)
+            taken = float(heard[missing[0]][0] or 0)
+            _LOG.warning("ranks: rank %d %s: %.0f s so far", missing[0], doing, taken)
     return None
 
 
