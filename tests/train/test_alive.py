@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,51 @@ def test_a_rank_that_works_is_waited_for_and_one_that_is_silent_is_not(
     assert wait_for_others(store, "saved", 1, 2, "works") == (
         "rank 0 ended or hangs: no word from it for 0.8 s"
     )
+
+
+class Clock:
+    """Time that passes in ``sleep`` only; ``later`` maps a time to what happens then."""
+
+    def __init__(self, later: dict[float, Callable[[], object]]) -> None:
+        self.now, self.later = 0.0, later
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for at in [at for at in self.later if at <= self.now]:
+            self.later.pop(at)()
+
+
+def test_a_job_that_was_suspended_goes_on_and_one_that_never_ends_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scheduler stops all processes for an hour; the one that waits is continued first."""
+    store = dist.HashStore()
+
+    def suspended() -> None:
+        clock.now += 3600.0
+
+    clock = Clock(
+        {
+            5.0: suspended,
+            3610.0: lambda: store.set(alive._word("saved", 0), "6"),
+            3660.0: lambda: store.set(alive._done("saved", 0), ""),
+        }
+    )
+    monkeypatch.setattr(alive, "time", clock)
+    store.set(alive._word("saved", 0), "5")
+    assert wait_for_others(store, "saved", 1, 2, "writes") is None and clock.now > 3660
+
+    def beats() -> None:
+        store.set(alive._word("hangs", 0), f"{clock.now}")
+        clock.later[clock.now + 10] = beats
+
+    clock.later[clock.now] = beats
+    start = clock.now
+    assert wait_for_others(store, "hangs", 1, 2, "writes") == "rank 0 is not done after 7200 s"
+    assert clock.now - start == pytest.approx(7200, abs=5)
 
 
 def test_a_block_that_raises_what_nobody_expects_ends_the_others_at_once(

@@ -17,6 +17,8 @@ _LOG = logging.getLogger("dpvision")
 _EVERY_S = 1.0
 SILENT_S = 60.0
 """A rank without a new word for so long has ended or hangs."""
+_MOST_S = 2 * 3600.0
+"""A rank that works longer hangs, though its thread lives."""
 _SAY_EVERY_S = 30.0
 _SAY_AFTER_S = 10.0
 _ENDED = b"ended"
@@ -61,7 +63,7 @@ def wait_for_others(store: dist.Store, name: str, rank: int, num: int, doing: st
         doing: what a rank that works does, as in "rank 0 checks the model".
 
     Returns:
-        None; or which rank ended, or was silent for ``SILENT_S``.
+        None; or which rank ended, was silent for ``SILENT_S``, or is not done after two hours.
 
     Raises:
         RuntimeError: the store ended.
@@ -69,13 +71,15 @@ def wait_for_others(store: dist.Store, name: str, rank: int, num: int, doing: st
     store.set(_done(name, rank), "")
     others = [other for other in range(num) if other != rank]
     heard: dict[int, tuple[bytes, float]] = {}
-    looked = time.monotonic()
-    say, pause = looked + _SAY_AFTER_S, 0.01
+    start = looked = time.monotonic()
+    say, pause = start + _SAY_AFTER_S, 0.01
     while not store.check([_done(name, other) for other in others]):
         time.sleep(pause)
         pause, now = min(2 * pause, _EVERY_S / 4), time.monotonic()
         if now - looked < _EVERY_S:
             continue
+        if now - looked > SILENT_S / 4:
+            heard.clear()  # this process was stopped, and perhaps all were
         looked = now
         missing = [other for other in others if not store.check([_done(name, other)])]
         for other in missing:
@@ -88,6 +92,8 @@ def wait_for_others(store: dist.Store, name: str, rank: int, num: int, doing: st
                 heard[other] = word, now
             elif now - since > SILENT_S:
                 return f"rank {other} ended or hangs: no word from it for {SILENT_S:g} s"
+        if missing and now - start > _MOST_S:
+            return f"rank {missing[0]} is not done after {_MOST_S:g} s"
         if missing and now >= say and rank == min({rank, *others} - {*missing}):
             say = now + _SAY_EVERY_S
             taken = float(heard[missing[0]][0] or 0)
