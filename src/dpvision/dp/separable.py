@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dpvision.data.batch import Batch, mapped, rows_where, take
 from dpvision.data.keys import StepKey
-from dpvision.dp.fingerprint import Fingerprint, NotFinite, fingerprint
+from dpvision.dp.fingerprint import Fingerprint, fingerprint
 from dpvision.dp.held_values import Undescribed, held
 from dpvision.dp.interception import CHECKPOINTED, RefuseTensorHooks, refuse_backward_hooks
 from dpvision.dp.per_record import LossFn, checked_losses
@@ -282,9 +282,7 @@ def _check_hostile(
                     same = fingerprint(own, params, require_finite=True).equals(expected)
         except PrivacyError:
             raise
-        except NotFinite:
-            continue
-        except Exception:
+        except Exception:  # NotFinite among them
             continue
         if not same:
             raise PrivacyError(blame(loss_fn, model, batch, mixed, key, 0))
@@ -439,10 +437,12 @@ def gradient_of_sum(
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore the buffers afterwards."""
     buffers = copy.deepcopy(dict(model.named_buffers()))
-    yield
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
 
 
 def blame(

@@ -21,7 +21,7 @@ _MOST_S = 2 * 3600.0
 """A rank that works longer hangs, though its thread lives."""
 _SAY_EVERY_S = 30.0
 _SAY_AFTER_S = 10.0
-_ENDED = b"ended"
+_ENDED = "ended"
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def wait_for_others(store: dist.Store, name: str, rank: int, num: int, doing: st
         for other in missing:
             known = store.check([_word(name, other)])
             word = store.get(_word(name, other)) if known else b""
-            if word == _ENDED:
+            if word == _ENDED.encode():
                 return f"rank {other} ended"
             before, since = heard.get(other, (None, now))
             if word != before:
