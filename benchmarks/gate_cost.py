@@ -5,7 +5,8 @@ its own.
 
 One thread. Memory is what the process holds at most (resident) while a gate runs, and that beyond
 what it held before, with the float32 model made. ``gates`` is all of ``train.gates.check_gates``,
-which rank 0 runs; ``route`` is what every rank runs after it, on its device, here a CPU.
+which rank 0 runs; ``route`` and ``bits`` are what every rank runs after it, on its device, here a
+CPU, the latter in passes of 16 records and not of the recipe's physical batch size.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from pathlib import Path
 from common import row, write_result
 
 RECIPES = "vip.micro,vip.base,dpcap.base,vip.large"
-GATES = "separable,exact,at_sizes,gates,route"
+GATES = "separable,exact,at_sizes,gates,route,bits"
+_BITS_ROWS = 16
 
 
 def measure(recipe: str, gate: str) -> dict[str, float]:
@@ -28,6 +30,7 @@ def measure(recipe: str, gate: str) -> dict[str, float]:
     import torch
 
     from dpvision.data.keys import StepKey
+    from dpvision.dp.clip import check_bits
     from dpvision.dp.route import route_of
     from dpvision.dp.separable import check_separable, perturb_zeros
     from dpvision.dp.support import check_at_sizes, check_exact
@@ -55,6 +58,9 @@ def measure(recipe: str, gate: str) -> dict[str, float]:
         "at_sizes": at_sizes,
         "gates": lambda: check_gates(config, model, loss_fn),
         "route": lambda: route_of(loss_fn, model, example_batch(config), key),
+        "bits": lambda: check_bits(
+            loss_fn, model, example_batch(config, _BITS_ROWS), key, max_grad_norm=1.0
+        ),
     }[gate]
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     held, start = _held_gb("VmRSS"), _cpu_s()
