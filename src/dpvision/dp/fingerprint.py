@@ -1,8 +1,8 @@
-"""Fingerprints of gradients: two gradients of a whole model are compared without holding either.
+"""Fingerprints of gradients: two gradients of a large model are compared without holding either.
 
 Taken from each parameter's gradient during the backward pass, which frees it at once. A fingerprint
 has a digest of all bits, and a random projection, in which distances are those of the gradients up
-to a factor near one.
+to a factor near one. A small model's is its gradient.
 
 Legend: P parameters, K numbers of a projection.
 """
@@ -19,7 +19,8 @@ _PIECE = 2**16
 """Numbers that are read at once: they stay in a core's cache."""
 _WIDTH = 64
 _PIECES = 4096
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SMALL = 2**20
+"""Up to so many numbers, a gradient itself is cheaper than its fingerprint."""
 _Taken = tuple[int, Tensor, Tensor, bool]
 """Digest of the bits, projection, square norm, and whether all is finite."""
 _NOTHING: _Taken = (
@@ -41,28 +42,23 @@ class Fingerprint:
     on one.
     """
 
-    bits_P: Tensor
-    """Digests, int64: equal for equal numbers (-0 and 0 are), and for others with a chance of about
-    2^-64.
+    bits: Tensor
+    """The same for equal numbers (-0 and 0 are), and for others with a chance of about 2^-64: a
+    digest of each parameter's gradient, int64, or a small gradient.
     """
-    projection_PK: Tensor
-    """float64."""
-    square_norm_P: Tensor
-    """float64."""
+    values: Tensor
+    """Projections one after the other, or a small gradient, float64; as ``values_of``."""
+    norm: float
+    """Norm of the gradient, exact but for rounding."""
     is_finite: bool
 
     def equals(self, other: "Fingerprint") -> bool:
         """Return whether the gradients are equal, bit for bit."""
-        return torch.equal(self.bits_P, other.bits_P)
+        return torch.equal(self.bits, other.bits)
 
     def distance(self, other: "Fingerprint") -> float:
         """Return the norm of the difference, up to a factor near one."""
-        return float((self.projection_PK - other.projection_PK).norm())
-
-    @property
-    def norm(self) -> float:
-        """float: the norm, exact but for rounding."""
-        return float(self.square_norm_P.sum().sqrt())
+        return float((self.values - other.values).norm())
 
 
 def fingerprint(
@@ -77,6 +73,15 @@ def fingerprint(
     Raises:
         NotFinite: with ``require_finite``.
     """
+    if _is_small(params):
+        grads = torch.autograd.grad(
+            loss, list(params), retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        flat = _joined(grads)
+        is_finite = bool(flat.isfinite().all())
+        if require_finite and not is_finite:
+            raise NotFinite
+        return Fingerprint(flat, flat.double(), float(flat.double().norm()), is_finite)
     found = [_NOTHING] * len(params)
 
     def take(number: int, param: Tensor) -> None:
@@ -100,14 +105,30 @@ def fingerprint(
         for param, grad in zip(params, before, strict=True):
             param.grad = grad
     bits, projections, squares, finite = zip(*found, strict=True)
-    return Fingerprint(
-        torch.tensor(bits), torch.stack(projections), torch.stack(squares), all(finite)
-    )
+    norm = float(torch.stack(squares).sum().sqrt())
+    return Fingerprint(torch.tensor(bits), torch.cat(projections), norm, all(finite))
 
 
-def projection(value: Tensor) -> Tensor:
-    """Return a tensor's projection as in a fingerprint, float64 (K,) on the CPU."""
-    return _of_tensor(value)[1]
+def values_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the ``values`` of tensors in place of gradients; they are linear in them."""
+    if _is_small(tensors):
+        return _joined(tensors).double()
+    return torch.cat([_of_tensor(value)[1] for value in tensors])
+
+
+def norms_of(values: Tensor, params: Sequence[Tensor]) -> list[float]:
+    """Return the norm of each parameter's part of ``values``, up to a factor near one."""
+    sizes = [p.numel() * (1 + p.is_complex()) if _is_small(params) else _WIDTH for p in params]
+    return [float(part.norm()) for part in values.split(sizes)]
+
+
+def _is_small(tensors: Sequence[Tensor]) -> bool:
+    return sum(value.numel() for value in tensors) <= _SMALL
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    real = (torch.view_as_real(value) if value.is_complex() else value for value in tensors)
+    return torch.cat([value.detach().reshape(-1) for value in real])
 
 
 @torch.no_grad()
@@ -117,10 +138,8 @@ def _of_tensor(value: Tensor) -> _Taken:
     weights, odd, piece_weights, piece_odd = _multipliers(value.device)
     bits, projections, squares = [], [], []
     for part in value.detach().reshape(-1).split(_PIECE):
-        part = part + 0.0  # -0 becomes 0
-        whole = part.view(_BITS[part.element_size()]).long()
-        bits.append((whole * odd[: len(part)]).sum())
-        wide = part.double()
+        wide = part.double() + 0.0  # -0 becomes 0
+        bits.append((wide.view(torch.int64) * odd[: len(part)]).sum())
         scaled = wide * weights[: len(part)]
         missing = -len(part) % _WIDTH
         if missing:

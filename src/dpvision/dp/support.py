@@ -17,7 +17,7 @@ from dpvision.data.batch import Batch, rows_where, take
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import LossFn, clipped_sum
 from dpvision.dp.compiled import CompiledBlocks
-from dpvision.dp.fingerprint import Fingerprint, fingerprint, projection
+from dpvision.dp.fingerprint import Fingerprint, fingerprint, norms_of, values_of
 from dpvision.dp.separable import (
     MAX_RECORDS,
     blame,
@@ -133,28 +133,31 @@ def _check_sum(
     sum over single records; float64.
     """
     # The oracle: each record's gradient by its own backward pass, clipped and added up as written
-    # in the definition; sums are compared in their projections, which are linear. C is the median
+    # in the definition; a large model's sums are compared in their projections. C is the median
     # of three norms, so that some records are clipped and some are not.
     params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    singles = [
-        _single_gradient(loss_fn, model, params, take(batch, slice(i, i + 1)), key)
-        for i in range(len(batch.record_id_B))
-    ]
-    norms = [single.norm for single in singles]
-    few = sorted(norms[:MAX_RECORDS])
+    weights = list(params.values())
+    records = [take(batch, slice(i, i + 1)) for i in range(len(batch.record_id_B))]
+    first = [_single_gradient(loss_fn, model, weights, one, key) for one in records[:MAX_RECORDS]]
+    few = sorted(single.norm for single in first)
     max_grad_norm = max(few[len(few) // 2] * 0.999, 1e-12)
-    factors = [min(1.0, max_grad_norm / norm) if norm else 1.0 for norm in norms]
+    norms: list[float] = []
+    expected = [torch.zeros_like(first[0].values) for _ in parts]
+    for i, one in enumerate(records):
+        known = i < len(first)
+        single = first[i] if known else _single_gradient(loss_fn, model, weights, one, key)
+        norms.append(single.norm)
+        factor = min(1.0, max_grad_norm / single.norm) if single.norm else 1.0
+        for part, total in zip(parts, expected, strict=True):
+            if i < len(part.record_id_B):
+                total += factor * single.values
     wrong: dict[str, None] = {}
     off = 0.0
-    for part in parts:
+    for part, total in zip(parts, expected, strict=True):
         num = len(part.record_id_B)
-        found, norms_B = _projected_sum(loss_fn, model, part, key, max_grad_norm)
-        for at, name in enumerate(params):
-            expected = sum(
-                factor * single.projection_PK[at]
-                for factor, single in zip(factors[:num], singles[:num], strict=True)
-            )
-            if not (found[name] - expected).norm() <= _EXACT_TOLERANCE * num * max_grad_norm:
+        values, norms_B = _one_pass_sum(loss_fn, model, list(params), part, key, max_grad_norm)
+        for name, distance in zip(params, norms_of(values - total, weights), strict=True):
+            if not distance <= _EXACT_TOLERANCE * num * max_grad_norm:
                 wrong[name] = None
         worst = float((norms_B - torch.tensor(norms[:num], dtype=torch.float64)).abs().max())
         off = off if worst <= off else worst  # NaN stays
@@ -169,15 +172,19 @@ def _check_sum(
         )
 
 
-def _projected_sum(
-    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, max_grad_norm: float
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The projections of the one-pass sum by parameter, and the norms, on the CPU."""
+def _one_pass_sum(
+    loss_fn: LossFn,
+    model: nn.Module,
+    names: list[str],
+    batch: Batch,
+    key: StepKey,
+    max_grad_norm: float,
+) -> tuple[Tensor, Tensor]:
+    """``values_of`` the one-pass sum, and the norms, on the CPU."""
     found = clipped_sum(
         loss_fn, model, batch, key, max_grad_norm=max_grad_norm, check_separability=False
     )
-    projections = {name: projection(value) for name, value in found.grads.items()}
-    return projections, found.norms_B.double().cpu()
+    return values_of([found.grads[name] for name in names]), found.norms_B.double().cpu()
 
 
 def check_compiled(
@@ -212,8 +219,8 @@ def check_compiled(
 
 
 def _single_gradient(
-    loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], one: Batch, key: StepKey
+    loss_fn: LossFn, model: nn.Module, params: list[Tensor], one: Batch, key: StepKey
 ) -> Fingerprint:
     """Gradient of one record's loss by plain autograd; restores the buffers."""
     with buffers_kept(model):
-        return fingerprint(loss_fn(model, one, key).sum(), list(params.values()))
+        return fingerprint(loss_fn(model, one, key).sum(), params)
