@@ -194,3 +194,26 @@ def test_a_wrong_rule_is_found_before_the_run(monkeypatch):
         match=r"one-pass gradients of .* differ from those of single records.*Use method='vmap'",
     ):
         check_exact(class_losses, model, make_batch(4), KEY)
+
+
+class Counting(nn.Module):
+    """Keeps the largest number that it has seen in a buffer, and reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        out = x + 0.0 * self.seen
+        with torch.no_grad():
+            self.seen.copy_(torch.maximum(self.seen, x.sum()))
+        return out
+
+
+def test_buffers_are_as_before_where_a_gradient_is_not_finite():
+    """A record of NaN ends a backward pass early; what it left in a buffer would stay in the model,
+    which the checks do not copy if it is in float64.
+    """
+    model = net(Counting()).double()
+    check_separable(class_losses, model, make_batch(4), KEY)
+    assert model[1].seen == 0

@@ -2,19 +2,22 @@
 the run's would.
 """
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpvision.config import HardwareConfig, HeadConfig, MAEConfig, RunConfig, TimmConfig, ViTConfig
 from dpvision.data.batch import Batch
 from dpvision.data.keys import StepKey
+from dpvision.dp import route
 from dpvision.errors import PrivacyError
 from dpvision.models import count_parameters, layers, make_model, make_model_on_meta
 from dpvision.recipes import RECIPES
+from dpvision.train import gates
 from dpvision.train.gates import check_gates, small_model
 from dpvision.train.objectives import example_batch, loss_function
 
@@ -120,6 +123,90 @@ def test_the_runs_own_network_and_every_record_of_a_physical_batch_are_seen(
     whole, small = count_parameters(config.model), count_parameters(small_model(config.model))
     assert {(3, 32, whole), (40, 16, small), (26, 16, small)} <= set(seen)
     assert max(records for records, _, parameters in seen if parameters == whole) == 3
+
+
+class Mixing(nn.Module):
+    """A block whose result is mixed by ``mix``."""
+
+    def __init__(self, block: nn.Module, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.block, self.mix = block, mix
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.mix(self.block(x_BLD))
+
+
+def adds(x_BLD: Tensor) -> Tensor:
+    return x_BLD + 1e-12 * x_BLD.roll(1, 0)
+
+
+def adds_in_the_gradient(x_BLD: Tensor) -> Tensor:
+    other = 1e-12 * x_BLD.roll(1, 0)
+    return x_BLD + (other - other.detach())
+
+
+def reacts_to_another(x_BLD: Tensor) -> Tensor:
+    return torch.where(x_BLD.isnan().any(), 0.0, x_BLD)
+
+
+def of_three(x_BLD: Tensor) -> Tensor:
+    return x_BLD + 1e-3 * x_BLD.roll(1, 0) if len(x_BLD) > 2 else x_BLD
+
+
+MIXES = (adds, adds_in_the_gradient, reacts_to_another, of_three)
+
+
+@pytest.mark.parametrize(
+    ("mix", "at", "large"),
+    [(mix, 5, large) for mix in MIXES for large in (False, True)]
+    + [(adds, 0, True), (adds_in_the_gradient, 11, True)],
+)
+def test_one_mixing_block_among_twelve_is_refused_at_any_depth(
+    mix: Callable[[Tensor], Tensor], at: int, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small network has no such block: the run's own must show it, with two records too."""
+    monkeypatch.setattr(gates, "_LARGE", 0 if large else 10**9)
+    config = run_of(4, depth=12)
+    model, loss_fn = make_model(config.model, 0), loss_function(config)
+    model.encoder.blocks[at] = Mixing(model.encoder.blocks[at], mix)
+    named = f"'encoder.blocks.{at}'.*mixes records|makes other calls|mixes records"
+    with pytest.raises(PrivacyError, match=named):
+        check_gates(config, model, loss_fn)
+
+
+def test_a_large_network_goes_through_the_gates_in_two_and_in_three_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gates, "_LARGE", 0)
+    seen: list[tuple[bool, int, bool]] = []
+    real = gates.check_separable
+    config = run_of(9)
+    own = make_model(config.model, 0)
+
+    def noted(loss_fn: Any, model: nn.Module, batch: Batch, *args: Any, **named: Any) -> None:
+        whole = len(list(model.parameters())) == len(list(own.parameters()))
+        seen.append((whole, len(batch.record_id_B), bool(named)))
+        real(loss_fn, model, batch, *args, **named)
+
+    monkeypatch.setattr(gates, "check_separable", noted)
+    check_gates(config, own, loss_function(config))
+    assert seen == [(True, 2, True), (False, 4, False)]
+
+
+def test_the_gates_and_the_run_share_one_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[nn.Module] = []
+    real = route.make_route
+
+    def noted(loss_fn: Any, model: nn.Module, *args: Any) -> Any:
+        made.append(model)
+        return real(loss_fn, model, *args)
+
+    monkeypatch.setattr(route, "make_route", noted)
+    config = run_of(9)
+    model, loss_fn = make_model(config.model, 0), loss_function(config)
+    check_gates(config, model, loss_fn)
+    route.route_of(loss_fn, model, example_batch(config), StepKey(config.seed, 0))
+    assert made[0] is model and len(made) == 2, "and that of the small network"
 
 
 def test_a_timm_network_stands_for_itself() -> None:

@@ -160,7 +160,7 @@ def train(args: TrainArgs, default: RunConfig, asked: Mapping[str, Any]) -> None
         size = f"{num / 1e6:.0f} million parameters"
         args.say(
             f"Checking the network ({size}) on public records, in float64: a minute of one core "
-            "for 50 million."
+            "for 100 million."
         )
     if args.dry_run:
         plan, store, num_records, lineage = check_run(config, open_parent)

@@ -36,8 +36,8 @@ workspaces.
 """
 _MOST_RECORDS = 2**16
 _ROUNDS = 7
-_FLOAT64_COPIES = 8
-"""Float64 copies of the weights that the gates hold at once: the model, single gradients, sums,
+_FLOAT64_COPIES = 4
+"""Float64 copies of the weights that the gates hold at once: the model, a sum, activations,
 temporaries.
 """
 _FLOAT64_PASSES = 60

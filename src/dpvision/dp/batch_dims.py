@@ -323,13 +323,14 @@ def order_by_values(
         The calls, or the reason why their order cannot be determined.
     """
     directions: dict[torch.device, Tensor] = {}
+    kept = _Kept()
 
     def marks(
         at: int, tensors: list[Tensor], batch_dims: Callable[[Call], tuple[BatchDim | None, ...]]
     ) -> list[Any]:
         known = batch_dims(calls[at]) if at < len(calls) else ()
         return [
-            _row_marks(t, batch_dim, directions)
+            kept.copy(_row_marks(t, batch_dim, directions))
             for t, batch_dim in zip(tensors, known, strict=False)
         ]
 
@@ -491,6 +492,28 @@ def _batch_dim(few: torch.Size, many: torch.Size) -> BatchDim | None:
     if len(grown) > 1 or per_record[0] != per_record[1] or per_record[0] != int(per_record[0]):
         return MIXED
     return BatchDim(grown[0], int(per_record[0]))
+
+
+class _Kept:
+    """Small vectors in a few large pieces of memory: one by one they would lie between the
+    activations of a pass, in memory that no later activation fits in, a gigabyte for a base model.
+    """
+
+    _NUMBERS = 2**18
+
+    def __init__(self) -> None:
+        self._piece, self._used = torch.empty(0, dtype=torch.float64), 0
+
+    def copy(self, value: Tensor | None) -> Tensor | None:
+        """Return a copy of a float64 vector on the CPU."""
+        if value is None:
+            return None
+        if self._used + len(value) > len(self._piece):
+            size = max(self._NUMBERS, len(value))
+            self._piece, self._used = torch.empty(size, dtype=torch.float64), 0
+        copied = self._piece[self._used : self._used + len(value)].copy_(value)
+        self._used += len(value)
+        return copied
 
 
 def _row_marks(

@@ -274,6 +274,16 @@ def route_of(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Rout
     return routes[name]
 
 
+def lend_route(
+    loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, copy: nn.Module, its_batch: Batch
+) -> None:
+    """Let a copy of a model, in another precision, follow the model's route: its passes are then
+    refused if they make other calls.
+    """
+    route = route_of(loss_fn, model, batch, key)
+    _ROUTES.setdefault(copy, {})[route_key(loss_fn, copy, its_batch)] = route
+
+
 def forget(loss_fn: Any, model: nn.Module, batch: Batch) -> None:
     """Forget a route, so that ``route_of`` finds it again."""
     del _ROUTES[model][route_key(loss_fn, model, batch)]

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dpvision.data.batch import Batch, mapped, rows_where, take
 from dpvision.data.keys import StepKey
+from dpvision.dp.fingerprint import Fingerprint, fingerprint
 from dpvision.dp.held_values import Undescribed, held
 from dpvision.dp.interception import CHECKPOINTED, RefuseTensorHooks, refuse_backward_hooks
 from dpvision.dp.per_record import LossFn, checked_losses
@@ -45,6 +47,8 @@ _ROW_TOLERANCE = 1e-6
 """Relative change allowed when a record changes its row, where kernels round differently. A mask
 keyed by row changes far more.
 """
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Exactly these classes, whose forward pass is known."""
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDictionary()
 
 
@@ -162,20 +166,28 @@ def perturb_zeros(model: nn.Module) -> nn.Module:
 
 
 def check_separable(
-    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, other_steps: Sequence[int] = ()
+    loss_fn: LossFn,
+    model: nn.Module,
+    batch: Batch,
+    key: StepKey,
+    other_steps: Sequence[int] = (),
+    *,
+    weights_by_biases: bool = False,
 ) -> None:
     """Refuse a model and loss in which one record can change another record's gradient.
 
     In float64 (``model_in_float64``), at fixed shapes: all other records are perturbed, then
     removed (``valid_B`` False); the gradient of record i's loss must not change by a bit, for the
     first and the last i. Then the rows are reversed: it may change by rounding only. Then the
-    others hold numbers and labels that no image of the batch has (``_hostile``).
+    others hold numbers and labels that no image of the batch has (``_hostile``). Gradients are
+    compared by their fingerprints, and none is held.
 
     Args:
         batch: two or more valid public records in the run's shapes; the first three are used (a
             cost of seven backward passes, and one for each kind of hostile record).
         other_steps: steps at which the second record's gradient is compared too (two backward
             passes each); if any, its loss is compared at ``_STEPS_OF_LOSSES``.
+        weights_by_biases: leave out the gradients of ``seen_by_biases``, a third of the cost.
 
     Raises:
         PrivacyError: records are mixed; the message names the layer and the remedy.
@@ -185,24 +197,26 @@ def check_separable(
         check_module(name, module)
     copied = model_in_float64(model)
     batch = examples(batch)
+    left_out = seen_by_biases(copied) if weights_by_biases else set()
+    params = [p for p in copied.parameters() if p.requires_grad and id(p) not in left_out]
     others = perturbed(batch), removed(batch)
     num = len(batch.record_id_B)
     probes = (0, num - 1)
-    reference = _gradients(loss_fn, copied, batch, key, probes)
+    losses_B, reference = _gradients(loss_fn, copied, batch, key, probes, params)
     for i in probes:
-        if not torch.isfinite(reference[i]).all():
+        if not reference[i].is_finite:
             raise PrivacyError(
                 "separability: a gradient of the example batch is not finite; expected numbers. "
                 "Check the model and loss."
             )
         for changed in others:
             mixed = _with_row(changed, batch, i)
-            moved = _gradients(loss_fn, copied, mixed, key, (i,))[i]
-            if not torch.equal(moved, reference[i]):
+            moved = _gradients(loss_fn, copied, mixed, key, (i,), params)[1][i]
+            if not moved.equals(reference[i]):
                 raise PrivacyError(blame(loss_fn, copied, batch, mixed, key, i))
     turned = mapped(batch, lambda value: value.flip(0))
-    moved = _gradients(loss_fn, copied, turned, key, (num - 1,))[num - 1]
-    if not (moved - reference[0]).norm() <= _ROW_TOLERANCE * reference[0].norm():
+    moved = _gradients(loss_fn, copied, turned, key, (num - 1,), params)[1][num - 1]
+    if not moved.distance(reference[0]) <= _ROW_TOLERANCE * reference[0].norm:
         raise PrivacyError(
             "separability: a record's gradient depends on its row in the batch; expected on the "
             "record, the weights and the key only. Key masks, augmentation and dropout by "
@@ -213,10 +227,10 @@ def check_separable(
         mixed = _with_row(
             others[0], batch, 1
         )  # the second of three has records before it and after it
-        if not torch.equal(
-            _gradients(loss_fn, copied, mixed, at, (1,))[1],
-            _gradients(loss_fn, copied, batch, at, (1,))[1],
-        ):
+        first, second = (
+            _gradients(loss_fn, copied, one, at, (1,), params)[1][1] for one in (mixed, batch)
+        )
+        if not (second.is_finite and first.equals(second)):
             raise PrivacyError(blame(loss_fn, copied, batch, mixed, at, 1))
     for step in _STEPS_OF_LOSSES if other_steps else ():
         at, mixed = replace(key, step=step), _with_row(others[0], batch, 1)
@@ -224,34 +238,53 @@ def check_separable(
             _losses(loss_fn, copied, mixed, at)[1], _losses(loss_fn, copied, batch, at)[1]
         ):
             raise PrivacyError(blame(loss_fn, copied, batch, mixed, at, 1))
-    _check_hostile(loss_fn, copied, batch, key, reference[0])
+    _check_hostile(loss_fn, copied, batch, key, params, losses_B[0], reference[0])
+
+
+def seen_by_biases(model: nn.Module) -> set[int]:
+    """Ids of the weights of linear and convolutional layers that have a trained bias too: what
+    reaches such a weight in the backward pass also reaches its bias, whose gradient is its sum.
+    """
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    return {
+        id(module.weight)
+        for module in model.modules()
+        if type(module) in _LAYERS
+        and module.bias is not None
+        and module.bias.requires_grad
+        and owners[id(module.weight)] == 1
+    }
 
 
 def _check_hostile(
-    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, expected: Tensor
+    loss_fn: LossFn,
+    model: nn.Module,
+    batch: Batch,
+    key: StepKey,
+    params: Sequence[Tensor],
+    loss: Tensor,
+    expected: Fingerprint,
 ) -> None:
-    """Refuse if records that no random ones resemble change the first record's loss, or its
+    """Refuse if records that no random ones resemble change the first record's ``loss``, or its
     gradient ``expected``.
 
     Not compared: a gradient that is not finite (autograd gives the other rows the factor 0, and
     0 * inf is NaN), and what raises, as a label beyond the model's classes does.
     """
-    # With autograd, as below: without it PyTorch may take another kernel, whose last bits differ.
-    with buffers_kept(model):
-        loss = checked_losses(loss_fn, model, batch, key)[0].detach()
     for changed in _hostile(batch):
         mixed = _with_row(changed, batch, 0)
         try:
+            # With autograd: without it PyTorch may take another kernel, whose last bits differ.
             with buffers_kept(model):
                 own = checked_losses(loss_fn, model, mixed, key)[0]
-                moved = _flat_gradient(own, model)
+                same = torch.equal(own, loss)
+                if same:
+                    same = fingerprint(own, params, require_finite=True).equals(expected)
         except PrivacyError:
             raise
-        except Exception:
+        except Exception:  # NotFinite among them
             continue
-        if not torch.equal(own, loss) or (
-            bool(moved.isfinite().all()) and not torch.equal(moved, expected)
-        ):
+        if not same:
             raise PrivacyError(blame(loss_fn, model, batch, mixed, key, 0))
 
 
@@ -265,8 +298,10 @@ def _hostile(batch: Batch) -> Iterator[Batch]:
     label_B = getattr(batch, "label_B", None)
     if label_B is not None and label_B.ndim == 1 and label_B.dtype != torch.bool:
         yield batch._replace(label_B=label_B[:1].expand_as(label_B))
-        for label in range(0, _MOST_CLASSES, 2):
-            others_B = label + torch.arange(len(label_B)) % 2
+        # Two classes at a time for two other records.
+        step = min(2, len(label_B) - 1)
+        for label in range(0, _MOST_CLASSES, step):
+            others_B = label + torch.arange(len(label_B)) % step
             yield batch._replace(label_B=others_B.to(label_B.dtype))
 
 
@@ -322,8 +357,11 @@ def model_in_float64(model: nn.Module, device: str | torch.device = "cpu") -> nn
     """
     values = [*model.parameters(), *model.buffers()]
     found = torch.device(device)
-    if all(v.dtype == torch.float64 for v in values if v.is_floating_point()) and all(
-        v.device == found for v in values
+    hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
+    if (
+        not hooked
+        and all(v.dtype == torch.float64 for v in values if v.is_floating_point())
+        and all(v.device == found for v in values)
     ):
         return model
     return copy.deepcopy(model).to(found).double()
@@ -368,42 +406,43 @@ def _with_row(changed: Batch, original: Batch, i: int) -> Batch:
 
 
 def _gradients(
-    loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]
-) -> dict[int, Tensor]:
-    """Flat gradient of the loss of each of ``rows`` within the whole batch, by row; restores the
-    buffers.
+    loss_fn: LossFn,
+    model: nn.Module,
+    batch: Batch,
+    key: StepKey,
+    rows: tuple[int, ...],
+    params: Sequence[Tensor],
+) -> tuple[Tensor, dict[int, Fingerprint]]:
+    """The losses, and the gradient of the loss of each of ``rows`` within the whole batch, by row;
+    restores the buffers.
     """
     with buffers_kept(model):
         losses_B = checked_losses(loss_fn, model, batch, key)
-        return {i: _flat_gradient(losses_B[i], model) for i in rows}
+        return losses_B.detach(), {i: fingerprint(losses_B[i], params) for i in rows}
 
 
 def gradient_of_sum(
     loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, rows: tuple[int, ...]
-) -> Tensor:
-    """Flat gradient of the sum of the losses of ``rows`` within the whole batch; restores the
+) -> Fingerprint:
+    """The gradient of the sum of the losses of ``rows`` within the whole batch; restores the
     buffers.
     """
-    with buffers_kept(model):
-        return _flat_gradient(checked_losses(loss_fn, model, batch, key)[list(rows)].sum(), model)
-
-
-def _flat_gradient(loss: Tensor, model: nn.Module) -> Tensor:
     params = [p for p in model.parameters() if p.requires_grad]
-    parts = torch.autograd.grad(
-        loss, params, retain_graph=True, allow_unused=True, materialize_grads=True
-    )
-    return torch.cat([part.flatten() for part in parts])
+    with buffers_kept(model):
+        losses_B = checked_losses(loss_fn, model, batch, key)
+        return fingerprint(losses_B[list(rows)].sum(), params)
 
 
 @contextlib.contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore the buffers afterwards."""
     buffers = copy.deepcopy(dict(model.named_buffers()))
-    yield
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
 
 
 def blame(
@@ -416,15 +455,15 @@ def blame(
         _row_outputs(loss_fn, model, batch, key, i),
         _row_outputs(loss_fn, model, batch, key, i),
     )
-    if not _same(first, again) or not torch.equal(
-        *(_gradients(loss_fn, model, batch, key, (i,))[i] for _ in range(2))
-    ):
+    params = [p for p in model.parameters() if p.requires_grad]
+    one, other = (_gradients(loss_fn, model, batch, key, (i,), params)[1][i] for _ in range(2))
+    if not (_same(first, again) and one.is_finite and one.equals(other)):
         return (
             "separability: the same batch gives different gradients; expected keyed random "
             "numbers only. Draw them from StepKey and record_id_B."
         )
-    other = _row_outputs(loss_fn, model, mixed, key, i)
-    for (name, kind, output), (_, _, changed) in zip(first, other, strict=True):
+    outputs = _row_outputs(loss_fn, model, mixed, key, i)
+    for (name, kind, output), (_, _, changed) in zip(first, outputs, strict=True):
         if not torch.equal(output, changed):
             return (
                 f"separability: layer {name!r} ({kind}) mixes records: another record changes "

@@ -17,6 +17,7 @@ from dpvision.data.batch import Batch, rows_where, take
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import LossFn, clipped_sum
 from dpvision.dp.compiled import CompiledBlocks
+from dpvision.dp.fingerprint import Fingerprint, fingerprint, norms_of, values_of
 from dpvision.dp.separable import (
     MAX_RECORDS,
     blame,
@@ -91,7 +92,7 @@ def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
     references = [
         _check_probes(loss_fn, copied, take(batch, slice(0, size)), key, probes) for size in sizes
     ]
-    if not (references[0] - references[-1]).norm() <= _SHAPE_TOLERANCE * references[0].norm():
+    if not references[0].distance(references[-1]) <= _SHAPE_TOLERANCE * references[0].norm:
         raise PrivacyError(
             f"separability: gradients of records in a batch of {sizes[0]} differ from those in a "
             f"batch of {sizes[-1]}; expected functions of each record alone. Remove what depends "
@@ -102,12 +103,12 @@ def check_at_sizes(loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey
 
 def _check_probes(
     loss_fn: LossFn, model: nn.Module, batch: Batch, key: StepKey, probes: tuple[int, ...]
-) -> Tensor:
+) -> Fingerprint:
     """Return the sum of the gradients of ``probes``; refuse if perturbing or removing all other
     records changes it by a bit.
     """
     expected = gradient_of_sum(loss_fn, model, batch, key, probes)
-    if not torch.isfinite(expected).all():
+    if not expected.is_finite:
         raise PrivacyError(
             "separability: a gradient of the example batch is not finite; expected numbers. "
             "Check the model and loss."
@@ -117,7 +118,7 @@ def _check_probes(
     is_probe_B = torch.isin(row_B, torch.tensor(probes, device=row_B.device))
     for offset in (0, 1):
         mixed = rows_where(is_probe_B, batch, rows_where(row_B % 2 == offset, padding, other))
-        if not torch.equal(gradient_of_sum(loss_fn, model, mixed, key, probes), expected):
+        if not gradient_of_sum(loss_fn, model, mixed, key, probes).equals(expected):
             raise PrivacyError(
                 f"{blame(loss_fn, model, batch, mixed, key, probes[0])} Seen in a batch of "
                 f"{len(row_B)}."
@@ -132,48 +133,58 @@ def _check_sum(
     sum over single records; float64.
     """
     # The oracle: each record's gradient by its own backward pass, clipped and added up as written
-    # in the definition. C is the median of three norms, so that some records are clipped and some
-    # are not.
+    # in the definition; a large model's sums are compared in their projections. C is the median
+    # of three norms, so that some records are clipped and some are not.
     params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    singles = [take(batch, slice(i, i + 1)) for i in range(len(batch.record_id_B))]
-    few = sorted(
-        _norm(_single_gradient(loss_fn, model, params, one, key)) for one in singles[:MAX_RECORDS]
-    )
+    weights = list(params.values())
+    records = [take(batch, slice(i, i + 1)) for i in range(len(batch.record_id_B))]
+    first = [_single_gradient(loss_fn, model, weights, one, key) for one in records[:MAX_RECORDS]]
+    few = sorted(single.norm for single in first)
     max_grad_norm = max(few[len(few) // 2] * 0.999, 1e-12)
-    expected = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
-    norms = []
-    for i, one in enumerate(singles):
-        grads = _single_gradient(loss_fn, model, params, one, key)
-        norms.append(_norm(grads))
-        times = sum(len(part.record_id_B) > i for part in parts)
-        factor = times * (min(1.0, max_grad_norm / norms[i]) if norms[i] else 1.0)
-        for name, grad in grads.items():
-            expected[name] += factor * grad
-    sums = [
-        clipped_sum(
-            loss_fn, model, part, key, max_grad_norm=max_grad_norm, check_separability=False
-        )
-        for part in parts
-    ]
-    num = sum(len(part.record_id_B) for part in parts)
-    wrong = [
-        name
-        for name, value in expected.items()
-        if not (sum(part.grads[name] for part in sums) - value).norm()
-        <= _EXACT_TOLERANCE * num * max_grad_norm
-    ]
-    expected_B = torch.tensor(
-        [norms[i] for part in parts for i in range(len(part.record_id_B))], dtype=torch.float64
-    )
-    off = (torch.cat([part.norms_B for part in sums]).double().cpu() - expected_B).abs().max()
+    norms: list[float] = []
+    expected = [torch.zeros_like(first[0].values) for _ in parts]
+    for i, one in enumerate(records):
+        known = i < len(first)
+        single = first[i] if known else _single_gradient(loss_fn, model, weights, one, key)
+        norms.append(single.norm)
+        factor = min(1.0, max_grad_norm / single.norm) if single.norm else 1.0
+        for part, total in zip(parts, expected, strict=True):
+            if i < len(part.record_id_B):
+                total += factor * single.values
+    wrong: dict[str, None] = {}
+    off = 0.0
+    for part, total in zip(parts, expected, strict=True):
+        num = len(part.record_id_B)
+        values, norms_B = _one_pass_sum(loss_fn, model, list(params), part, key, max_grad_norm)
+        for name, distance in zip(params, norms_of(values - total, weights), strict=True):
+            if not distance <= _EXACT_TOLERANCE * num * max_grad_norm:
+                wrong[name] = None
+        worst = float((norms_B - torch.tensor(norms[:num], dtype=torch.float64)).abs().max())
+        off = off if worst <= off else worst  # NaN stays
     if wrong or not off <= _FLOAT32_TOLERANCE * max(*norms, 1e-30):
-        named = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        names = list(wrong)
+        named = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         sizes = " and ".join(str(len(part.record_id_B)) for part in parts)
         raise PrivacyError(
             f"clip: one-pass gradients of {named or 'some parameters'} differ from those of "
             f"single records, in batches of {sizes}; expected the same. Use method='vmap', and "
             "report this model."
         )
+
+
+def _one_pass_sum(
+    loss_fn: LossFn,
+    model: nn.Module,
+    names: list[str],
+    batch: Batch,
+    key: StepKey,
+    max_grad_norm: float,
+) -> tuple[Tensor, Tensor]:
+    """``values_of`` the one-pass sum, and the norms, on the CPU."""
+    found = clipped_sum(
+        loss_fn, model, batch, key, max_grad_norm=max_grad_norm, check_separability=False
+    )
+    return values_of([found.grads[name] for name in names]), found.norms_B.double().cpu()
 
 
 def check_compiled(
@@ -208,16 +219,8 @@ def check_compiled(
 
 
 def _single_gradient(
-    loss_fn: LossFn, model: nn.Module, params: dict[str, Tensor], one: Batch, key: StepKey
-) -> dict[str, Tensor]:
+    loss_fn: LossFn, model: nn.Module, params: list[Tensor], one: Batch, key: StepKey
+) -> Fingerprint:
     """Gradient of one record's loss by plain autograd; restores the buffers."""
     with buffers_kept(model):
-        loss = loss_fn(model, one, key).sum()
-        grads = torch.autograd.grad(
-            loss, list(params.values()), allow_unused=True, materialize_grads=True
-        )
-    return dict(zip(params, grads, strict=True))
-
-
-def _norm(grads: dict[str, Tensor]) -> float:
-    return float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+        return fingerprint(loss_fn(model, one, key).sum(), params)

@@ -22,11 +22,7 @@ from dpvision.devices import require_cuda
 from dpvision.dp.clipped import ClippedSum, require_seal, seal
 from dpvision.environment import PARENT
 from dpvision.errors import CheckpointError, ConfigError, DPVisionError, PrivacyError
-
-_SLOW_TIMEOUT_S = 2 * 3600.0
-"""Rank 0 alone makes the checks of a start in float64, a minute of one core for 50 million
-parameters, and writes checkpoints, while the others wait.
-"""
+from dpvision.train.alive import signs_of_life, wait_for_others
 
 _RUNS = itertools.count()
 
@@ -240,7 +236,7 @@ def gather_texts(text: str, group: Group) -> list[str]:
 
 
 @contextlib.contextmanager
-def together(group: Group, *, slow: str = "") -> Iterator[None]:
+def together(group: Group, *, slow: str = "", doing: str = "works") -> Iterator[None]:
     """A block that succeeds on all ranks or raises on all: if one rank fails, the others must not
     wait for it forever.
 
@@ -248,27 +244,34 @@ def together(group: Group, *, slow: str = "") -> Iterator[None]:
 
     Args:
         slow: name of a block, another each time, that may take one rank longer than the timeout of
-            the group.
+            the group. The others then wait as long as that rank gives signs of life (``alive``).
+        doing: what that rank does, for the others' log.
 
     Raises:
         DPVisionError: the block's own error; on a rank where the block succeeded, PrivacyError with
             the first failed rank's message. RankLost: another rank ended.
     """
     refused: Exception | None = None
-    try:
-        yield
-    except RankLost:
-        raise
-    except (DPVisionError, OSError) as error:
-        refused = error
-    if slow and group.store is not None:
+    store = group.store if slow else None
+    signs = contextlib.nullcontext() if store is None else signs_of_life(store, slow, group.rank)
+    with signs:
+        try:
+            yield
+        except RankLost:
+            raise
+        except (DPVisionError, OSError) as error:
+            refused = error
+    if store is not None:
+        lost = None
         # The store ends with the agent of rank 0, which orphaned ranks outlive: they go on without.
         with contextlib.suppress(RuntimeError):
-            group.store.set(f"{slow} {group.rank}", "")
-            group.store.wait(
-                [f"{slow} {rank}" for rank in range(group.world_size)],
-                timedelta(seconds=_SLOW_TIMEOUT_S),
-            )
+            lost = wait_for_others(store, slow, group.rank, group.world_size, doing)
+        if lost is not None:
+            raise RankLost(
+                f"ranks: {lost}; expected all until the end of the run. See the error of that "
+                "rank, then start again, or --resume: steps charged since the last checkpoint are "
+                "lost and count in epsilon."
+            ) from refused
     said = gather_texts("" if refused is None else str(refused) or type(refused).__name__, group)
     if refused is not None:
         raise refused

@@ -1,10 +1,10 @@
 """The gates that a private run passes before its first step, on public records: ``dp.support`` for
 a run's model and loss.
 
-Three records go through the run's own network. As many as a physical batch go through a small
-network of the same kind: what mixes records at some batch sizes only is code, which does not depend
-on widths and depths, while float64 at those of a large run takes minutes of CPU and more memory
-than the run has.
+Two or three records go through the run's own network. As many as a physical batch go through a
+small network of the same kind: what mixes records at some batch sizes only is code, which does not
+depend on widths and depths, while float64 at those of a large run takes minutes of CPU and more
+memory than the run has.
 """
 
 from dataclasses import replace
@@ -22,9 +22,11 @@ from dpvision.config import (
     RunConfig,
     ViTConfig,
 )
+from dpvision.data.batch import take
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import LossFn
-from dpvision.dp.separable import check_separable, perturb_zeros
+from dpvision.dp.route import lend_route
+from dpvision.dp.separable import check_separable, in_float64, perturb_zeros
 from dpvision.dp.support import check_at_sizes, check_exact
 from dpvision.models import make_model
 from dpvision.train.objectives import example_batch
@@ -32,6 +34,10 @@ from dpvision.train.objectives import example_batch
 _DEPTH, _HEADS, _WIDTH, _SIDE = 2, 2, 16, 4
 _VOCABULARY = 4096
 """Large enough for the head to compute a batch in several chunks, as the run does."""
+_LARGE = 20_000_000
+"""Parameters from which ``check_separable`` takes two records of the run's network, and three of
+the small one.
+"""
 
 
 def check_gates(config: RunConfig, model: nn.Module, loss_fn: LossFn) -> None:
@@ -44,13 +50,25 @@ def check_gates(config: RunConfig, model: nn.Module, loss_fn: LossFn) -> None:
     Raises:
         PrivacyError: as ``check_separable``, ``check_exact`` and ``check_at_sizes``.
     """
-    key = StepKey(config.seed, 0)
-    perturbed = perturb_zeros(model).double()  # one copy for the three checks
-    check_separable(loss_fn, perturbed, example_batch(config), key)
-    check_exact(loss_fn, perturbed, example_batch(config), key)
+    key, batch = StepKey(config.seed, 0), example_batch(config)
     small = replace(config, model=small_model(config.model))
+    is_large = sum(p.numel() for p in model.parameters()) >= _LARGE and small.model != config.model
+    perturbed = perturb_zeros(model).double()  # one copy for the three checks
+    if is_large:
+        # Two records show at any depth what reaches a layer's bias, three what the small network
+        # does with every weight. That three records of the run's network give what each gives
+        # alone, to rounding, is the next check's.
+        pair = take(batch, slice(0, 2))
+        check_separable(loss_fn, perturbed, pair, key, weights_by_biases=True)
+    else:
+        check_separable(loss_fn, perturbed, batch, key)
+    lend_route(loss_fn, model, batch, key, perturbed, in_float64(batch))  # that of the run
+    check_exact(loss_fn, perturbed, batch, key)
     if small.model != config.model:
+        del perturbed  # its memory
         perturbed = perturb_zeros(make_model(small.model, config.seed)).double()
+    if is_large:
+        check_separable(loss_fn, perturbed, example_batch(small), key)
     check_at_sizes(
         loss_fn, perturbed, example_batch(small, config.hardware.physical_batch_size), key
     )

@@ -41,6 +41,7 @@ from dpvision.train.words import TOKENIZER_FILE
 
 _FINISHED, _REFUSED = -1, -2
 """Broadcast by rank 0 instead of a step's number."""
+_WRITES = "writes a checkpoint"
 
 
 @dataclass(kw_only=True)
@@ -136,9 +137,9 @@ def fit(
             if asked or due or failed:
                 # Whether a step was abandoned depends on the time of its secret batch.
                 timed = not last and (abandoned or not asked)
-                with together(group, slow=f"written before {step}"):
+                with together(group, slow=f"written before {step}", doing=_WRITES):
                     writer.wait()
-                with together(group, slow=f"saved after {step}"):
+                with together(group, slow=f"saved after {step}", doing=_WRITES):
                     save(session, timed=timed, writer=None if asked or last else writer)
                     if asked and not last and session.run is not None:
                         session.run.folder.mark_stopped()
@@ -147,10 +148,10 @@ def fit(
                 if log is not None:
                     log.say("Saved and stopped as asked; go on with --resume.")
                 return False
-        with together(group, slow="written at the end"):
+        with together(group, slow="written at the end", doing=_WRITES):
             writer.wait()
         if _any([session.run is not None and session.saved_steps != plan.steps], group)[0]:
-            with together(group, slow="saved at the end"):
+            with together(group, slow="saved at the end", doing=_WRITES):
                 save(session)
         return True
 

@@ -75,7 +75,7 @@ def check_run(
         DPVisionError: as ``new_session``.
     """
     with _joined(config.hardware) as group:
-        with together(group, slow="checked"):
+        with together(group, slow="checked", doing="checks the model"):
             _check_paths(config, open_parent)
             plan = make_plan(config.privacy)
             session = _prepare(config, plan, None, open_parent, group)
@@ -98,7 +98,7 @@ def new_session(
     """
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(_joined(config.hardware))
-        with together(group, slow="checked"):
+        with together(group, slow="checked", doing="checks the model"):
             _check_paths(config, open_parent)
             plan = make_plan(config.privacy)
             session = _prepare(config, plan, None, open_parent, group)
@@ -136,7 +136,7 @@ def resumed_session(
     with contextlib.ExitStack() as stack:
         hardware_now = replace(read_run(root)[1].hardware, **asked)
         group = stack.enter_context(_joined(hardware_now))
-        with together(group, slow="checked"):
+        with together(group, slow="checked", doing="checks the model"):
             stopped = Stopped.read(root, asked)
             session = _prepare(stopped.config, stopped.plan, stopped.checkpoint, open_parent, group)
             stopped.require_store(session.store)
