@@ -146,5 +146,21 @@ def test_the_plan_that_was_made_is_checked_too(
     monkeypatch.setattr("dpvision.privacy.account.epsilon_left", lambda *_: 2.9)
     argv = ["adapt", "--data", str(mine.path), "--encoder", "pixels", "--runs", str(tmp_path)]
     assert main([*argv, *HEAD, "--total-epsilon", "3"]) == 2
-    assert "together; expected at most --total-epsilon 3" in capsys.readouterr().err
+    assert "epsilon 3.798 together; expected at most 3.0" in capsys.readouterr().err
     assert len(store_account(mine.path).runs) == 1
+
+
+def test_a_run_that_has_begun_counts_whole_before_its_first_charge(mine: Store) -> None:
+    """Two heads that are planned at once would both take what is left: the second is refused when
+    its ledger opens, and a third gets nothing, though neither has been charged.
+    """
+    plan = full(epsilon_left(mine.path, TOTAL, full))
+    with Ledger.open(mine.path, "a" * 16, plan, resume=False, total=TOTAL):
+        with (
+            pytest.raises(PrivacyError, match=r"would have epsilon 4\.\d+ together"),
+            Ledger.open(mine.path, "b" * 16, plan, resume=False, total=TOTAL),
+        ):
+            pass
+        with pytest.raises(PrivacyError, match="at least 1% of the total"):
+            epsilon_left(mine.path, TOTAL, full)
+    assert store_account(mine.path).epsilon == 0.0

@@ -85,8 +85,13 @@ class HeadSession:
 
 
 @contextlib.contextmanager
-def new_head_session(config: RunConfig | Prepared, root: Path) -> Iterator[HeadSession]:
+def new_head_session(
+    config: RunConfig | Prepared, root: Path, *, total_epsilon: float | None = None
+) -> Iterator[HeadSession]:
     """Open a session for a new run in folder ``root``.
+
+    Args:
+        total_epsilon: largest epsilon that all runs on the store may have with this one.
 
     Raises:
         DPVisionError: the run is impossible or unsafe. Nothing has been charged.
@@ -104,6 +109,7 @@ def new_head_session(config: RunConfig | Prepared, root: Path) -> Iterator[HeadS
         num_bytes=_num_bytes(made),
         secluded=made.encoder.confidential,
         files={ENCODER_FILE: encoder},
+        total=total_epsilon,
     ) as run:
         yield HeadSession(made, run, encoder)
 

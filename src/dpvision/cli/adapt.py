@@ -274,16 +274,15 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "l
         ConfigError: no epsilon, and no noise, was asked for. What the run would spend is printed.
     """
     from dpvision.adapt.session import new_head_session
+    from dpvision.privacy.account import check_total
+    from dpvision.privacy.store_marks import StoreLedgers
 
     root = args.root(args.recipe)
     _check_test(args, made.config)
     charge, charged = charge_words(made.store, made.plan)
-    if args.total_epsilon is not None and not charge["after"] <= args.total_epsilon:
-        raise PrivacyError(
-            f"adapt: all runs on this store would have epsilon {up(charge['after'])} together; "
-            f"expected at most --total-epsilon {args.total_epsilon}. Nothing was charged. Give a "
-            "smaller --epsilon instead."
-        )
+    if args.total_epsilon is not None:  # and again when the ledger is opened
+        begun = StoreLedgers.of(made.store.path).read_all()
+        check_total(begun.values(), made.plan, args.total_epsilon)
     text = "\n".join(filter(None, [head_text(made), charged]))
     if args.dry_run:
         people = {} if made.people is None else {"num_people": len(made.label)}
@@ -302,7 +301,7 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "l
         return []
     args.say(text)
     require_budget("adapt", made.plan, asked)
-    with new_head_session(made, root) as session:
+    with new_head_session(made, root, total_epsilon=args.total_epsilon) as session:
         return _finish(args, session, root)
 
 

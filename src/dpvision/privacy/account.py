@@ -13,6 +13,7 @@ from dpvision.files import make_folders
 from dpvision.privacy import accountant
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.events import Composed, Event
+from dpvision.privacy.ledger_format import LedgerContents
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan, View
 from dpvision.privacy.printed import up
@@ -178,6 +179,7 @@ def charge_of(
     runs: int = 1,
     chosen: bool = False,
     besides: Collection[str] = (),
+    uncharged: bool = False,
 ) -> Charge:
     """Return the total of a store's runs before and after ``runs`` runs of ``plan``, with the steps
     that are stated.
@@ -186,16 +188,14 @@ def charge_of(
         chosen: whether later runs follow earlier results: the totals are those of a Renyi filter
             (``filter_epsilon``), not PLDs.
         besides: ids of these runs, which do not count among those before.
+        uncharged: whether runs count that have begun, and were not charged yet.
 
     Raises:
         PrivacyError: as ``store_account``.
     """
     ledgers = StoreLedgers.of(store_dir)
-    earlier = [
-        (c.plan, c.plan.steps)
-        for c in ledgers.read_all().values()
-        if c.steps and c.run_id not in besides
-    ]
+    contents = [c for c in ledgers.read_all().values() if c.run_id not in besides]
+    earlier = [(c.plan, c.plan.steps) for c in contents if c.steps or (uncharged and _is_dp(c))]
     parts = [*earlier, *[(plan, plan.steps)] * runs]
     delta = total_delta(min(ledgers.caps(), key=lambda cap: cap.epsilon, default=None), parts)
     assert delta is not None
@@ -218,7 +218,7 @@ def epsilon_left(store_dir: Path, total: float, plan_of: Callable[[float], DPPla
     """Return the epsilon of one more run with which all runs on a store have the epsilon ``total``
     (PLD), to 0.1% and never above it.
 
-    It follows from ``total`` and the plans of the runs that were charged, so it is fixed before the
+    It follows from ``total`` and the plans of the runs that have begun, so it is fixed before the
     first of them if ``total`` is. At most 0.999 ``total`` is left if there was a run before.
 
     Args:
@@ -231,9 +231,9 @@ def epsilon_left(store_dir: Path, total: float, plan_of: Callable[[float], DPPla
     """
 
     def after(epsilon: float) -> float | None:
-        return charge_of(store_dir, plan_of(epsilon)).after
+        return charge_of(store_dir, plan_of(epsilon), uncharged=True).after
 
-    charge = charge_of(store_dir, plan_of(total))
+    charge = charge_of(store_dir, plan_of(total), uncharged=True)
     if not charge.runs:
         return total
     if charge.after is None:
@@ -254,6 +254,32 @@ def epsilon_left(store_dir: Path, total: float, plan_of: Callable[[float], DPPla
         reached = after(middle)
         low, high = (middle, high) if reached is not None and reached <= most else (low, middle)
     return low
+
+
+def check_total(contents: Iterable[LedgerContents], plan: DPPlan, total: float) -> None:
+    """Refuse a run whose whole plan, with those of all runs that have begun, exceeds ``total``
+    (PLD, for a person if people are declared, else for a record).
+
+    Raises:
+        PrivacyError: it does, or a run without a guarantee used the store.
+    """
+    parts = [(c.plan, c.plan.steps) for c in contents if c.steps or _is_dp(c)]
+    parts.append((plan, plan.steps))
+    after = None
+    if all(one.guarantee == "dp" for one, _ in parts):
+        delta = min(one.delta for one, _ in parts)
+        after = _total(parts, delta, "record" if unit_view(parts) is None else "unit")
+    if after is None or not after <= total:
+        told = "no total" if after is None else f"epsilon {up(after)} together"
+        raise PrivacyError(
+            f"total_epsilon={total}: all runs that have begun on this store, with this one, would "
+            f"have {told}; expected at most {total}. Nothing was charged for this one. Wait until "
+            "the others are done, or name the whole epsilon of this run."
+        )
+
+
+def _is_dp(contents: LedgerContents) -> bool:
+    return contents.plan.guarantee == "dp"
 
 
 def covers_choice(cap: Cap | None, parts: list[tuple[DPPlan, int]]) -> bool:

@@ -13,7 +13,14 @@ from typing import Any, Self
 
 from dpvision.errors import CheckpointError, DataError, PrivacyError, remedy_for
 from dpvision.files import append, make_folders, write_file
-from dpvision.privacy.account import RunAccount, StoreAccount, check_cap, set_cap, store_account
+from dpvision.privacy.account import (
+    RunAccount,
+    StoreAccount,
+    check_cap,
+    check_total,
+    set_cap,
+    store_account,
+)
 from dpvision.privacy.ledger_format import (
     LedgerContents,
     digest,
@@ -87,6 +94,7 @@ class Ledger:
         *,
         resume: bool,
         lineage: Sequence[dict[str, Any]] = (),
+        total: float | None = None,
     ) -> Self:
         """Start or resume a run's ledger, LEDGERS/<store_id>/<run_id>.jsonl beside the store.
 
@@ -101,12 +109,14 @@ class Ledger:
             resume: whether the run was started before.
             lineage: lineage of the weights that the run starts from (``runs.lineage``), bound into
                 the first line; on resume the same.
+            total: largest epsilon that all runs on the store may have with this one
+                (``account.check_total``).
 
         Raises:
             CheckpointError: the run is open elsewhere, exists although ``resume`` is False, does
                 not exist although it is True, or the disk is full.
             PrivacyError: a ledger was altered, shortened, deleted or replaced by an older copy;
-                another plan or lineage; above the cap.
+                another plan or lineage; above the cap or the total.
             DataError: not a store, or its ledgers may not be written.
         """
         ledgers = StoreLedgers.of(store_dir)
@@ -144,6 +154,8 @@ class Ledger:
                     if c.run_id != run_id
                 ]
                 check_cap(ledgers, [*others, (plan, plan.steps)])
+                if total is not None:
+                    check_total(contents.values(), plan, total)
                 ledgers.begin()
                 if fd is None:
                     header = encode(header_line(run_id, ledgers.store_id, plan, list(lineage)))

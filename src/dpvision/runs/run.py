@@ -172,6 +172,7 @@ def new_run(
     num_bytes: int,
     secluded: bool,
     files: Mapping[str, Any] | None = None,
+    total: float | None = None,
 ) -> Iterator[Run]:
     """Open a new run in folder ``root`` for the duration of the block; a refused run leaves nothing
     behind.
@@ -182,6 +183,7 @@ def new_run(
         secluded: those weights were trained on private records without a guarantee, so what is made
             from them is private too.
         files: further objects to write as JSON, by name.
+        total: as for ``Ledger.open``.
 
     Raises:
         CheckpointError: the folder holds a run, or its disk is full. PrivacyError: the ledger
@@ -205,7 +207,9 @@ def new_run(
             for name, value in described.items():
                 write_json(folder.base / name, value)
             ledger = stack.enter_context(
-                Ledger.open(store.path, folder.run_id, plan, resume=False, lineage=lineage)
+                Ledger.open(
+                    store.path, folder.run_id, plan, resume=False, lineage=lineage, total=total
+                )
             )
             write_file(StoreLedgers.of(store.path).name_path(folder.run_id), str(root).encode())
             complete_run(folder, config)
