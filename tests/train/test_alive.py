@@ -208,3 +208,19 @@ def test_a_kill_of_rank_0_in_its_checks_ends_the_job(config: RunConfig, tmp_path
         torchrun.kill()
     assert torchrun.returncode != 0
     assert not list(tmp_path.glob("run-*/ledger.jsonl"))
+
+
+def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host was stopped, or lost its network: no call of it returns."""
+    monkeypatch.setattr("dpvision.train.alive.SILENT_S", 1.5)
+    monkeypatch.setattr("dpvision.train.alive._EVERY_S", 0.1)
+    answered = threading.Event()
+
+    class Silent(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            answered.wait()
+            return True
+
+    told = wait_for_others(Silent(), "checked", 1, 2, "checks the model")
+    answered.set()
+    assert told == "the ranks' store ended or hangs: no answer from its host for 1.5 s"
