@@ -120,7 +120,7 @@ from dpvision.errors import PrivacyError
 from dpvision.train import alive, start
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-alive.SILENT_S, alive._SAY_AFTER_S = 4.0, 1.0
+alive.SILENT_S, alive._SAY_AFTER_S = 12.0, 1.0
 config = from_dict(RunConfig, json.loads((folder / "config.json").read_text()))
 config = replace(config, hardware=replace(config.hardware, rank_timeout_s=2.0))
 
@@ -185,7 +185,7 @@ def test_a_refusal_reaches_the_other_rank_and_a_rank_that_hangs_or_is_killed_end
         os.kill(rank_0, signal.SIGSTOP)
         stopped = time.monotonic()
         assert text_of(tmp_path / "hangs-1").startswith(
-            "RankLost: ranks: rank 0 ended or hangs: no word from it for 4 s; expected all until "
+            "RankLost: ranks: rank 0 ended or hangs: no word from it for 12 s; expected all until "
             "the end of the run."
         )
         assert time.monotonic() - stopped < 60

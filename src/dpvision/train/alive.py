@@ -16,7 +16,7 @@ import torch.distributed as dist
 _LOG = logging.getLogger("dpvision")
 _EVERY_S = 1.0
 SILENT_S = 60.0
-"""A rank without a new word for so long has ended or hangs."""
+"""A rank without a new word for so long has ended or hangs; more than eight times ``_EVERY_S``."""
 _MOST_S = 2 * 3600.0
 """A rank that works longer hangs, though its thread lives."""
 _SAY_EVERY_S = 30.0
