@@ -198,7 +198,7 @@ def padded_rows(value: Tensor) -> Tensor:
     """
     if not adds_by_place(value.device) or value.shape[-1] < _LEAST_VECTORS:
         return value
-    steps = zip(value.stride()[:-1], value.shape[:-1], strict=True)
-    if all(size == 1 or step % _VECTOR == 0 for step, size in steps):
+    steps = [value.stride(dim) for dim in range(value.ndim - 1) if value.shape[dim] > 1]
+    if all(step % _VECTOR == 0 for step in (*steps, value.storage_offset())):
         return value
     return F.pad(value, (0, -value.shape[-1] % _VECTOR))

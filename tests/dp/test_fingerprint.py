@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from dpvision.doctor.bench import peak_bytes
 from dpvision.dp import fingerprint as module
-from dpvision.dp.fingerprint import NotFinite, fingerprint, norms_of, values_of
+from dpvision.dp.fingerprint import NotFinite, fingerprint, norms_of, scattered, values_of
 from dpvision.dp.separable import seen_by_biases
 
 PIECE = 2**16
@@ -143,3 +143,17 @@ def test_only_weights_of_plain_layers_with_a_trained_bias_of_their_own_are_left_
     shared.weight = table.weight
     model = nn.ModuleList([left, conv, without, frozen, own, shared, table, nn.LayerNorm(4)])
     assert seen_by_biases(model) == {id(left.weight), id(conv.weight)}
+
+
+def test_signs_do_not_cancel() -> None:
+    """A sign is the highest bit: in a sum of products modulo 2^64 any two would cancel."""
+    p = torch.randn(2**20 + 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    loss = p.square().sum() / 2
+    first = fingerprint(loss, [p])
+    assert not fingerprint(-loss, [p]).equals(first) and fingerprint(1 * loss, [p]).equals(first)
+    assert not fingerprint(2 * loss, [p]).equals(first)
+    flipped = p.detach().clone()
+    flipped[[3, 70_000]] *= -1
+    assert not fingerprint((p * flipped).sum(), [p]).equals(first)
+    numbers = torch.randint(-(2**63), 2**63 - 1, (2**16,), generator=torch.Generator())
+    assert len(scattered(numbers).unique()) == len(numbers.unique()), "one for one"

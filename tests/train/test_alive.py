@@ -120,7 +120,7 @@ from dpvision.errors import PrivacyError
 from dpvision.train import alive, start
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-alive.SILENT_S, alive._SAY_AFTER_S = 4.0, 1.0
+alive.SILENT_S, alive._SAY_AFTER_S = 12.0, 1.0
 config = from_dict(RunConfig, json.loads((folder / "config.json").read_text()))
 config = replace(config, hardware=replace(config.hardware, rank_timeout_s=2.0))
 
@@ -185,7 +185,7 @@ def test_a_refusal_reaches_the_other_rank_and_a_rank_that_hangs_or_is_killed_end
         os.kill(rank_0, signal.SIGSTOP)
         stopped = time.monotonic()
         assert text_of(tmp_path / "hangs-1").startswith(
-            "RankLost: ranks: rank 0 ended or hangs: no word from it for 4 s; expected all until "
+            "RankLost: ranks: rank 0 ended or hangs: no word from it for 12 s; expected all until "
             "the end of the run."
         )
         assert time.monotonic() - stopped < 60
@@ -208,3 +208,19 @@ def test_a_kill_of_rank_0_in_its_checks_ends_the_job(config: RunConfig, tmp_path
         torchrun.kill()
     assert torchrun.returncode != 0
     assert not list(tmp_path.glob("run-*/ledger.jsonl"))
+
+
+def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host was stopped, or lost its network: no call of it returns."""
+    monkeypatch.setattr("dpvision.train.alive.SILENT_S", 1.5)
+    monkeypatch.setattr("dpvision.train.alive._EVERY_S", 0.1)
+    answered = threading.Event()
+
+    class Silent(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            answered.wait()
+            return True
+
+    told = wait_for_others(Silent(), "checked", 1, 2, "checks the model")
+    answered.set()
+    assert told == "the ranks' store ended or hangs: no answer from its host for 1.5 s"

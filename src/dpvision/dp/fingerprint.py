@@ -21,6 +21,8 @@ _WIDTH = 64
 _PIECES = 4096
 _SMALL = 2**20
 """Up to so many numbers, a gradient itself is cheaper than its fingerprint."""
+_ODD = 0x1E3779B97F4A7C15
+"""Any odd number of many ones and zeros."""
 _Taken = tuple[int, Tensor, Tensor, bool]
 """Digest of the bits, projection, square norm, and whether all is finite."""
 _NOTHING: _Taken = (
@@ -139,7 +141,7 @@ def _of_tensor(value: Tensor) -> _Taken:
     bits, projections, squares = [], [], []
     for part in value.detach().reshape(-1).split(_PIECE):
         wide = part.double() + 0.0  # -0 becomes 0
-        bits.append((wide.view(torch.int64) * odd[: len(part)]).sum())
+        bits.append((scattered(wide.view(torch.int64)) * odd[: len(part)]).sum())
         scaled = wide * weights[: len(part)]
         missing = -len(part) % _WIDTH
         if missing:
@@ -156,6 +158,14 @@ def _of_tensor(value: Tensor) -> _Taken:
         square,
         bool(square.isfinite()) or bool(value.isfinite().all()),
     )
+
+
+def scattered(bits: Tensor) -> Tensor:
+    """Other int64 numbers, one for one, whose low bits depend on all bits of ``bits``: in a sum of
+    products modulo 2^64 a sign is the highest bit, whatever the factor, and two would cancel.
+    """
+    mixed = (bits >> 32).bitwise_and_(2**32 - 1).bitwise_xor_(bits).mul_(_ODD)
+    return (mixed >> 29).bitwise_and_(2**35 - 1).bitwise_xor_(mixed)
 
 
 @functools.lru_cache(maxsize=2)

@@ -463,15 +463,23 @@ class OuterProducts:
     def _by_convolution(
         self, right: Patches, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]
     ) -> Tensor:
-        """The weighted sum as a convolution's backward pass over each block."""
+        """The weighted sum as a convolution's backward pass over each block, a chunk of records at
+        a time.
+        """
+        numbers = self.stored_numbers
+        most = max(1, OUTER_NUMBERS.get(self.device.type, OUTER_NUMBERS["cuda"]) // numbers)
         total: Tensor | None = None
         for block in blocks:
-            left = scaled(self.left.rows(block), factor_B[block])
-            kept = None if keep_B is None else keep_B[block]
-            part = right.kernel_gradient(left, block, kept).reshape(self.shape)
+            pieces = (piece for several in _gathered([block], most) for piece in several)
+            part: Tensor | None = None
+            for rows in pieces:
+                left = scaled(self.left.rows(rows), factor_B[rows])
+                kept = None if keep_B is None else keep_B[rows]
+                piece = right.kernel_gradient(left, rows, kept).reshape(self.shape)
+                part = piece if part is None else part.add_(piece)
+            assert part is not None
             if total is None:
-                dtype = sum_dtype(len(blocks), blocks[-1].stop, part.dtype)
-                total = part.to(dtype)
+                total = part.to(sum_dtype(len(blocks), blocks[-1].stop, part.dtype))
             else:
                 total += part
         assert total is not None

@@ -29,6 +29,7 @@ from dpvision.config import BOS_ID, EOS_ID, PAD_ID
 from dpvision.data.batch import Batch, mapped, take
 from dpvision.data.keys import StepKey
 from dpvision.devices import send
+from dpvision.dp.fingerprint import scattered
 from dpvision.dp.one_pass import How, forward_backward, weigh
 from dpvision.dp.outer_products import OUTER_NUMBERS, OneHot, Side, chunks
 from dpvision.dp.per_record import default_chunk, even_chunks, per_record_gradients
@@ -247,7 +248,7 @@ def _hashed(value_BX: Tensor) -> Tensor:
     flat_BX = value_BX.detach().reshape(len(value_BX), -1).contiguous()
     if flat_BX.dtype != torch.bool:
         flat_BX = flat_BX.view(_BITS[flat_BX.element_size()])
-    return (flat_BX.long() * _factors(flat_BX.shape[1], flat_BX.device)).sum(1).cpu()
+    return scattered(flat_BX.long()).mul_(_factors(flat_BX.shape[1], flat_BX.device)).sum(1).cpu()
 
 
 @functools.lru_cache(maxsize=8)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 _LOG = logging.getLogger("dpvision")
 _EVERY_S = 1.0
 SILENT_S = 60.0
-"""A rank without a new word for so long has ended or hangs."""
+"""A rank without a new word for so long has ended or hangs; more than eight times ``_EVERY_S``."""
 _MOST_S = 2 * 3600.0
 """A rank that works longer hangs, though its thread lives."""
 _SAY_EVERY_S = 30.0
@@ -63,10 +63,42 @@ def wait_for_others(store: dist.Store, name: str, rank: int, num: int, doing: st
         doing: what a rank that works does, as in "rank 0 checks the model".
 
     Returns:
-        None; or which rank ended, was silent for ``SILENT_S``, or is not done after two hours.
+        None; or which rank ended, was silent for ``SILENT_S``, or is not done after two hours; or
+        that the store was silent.
 
     Raises:
         RuntimeError: the store ended.
+    """
+    # A call to a store whose host was stopped, or lost its network, does not return.
+    returned, failed, answered = [], [], [time.monotonic()]
+
+    def wait() -> None:
+        try:
+            returned.append(_waited(store, name, rank, num, doing, answered))
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=wait, name="wait for others", daemon=True)
+    thread.start()
+    looked = time.monotonic()
+    while thread.is_alive():
+        thread.join(_EVERY_S)
+        now = time.monotonic()
+        if now - looked > SILENT_S / 4:
+            answered[0] = now  # this process was stopped
+        looked = now
+        if thread.is_alive() and now - answered[0] > SILENT_S:
+            return f"the ranks' store ended or hangs: no answer from its host for {SILENT_S:g} s"
+    if failed:
+        raise failed[0]
+    return returned[0]
+
+
+def _waited(
+    store: dist.Store, name: str, rank: int, num: int, doing: str, answered: list[float]
+) -> str | None:
+    """``wait_for_others``, without an end if the store does not answer; ``answered`` has the time
+    of its last answer.
     """
     store.set(_done(name, rank), "")
     others = [other for other in range(num) if other != rank]
@@ -76,6 +108,7 @@ def wait_for_others(store: dist.Store, name: str, rank: int, num: int, doing: st
     while not store.check([_done(name, other) for other in others]):
         time.sleep(pause)
         pause, now = min(2 * pause, _EVERY_S / 4), time.monotonic()
+        answered[0] = now
         if now - looked < _EVERY_S:
             continue
         if now - looked > SILENT_S / 4:
