@@ -414,6 +414,7 @@ def test_no_password_and_no_signature_is_in_a_message_or_a_file(tmp_path, capsys
             f"{url}/b.tar",
             f"{url}/b.tar?X-Sig=SECRET",
             f"http://user:SECRET@{host}/b.tar",
+            f"http://user: SECRET SECRET@{host}/b.tar",
             f"http://SECRET@{host}/",
         ):
             with pytest.raises(DataError, match=rf"source: http://{host}/b\.tar: ") as error:
@@ -489,6 +490,45 @@ def test_the_version_that_is_read_is_the_stated_one(tmp_path, stated, came, chan
         with pytest.raises(DataError, match=rf"{url}/a\.tar: {changed} .* came; expected .*again"):
             import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.fixture
+def http_anew():
+    """No file system of a former test, whose session has its timeouts."""
+    system = pytest.importorskip("fsspec.implementations.http").HTTPFileSystem
+    system.clear_instance_cache()
+    yield
+    system.clear_instance_cache()
+
+
+def test_a_file_may_take_longer_than_a_client_allows_by_default(tmp_path, monkeypatch, http_anew):
+    client = pytest.importorskip("aiohttp.client")
+    data = (write_files(tmp_path / "src", "tar", 1) / "s0.tar").read_bytes()
+    monkeypatch.setattr(client, "DEFAULT_TIMEOUT", client.ClientTimeout(total=0.2))  # 300 s
+
+    def answer(method, path):
+        if method == "GET":
+            threading.Event().wait(0.3)
+        return 200, {"Content-Length": str(len(data))}, data
+
+    with serving(answer) as url:
+        made = import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS)
+    assert made.num_records == 6
+
+
+def test_a_server_that_falls_silent_is_left(tmp_path, monkeypatch, http_anew):
+    monkeypatch.setattr("dpvision.data.remote._SILENCE_S", 0.1)
+    ended = threading.Event()
+
+    def answer(method, path):
+        if method == "GET":
+            ended.wait(60)
+        return 200, {"Content-Length": "5"}, b"12345"
+
+    with serving(answer) as url:
+        with pytest.raises(DataError, match=rf"{url}/a\.tar: .*Timeout.*again"):
+            import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS)
+        ended.set()
 
 
 def test_a_folder_with_the_name_of_a_tar_is_a_folder(tmp_path):

@@ -37,6 +37,8 @@ Others change by themselves: signed addresses, times of access.
 """
 _VERSIONS = ("ETag", "Content-MD5", "Digest", "Last-Modified")
 """Headers of a version, the strictest first."""
+_SILENCE_S = 60.0
+"""A server that sends nothing for so long has failed."""
 _HTTP = ("http://", "https://")
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _KINDS = (".tar", ".parquet")
@@ -180,7 +182,10 @@ def opening(url: str) -> Iterator[tuple[Any, str]]:
 
     protocol = url.partition(":")[0]
     try:
-        yield fsspec.core.url_to_fs(url)
+        system, inside = fsspec.core.url_to_fs(url)
+        if url.startswith(_HTTP):
+            _wait_for_answers(system)
+        yield system, inside
     except DataError:
         raise
     except ImportError as error:
@@ -210,6 +215,16 @@ def opening(url: str) -> Iterator[tuple[Any, str]]:
                 else "Give a folder or file of a disk, or a URL that fsspec opens."
             )
         ) from None
+
+
+def _wait_for_answers(system: Any) -> None:
+    """Limit the silence of a server, not the time of a transfer: 300 s by default, in which a large
+    file never comes.
+    """
+    from aiohttp import ClientTimeout
+
+    limit = ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+    system.client_kwargs = {"timeout": limit, **system.client_kwargs}
 
 
 def _words(error: Exception) -> str:
@@ -242,6 +257,8 @@ def list_files(url: str) -> tuple[str, list[RemoteFile]]:
     Raises:
         DataError: as ``opening``; there are none, or files of several kinds or splits.
     """
+    if url.startswith(_HTTP):
+        url = re.sub(r"\s", "%20", url)  # as it is sent, and one word in messages
     with opening(url) as (system, inside):
         pattern = "*" in inside
         if pattern:
