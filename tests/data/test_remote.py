@@ -320,10 +320,11 @@ def serving(answer):
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(data)
-                self.close_connection = True
+            with contextlib.suppress(ConnectionError):  # of a client that went
+                self.end_headers()
+                if self.command == "GET":
+                    self.close_connection = True
+                    self.wfile.write(data)
 
         do_HEAD = do_GET = answer
 
@@ -529,6 +530,15 @@ def test_a_server_that_falls_silent_is_left(tmp_path, monkeypatch, http_anew):
         with pytest.raises(DataError, match=rf"{url}/a\.tar: .*Timeout.*again"):
             import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS)
         ended.set()
+
+
+def test_a_store_may_be_beside_the_files_of_a_pattern(tmp_path):
+    write_files(tmp_path / "src", "tar")
+    for pattern in ("src/*/*.tar", "**/s*.tar"):
+        with pytest.raises(DataError, match="lies inside the source"):
+            import_source(f"file://{tmp_path}/{pattern}", tmp_path / "src" / "s")
+    made = import_source(f"file://{tmp_path}/src/*.tar", tmp_path / "src" / "s", labels=LABELS)
+    assert made.num_records == 16
 
 
 def test_a_folder_with_the_name_of_a_tar_is_a_folder(tmp_path):

@@ -336,7 +336,9 @@ def local_folder(url: str) -> Path | None:
     if not url.startswith(("file:", "local:")):
         return None
     with opening(url) as (_, inside):
-        return Path(os.path.realpath(inside.partition("*")[0]))
+        folder, _, name = inside.rpartition("/")
+        below = "*" in folder or "**" in name  # else a pattern of files in one folder, as of a path
+        return Path(os.path.realpath(inside.partition("*")[0] if below else inside))
 
 
 def remote_parts(files: Sequence[RemoteFile], part: Any) -> tuple[SourcePart, ...]:
