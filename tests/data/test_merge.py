@@ -239,6 +239,8 @@ def test_class_names_found_in_public_stores_are_joined(tmp_path):
         ("a", "m", "1 stores; expected two or more"),
         ("a", "b", "1 stores, and .*b exists; .* last: dpvision data merge STORE STORE OUT"),
         ("aa", "m", "are one store"),
+        ("ab", "m*", r"2 stores, and the pattern .*m\*; expected .* a new folder"),
+        ("ab", "LEDGERS/x", "expected it outside of LEDGERS"),
         ("ab", "a", "exists; expected .* a new folder"),
         ("ab", "a/m", "lies in the store"),
         ("bh", "m", "part of a divided store"),

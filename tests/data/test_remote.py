@@ -532,6 +532,12 @@ def test_a_server_that_falls_silent_is_left(tmp_path, monkeypatch, http_anew):
         ended.set()
 
 
+def test_a_file_whose_name_no_disk_holds_is_refused(tmp_path, memory):
+    memory.pipe(f"/src/{'n' * 252}.tar", b"1")
+    with pytest.raises(DataError, match="tar: a name of 256 bytes; expected at most 255"):
+        import_source("memory://src", tmp_path / "s", labels=LABELS)
+
+
 def test_a_store_may_be_beside_the_files_of_a_pattern(tmp_path):
     write_files(tmp_path / "src", "tar")
     for pattern in ("src/*/*.tar", "**/s*.tar"):

@@ -63,8 +63,9 @@ def merge_stores(
     """
     check_local(out, "data merge")
     target, workers = Path(out).resolve(), checked_workers(workers)
-    if len(stores) < 2 or target.exists():  # no advice to remove it: OUT may be forgotten
-        got = f", and {target} exists" if target.exists() else ""
+    if len(stores) < 2 or target.exists() or "*" in target.name:
+        got = f", and {target} exists" if target.exists() else ""  # not to be removed: OUT may lack
+        got = f", and the pattern {target}" if "*" in target.name else got
         raise DataError(
             f"data merge: {len(stores)} stores{got}; expected two or more, and a new folder for "
             "the merged one. Name it last: dpvision data merge STORE STORE OUT."

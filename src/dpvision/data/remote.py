@@ -40,6 +40,8 @@ _VERSIONS = ("ETag", "Content-MD5", "Digest", "Last-Modified")
 _SILENCE_S = 60.0
 """A server that sends nothing for so long has failed."""
 _HTTP = ("http://", "https://")
+_MOST_NAME_BYTES = 255
+"""Of a file on a disk."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _KINDS = (".tar", ".parquet")
 
@@ -50,12 +52,17 @@ def is_url(source: str | Path) -> bool:
 
 
 def check_local(store_dir: str | Path, where: str) -> None:
-    """Raise DataError for a store that would not be in a folder of this machine."""
+    """Raise DataError for a store that would not be on a disk of this machine, or among ledgers."""
     if _URL.match(str(store_dir)):
         raise DataError(
             f"{where}: store={store_dir}; expected a folder of a mounted disk, because runs read "
             "records one by one and lock the ledgers beside the store. Choose one; sources may be "
             "remote."
+        )
+    if "LEDGERS" in Path(store_dir).resolve().parts:
+        raise DataError(
+            f"{where}: store={store_dir}; expected it outside of LEDGERS, whose files are "
+            "ledgers of other stores. Choose another folder."
         )
 
 
@@ -84,6 +91,11 @@ class RemoteFile:
             DataError: as ``opening``; the file ends early, or is damaged, as the block found.
         """
         path = folder / self.base
+        if (size := len(os.fsencode(self.base))) > _MOST_NAME_BYTES:
+            raise DataError(
+                f"source: {self.url}: a name of {size} bytes; expected at most {_MOST_NAME_BYTES}. "
+                "Rename the file."
+            )
         try:
             with opening(self.url) as (system, inside):
                 system.get_file(inside, str(path), **self._checked(system))
