@@ -4,6 +4,7 @@ traceback and exits 2.
 
 import errno
 import os
+import re
 from shlex import quote
 
 OPERATOR_ONLY = "operator only: "
@@ -12,11 +13,34 @@ never to be passed on.
 """
 
 
+_MARKS = """]:;,.)'">"""
+_SCHEME = r"\b((?!file:|local:|memory:)[a-zA-Z][a-zA-Z0-9+.-]{0,30}:/{1,2}"
+_USER = re.compile(
+    _SCHEME + r")(?:[^\s/?#]{0,1000}@|[^\s/?#:\[]{0,1000}:(?!:|\d*(?:[/?#\s]|$))\S{0,1000}@)"
+)
+"""User and password of a URL, also of a password with a slash. Of a path two slashes became one."""
+_QUERY = re.compile(_SCHEME + r"[^\s?#]{0,4000})[?#](\S*)")
+"""Query and fragment of a URL, with the punctuation of the sentence at its end."""
+
+
+def without_secrets(text: str) -> str:
+    """Return a text whose URLs have no user, password, query or fragment: signed addresses and
+    passwords are used by whoever reads a log.
+    """
+    if ":/" not in text:
+        return text
+    text = _USER.sub(r"\1", text) if "@" in text else text
+    return _QUERY.sub(lambda found: found[1] + found[2][len(found[2].rstrip(_MARKS)) :], text)
+
+
 class DPVisionError(Exception):
     """Base of every error that dpvision raises on purpose.
 
-    Message form: ``where: name=got; expected rule. What to do.``
+    Message form: ``where: name=got; expected rule. What to do.`` It goes ``without_secrets``.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(without_secrets(message))
 
 
 class ConfigError(DPVisionError):

@@ -23,7 +23,7 @@ from dpvision.data.person_names import PersonRule
 from dpvision.data.rows import keyed_hash
 from dpvision.data.split import split_store
 from dpvision.data.store_writer import read_key
-from dpvision.errors import DataError, PrivacyError
+from dpvision.errors import ConfigError, DataError, PrivacyError
 from dpvision.privacy.account import set_cap
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import make_plan
@@ -237,8 +237,11 @@ def test_class_names_found_in_public_stores_are_joined(tmp_path):
     ("places", "out", "said"),
     [
         ("a", "m", "1 stores; expected two or more"),
+        ("a", "b", "1 stores, and .*b exists; .* last: dpvision data merge STORE STORE OUT"),
         ("aa", "m", "are one store"),
-        ("ab", "a", "exists; expected a new folder"),
+        ("ab", "m*", r"2 stores, and the pattern .*m\*; expected .* a new folder"),
+        ("ab", "LEDGERS/x", "expected it outside of LEDGERS"),
+        ("ab", "a", "exists; expected .* a new folder"),
         ("ab", "a/m", "lies in the store"),
         ("bh", "m", "part of a divided store"),
         ("ah", "m", "part of a divided store|are one store"),
@@ -253,6 +256,31 @@ def test_wrong_places_are_refused_in_one_sentence(tmp_path, places, out, said):
     with pytest.raises(DataError, match=said):
         merge_stores([tmp_path / name for name in places], tmp_path / out)
     assert not list(tmp_path.glob(".*")) and not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"}", b"[", b"X"])
+def test_a_damaged_line_names_its_store(tmp_path, damage):
+    stores = [
+        store_of(tmp_path, name, {i: {"text": f"{name}{i}"} for i in range(6)}) for name in "ab"
+    ]
+    path = stores[1] / "records.jsonl"
+    lines = path.read_bytes()
+    place = lines.index(b"\n") + 1
+    at = lines.index(b"captions", place) if damage == b"X" else place
+    path.write_bytes(lines[:at] + damage + lines[at + 1 :])
+    with pytest.raises(DataError, match=rf"b/records\.jsonl: damaged line at byte {place};"):
+        merge_stores(stores, tmp_path / "m", workers=1)
+    path.write_bytes(lines)
+    assert merge_stores(stores, tmp_path / "m", workers=1).num_records == 6
+
+
+@pytest.mark.parametrize("workers", [0, -3])
+def test_fewer_than_one_worker_are_refused(tmp_path, workers):
+    stores = [store_of(tmp_path, name, range(5)) for name in "ab"]
+    with pytest.raises(ConfigError, match=f"workers={workers}; expected at least 1"):
+        merge_stores(stores, tmp_path / "m", workers=workers)
+    with pytest.raises(ConfigError, match=f"workers={workers}; expected at least 1"):
+        import_source(tmp_path / "a.tar", tmp_path / "m", workers=workers)
 
 
 # --- what was spent

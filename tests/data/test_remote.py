@@ -25,6 +25,7 @@ from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_source
 from dpvision.data.merge import merge_stores
 from dpvision.data.person_names import PersonRule
+from dpvision.data.tarindex import scan
 from dpvision.errors import DataError
 
 from .image_files import js, png, write_tar
@@ -310,38 +311,45 @@ def test_a_refusal_in_the_middle_keeps_what_was_read(tmp_path, memory, monkeypat
 
 
 @contextlib.contextmanager
-def server(folder: Path, broken: dict[str, int]):
-    """Serve a folder; of files in ``broken`` only so many bytes, or none with status 403."""
+def serving(answer):
+    """Serve what ``answer(method, path)`` returns: status, headers, and the bytes to a GET."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.answer(False)
+        def answer(self):
+            status, headers, data = answer(self.command, self.path)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            with contextlib.suppress(ConnectionError):  # of a client that went
+                self.end_headers()
+                if self.command == "GET":
+                    self.close_connection = True
+                    self.wfile.write(data)
 
-        def do_GET(self):
-            self.answer(True)
-
-        def answer(self, body):
-            file = folder / Path(self.path.partition("?")[0]).name
-            if not file.is_file() or broken.get(file.name) == 403:
-                self.send_error(403 if file.is_file() else 404)
-                return
-            data = file.read_bytes()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("ETag", f'"{file.stat().st_mtime_ns}"')
-            self.end_headers()
-            if body:
-                self.wfile.write(data[: broken.get(file.name, len(data))])
-                self.close_connection = True
+        do_HEAD = do_GET = answer
 
         def log_message(self, *args):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
-        thread = threading.Thread(target=made.serve_forever, daemon=True)
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{made.server_port}"
         made.shutdown()
+
+
+def server(folder: Path, broken: dict[str, int]):
+    """Serve a folder; of files in ``broken`` only so many bytes, or none with status 403."""
+
+    def answer(method, path):
+        file = folder / Path(path.partition("?")[0]).name
+        if not file.is_file() or broken.get(file.name) == 403:
+            return (403 if file.is_file() else 404), {}, b""
+        data, tag = file.read_bytes(), f'"{file.stat().st_mtime_ns}"'
+        headers = {"Content-Length": str(len(data)), "ETag": tag}
+        return 200, headers, data[: broken.get(file.name, len(data))]
+
+    return serving(answer)
 
 
 @pytest.mark.parametrize("broken", [5000, 403, None])
@@ -351,9 +359,7 @@ def test_a_tar_of_a_server(tmp_path, broken):
     broken_files = {} if broken is None else {"s0.tar": broken}
     with server(folder, broken_files) as url:
         if broken is not None:
-            with pytest.raises(
-                DataError, match=r"source: http://127\.0\.0\.1:\d+/s0\.tar\?sign=1: "
-            ):
+            with pytest.raises(DataError, match=r"source: http://127\.0\.0\.1:\d+/s0\.tar: "):
                 import_source(f"{url}/s0.tar?sign=1", tmp_path / "s", labels=LABELS)
             assert not list(tmp_path.glob(".*")) and not (tmp_path / "s").exists()
             broken_files.clear()
@@ -361,3 +367,192 @@ def test_a_tar_of_a_server(tmp_path, broken):
     assert made.num_records == 6
     where = (made.path / "confidential" / "left_out.jsonl").read_text()
     assert json.loads(where) == {"key": "6", "reason": "damaged", "tar": "s0.tar"}
+
+
+HTML = {"Content-Type": "text/html"}
+
+
+def page(*links: str) -> bytes:
+    return "".join(f'<a href="{link}">file</a>' for link in links).encode()
+
+
+@pytest.mark.parametrize("ends", ["at a member", "within a header", "whole"])
+def test_a_tar_of_unstated_size_that_ends_early_is_refused(tmp_path, ends):
+    pytest.importorskip("aiohttp")
+    data = (write_files(tmp_path / "src", "tar", 1) / "s0.tar").read_bytes()
+    cut = scan(tmp_path / "src" / "s0.tar")[5].offset - 512
+    kept = {"at a member": data[:cut], "within a header": data[: cut + 100], "whole": data}[ends]
+    (tmp_path / "cut.tar").write_bytes(kept)
+    with serving(lambda method, path: (200, {}, kept)) as url:
+        if ends == "whole":
+            assert import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS).num_records == 6
+            return
+        with pytest.raises(DataError, match=rf"{url}/a\.tar: ends at .*run the same command"):
+            import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS)
+    assert not list(tmp_path.glob("*s*.importing")) and not (tmp_path / "s").exists()
+    made = import_source(tmp_path / "cut.tar", tmp_path / "s", labels=LABELS)
+    assert made.num_records == 3, "which the remedy names"
+
+
+@pytest.mark.parametrize("refused", ["HEAD", "GET"])
+def test_no_password_and_no_signature_is_in_a_message_or_a_file(tmp_path, capsys, refused):
+    pytest.importorskip("aiohttp")
+    data = (write_files(tmp_path / "src", "tar", 1) / "s0.tar").read_bytes()
+
+    def answer(method, path):
+        name = path.partition("?")[0][1:]
+        if name == "":
+            return 200, HTML, page("a.tar?X-Sig=SECRET", "b.tar?X-Sig=SECRET")
+        if name in ("a.tar", "b.tar"):
+            return 302, {"Location": f"/signed/{name}?X-Sig=SECRET"}, b""
+        if name == "signed/b.tar" and method in (refused, "GET"):
+            return 403, {}, b""
+        return 200, {"Content-Length": str(len(data))}, data
+
+    with serving(answer) as url:
+        host = url.removeprefix("http://")
+        for at in (
+            f"{url}/b.tar",
+            f"{url}/b.tar?X-Sig=SECRET",
+            f"http://user:SECRET@{host}/b.tar",
+            f"http://user: SECRET SECRET@{host}/b.tar",
+            f"http://SECRET@{host}/",
+        ):
+            with pytest.raises(DataError, match=rf"source: http://{host}/b\.tar: ") as error:
+                import_source(at, tmp_path / "s", labels=LABELS, workers=1)
+            assert "SECRET" not in str(error.value)
+            assert main(["data", "import", at, str(tmp_path / "s"), "--public"]) == 2
+            said = capsys.readouterr()
+            assert "SECRET" not in said.out + said.err
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert (len(written) > 1) == (refused == "GET"), "of the first file of the folder"
+    assert not any(b"SECRET" in path.read_bytes() or "SECRET" in str(path) for path in written)
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        (("a.tar", "b.tar"), None),
+        (("a.tar", "a.tar#top", "b.tar", "?C=N", "?C=M", "../", "/", "/plain/c.tar"), None),
+        (("get.tar?id=1", "get.tar?id=2"), "two addresses of .*get.tar; .* by itself"),
+        (("a.tar", "../plain/b.tar"), r"in/\.\./plain/b\.tar, outside .*'URL/in/\*\.tar'"),
+        (("a.tar", "%2e%2e/plain/b.tar"), "outside of the folder"),
+    ],
+)
+def test_a_page_lists_each_file_once_and_only_those_of_its_folder(tmp_path, links, said):
+    pytest.importorskip("aiohttp")
+    write_files(tmp_path / "src", "tar", 2)
+    files = [path.read_bytes() for path in sorted((tmp_path / "src").iterdir())]
+    asked = []
+
+    def answer(method, path):
+        asked.append(path)
+        if path in ("/in", "/in/"):
+            return 200, HTML, page(*links)
+        if ".tar" not in path:
+            return 404, {}, b""
+        data = files["b.tar" in path or "id=2" in path]
+        return 200, {"Content-Length": str(len(data))}, data
+
+    with serving(answer) as url:
+        if said is None:
+            made = import_source(f"{url}/in/", tmp_path / "s", labels=LABELS, workers=1)
+            assert made.num_records == 11
+        else:
+            with pytest.raises(DataError, match=said.replace("URL", url)):
+                import_source(f"{url}/in/", tmp_path / "s", labels=LABELS, workers=1)
+        assert not any("plain" in path for path in asked)
+        if "outside" in (said or ""):
+            made = import_source(f"{url}/in/*.tar", tmp_path / "s", labels=LABELS)
+            assert made.num_records == 6, "which the remedy names"
+
+
+@pytest.mark.parametrize(
+    ("stated", "came", "changed"),
+    [
+        ({"ETag": '"1"'}, {"ETag": '"2"'}, "ETag"),
+        ({"ETag": '"1"', "Last-Modified": "x"}, {"ETag": 'W/"1"', "Last-Modified": "y"}, None),
+        ({"Last-Modified": "x"}, {"ETag": '"2"', "Last-Modified": "y"}, "Last-Modified"),
+        ({"ETag": '"1"'}, {}, None),
+    ],
+)
+def test_the_version_that_is_read_is_the_stated_one(tmp_path, stated, came, changed):
+    pytest.importorskip("aiohttp")
+    data = (write_files(tmp_path / "src", "tar", 1) / "s0.tar").read_bytes()
+
+    def answer(method, path):
+        headers = stated if method == "HEAD" else came
+        return 200, {"Content-Length": str(len(data)), **headers}, data
+
+    with serving(answer) as url:
+        if changed is None:
+            assert import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS).num_records == 6
+            return
+        with pytest.raises(DataError, match=rf"{url}/a\.tar: {changed} .* came; expected .*again"):
+            import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.fixture
+def http_anew():
+    """No file system of a former test, whose session has its timeouts."""
+    system = pytest.importorskip("fsspec.implementations.http").HTTPFileSystem
+    system.clear_instance_cache()
+    yield
+    system.clear_instance_cache()
+
+
+def test_a_file_may_take_longer_than_a_client_allows_by_default(tmp_path, monkeypatch, http_anew):
+    client = pytest.importorskip("aiohttp.client")
+    data = (write_files(tmp_path / "src", "tar", 1) / "s0.tar").read_bytes()
+    monkeypatch.setattr(client, "DEFAULT_TIMEOUT", client.ClientTimeout(total=0.2))  # 300 s
+
+    def answer(method, path):
+        if method == "GET":
+            threading.Event().wait(0.3)
+        return 200, {"Content-Length": str(len(data))}, data
+
+    with serving(answer) as url:
+        made = import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS)
+    assert made.num_records == 6
+
+
+def test_a_server_that_falls_silent_is_left(tmp_path, monkeypatch, http_anew):
+    monkeypatch.setattr("dpvision.data.remote._SILENCE_S", 0.1)
+    ended = threading.Event()
+
+    def answer(method, path):
+        if method == "GET":
+            ended.wait(60)
+        return 200, {"Content-Length": "5"}, b"12345"
+
+    with serving(answer) as url:
+        with pytest.raises(DataError, match=rf"{url}/a\.tar: .*Timeout.*again"):
+            import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS)
+        ended.set()
+
+
+def test_a_file_whose_name_no_disk_holds_is_refused(tmp_path, memory):
+    memory.pipe(f"/src/{'n' * 252}.tar", b"1")
+    with pytest.raises(DataError, match="tar: a name of 256 bytes; expected at most 255"):
+        import_source("memory://src", tmp_path / "s", labels=LABELS)
+
+
+def test_a_store_may_be_beside_the_files_of_a_pattern(tmp_path):
+    write_files(tmp_path / "src", "tar")
+    for pattern in ("src/*/*.tar", "**/s*.tar"):
+        with pytest.raises(DataError, match="lies inside the source"):
+            import_source(f"file://{tmp_path}/{pattern}", tmp_path / "src" / "s")
+    made = import_source(f"file://{tmp_path}/src/*.tar", tmp_path / "src" / "s", labels=LABELS)
+    assert made.num_records == 16
+
+
+def test_a_folder_with_the_name_of_a_tar_is_a_folder(tmp_path):
+    (tmp_path / "src").mkdir()
+    folder = write_files(tmp_path / "src" / "d.tar", "tar")
+    made = import_source(f"file://{folder}", tmp_path / "s", labels=LABELS)
+    assert made.num_records == 16
+    with pytest.raises(DataError, match=r"d\.tar: a folder; .* in quotes: '.*/d\.tar/\*'"):
+        import_source(f"file://{tmp_path}/src/*.tar", tmp_path / "t", labels=LABELS)
+    made = import_source(f"file://{folder}/*", tmp_path / "t", labels=LABELS)
+    assert made.num_records == 16

@@ -33,7 +33,7 @@ from dpvision.data.record_lines import append_line, line_of
 from dpvision.data.rows import ROW
 from dpvision.data.shard_writer import ShardWriter
 from dpvision.data.sorted_runs import in_order
-from dpvision.data.store import SHARED_KEPT, UNDECLARED, WINDOW, write_description
+from dpvision.data.store import REMEDY, SHARED_KEPT, UNDECLARED, WINDOW, write_description
 from dpvision.data.table_files import UNMATCHED_FILE
 from dpvision.errors import DataError
 
@@ -135,8 +135,8 @@ def write_store(
         rows = files.enter_context((folder / "rows").open("w+b", buffering=0))
         text = files.enter_context((folder / "records.jsonl").open("w+b"))
         shards = _join(parts, rows, text, label_of, ShardWriter(folder, files), copied)
-        merged = _Merged(rows, text, totals)
-        merged.merge(parts)
+        merged = _Merged(rows, text, totals, parts)
+        merged.merge()
         if people.unit_from is not None and people.shared_images == "refuse":
             refuse_shared(people.unit_from, merged.shared)
         num_records, without = _write_index(folder, rows, merged)
@@ -226,12 +226,18 @@ def _copy_text(part: Part, text: BinaryIO) -> None:
     left = part.about["text_bytes"]
     if not left:
         return
-    path, start = part.about.get("text", ("text", 0))
-    with (part.folder / path).open("rb") as lines:
+    path, start = _text_of(part)
+    with path.open("rb") as lines:
         lines.seek(start)
         while left and (some := lines.read(min(left, _COPIED_AT_ONCE))):
             text.write(some)
             left -= len(some)
+
+
+def _text_of(part: Part) -> tuple[Path, int]:
+    """Return the file with the lines of a part, and where they begin."""
+    path, start = part.about.get("text", ("text", 0))
+    return part.folder / path, start
 
 
 def _join_images(
@@ -270,14 +276,17 @@ def _blocks(part: Part) -> Iterator[np.ndarray]:
 class _Merged:
     """Which rows repeat the image of an earlier one, and what the earlier one gets of them."""
 
-    def __init__(self, rows: BinaryIO, text: BinaryIO, totals: Totals) -> None:
+    def __init__(
+        self, rows: BinaryIO, text: BinaryIO, totals: Totals, parts: Sequence[Part]
+    ) -> None:
         self._rows, self._text, self._name_of = rows, text, totals.name_of_unit
+        self._parts = parts
         self._dropped = np.zeros(-(-totals.rows // 8), dtype=np.uint8)
         self.shared: list[Shared] = []
         """Images of two persons."""
         self.counts = {"duplicates_merged": 0, "label_conflicts": 0, "unit_conflicts": 0}
 
-    def merge(self, parts: Sequence[Part]) -> None:
+    def merge(self) -> None:
         """Keep the first row of each image, with the captions of all its rows of the same unit.
 
         Two rows with one id have identical bytes (the chance that 63 bits collide among 200 million
@@ -286,7 +295,7 @@ class _Merged:
         unit, so it must hold nothing of another. A merged record gets a new line at the end.
         """
         runs, base = [], 0
-        for part in parts:
+        for part in self._parts:
             runs += runs_of(part, "ids", base)
             base += sum(part.about["runs"])
         for block in in_order(runs):
@@ -312,15 +321,15 @@ class _Merged:
             ):
                 if row not in captions:
                     entry_of[row] = kept.copy()
-                    captions[row] = dict.fromkeys(line_of(self._text, kept)["captions"])
-                captions[row].update(dict.fromkeys(line_of(self._text, repeat)["captions"]))
+                    captions[row] = dict.fromkeys(self._line(kept)["captions"])
+                captions[row].update(dict.fromkeys(self._line(repeat)["captions"]))
             for kept, repeat in zip(first[~same_unit], other[~same_unit], strict=True):
                 self.shared.append(Shared(*self._said(kept), *self._said(repeat)))
             self.counts["label_conflicts"] += int((first["label"] != other["label"]).sum())
             self.counts["unit_conflicts"] += int((~same_unit).sum())
         self.counts["duplicates_merged"] += len(duplicates)
         for row, known in captions.items():
-            line = line_of(self._text, entry_of[row])
+            line = self._line(entry_of[row])
             if list(known) != line["captions"]:
                 self._text.seek(0, os.SEEK_END)
                 position, size = append_line(self._text, line["key"], tuple(known))
@@ -330,7 +339,23 @@ class _Merged:
                 os.pwrite(self._rows.fileno(), entry.tobytes(), row * PART_ROW.itemsize)
 
     def _said(self, row: np.void) -> tuple[str, str | None]:
-        return line_of(self._text, row)["key"], self._name_of.get(int(row["unit"]))
+        return self._line(row)["key"], self._name_of.get(int(row["unit"]))
+
+    def _line(self, row: np.void) -> dict[str, Any]:
+        """Return a row's line. Raises DataError if it is damaged, as it may be in an old store."""
+        try:
+            return line_of(self._text, row)
+        except ValueError:
+            at = int(row["caption_offset"])
+            for part in self._parts:
+                path, start = _text_of(part)
+                if at < part.about["text_bytes"]:
+                    break
+                at -= part.about["text_bytes"]
+            raise DataError(
+                f"store: {path}: damaged line at byte {start + at}; expected a key and captions. "
+                f"{REMEDY}"
+            ) from None
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
         size, fd = PART_ROW.itemsize, self._rows.fileno()

@@ -27,6 +27,7 @@ from dpvision.data.import_part import Part, ReadRule, write_part
 from dpvision.data.import_people import write_people
 from dpvision.data.import_work import read_parts, retire, scratch_folder, settings_of, work_folder
 from dpvision.data.open import open_store
+from dpvision.data.ordered import checked_workers
 from dpvision.data.person_check import check_persons
 from dpvision.data.person_names import PersonRule
 from dpvision.data.remote import check_local, is_url, local_folder
@@ -42,7 +43,6 @@ from dpvision.data.store_writer import (
     new_store_folder,
     require_new,
 )
-from dpvision.environment import own_cores
 from dpvision.errors import DataError
 
 _Progress = Callable[[int], None] | None
@@ -89,13 +89,14 @@ def import_source(
         progress: called from time to time with the number of images checked so far.
 
     Raises:
+        ConfigError: ``workers`` is below 1.
         DataError: the source is empty, unknown or damaged, a field is missing, ``store_dir``
             exists, or the disk is full. Nothing half-made is left behind.
     """
     check_local(store_dir, "data import")
     target = Path(store_dir).resolve()
     origin = local_folder(str(source)) if is_url(source) else Path(source).resolve()
-    workers = own_cores() if workers is None else workers
+    workers = checked_workers(workers)
     require_new(target)
     if window is not None:
         check_window(window, "data import")
@@ -149,7 +150,7 @@ def import_samples(
     check_local(store_dir, "data import")
     source = source if isinstance(source, Source) else Source(iter(source))
     making = _Making.of(source, public, people, labels.read(), captions, licence, window)
-    workers = own_cores() if workers is None else workers
+    workers = checked_workers(workers)
     return _import_stream(making, Path(store_dir).resolve(), workers, progress)
 
 

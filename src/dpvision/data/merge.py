@@ -16,13 +16,13 @@ from dpvision.data.import_merge import write_store
 from dpvision.data.import_part import ReadRule
 from dpvision.data.import_work import read_parts, retire, software, work_folder
 from dpvision.data.open import open_store
+from dpvision.data.ordered import checked_workers
 from dpvision.data.person_names import PersonRule
 from dpvision.data.remote import check_local
 from dpvision.data.sample import check_unchanged
 from dpvision.data.store import WINDOW, Store
 from dpvision.data.store_part import parts_of
-from dpvision.data.store_writer import copy_key, durable_key, new_store_folder, require_new
-from dpvision.environment import own_cores
+from dpvision.data.store_writer import copy_key, durable_key, new_store_folder
 from dpvision.errors import DataError
 from dpvision.privacy.store_marks import StoreLedgers
 
@@ -56,13 +56,20 @@ def merge_stores(
         progress: called from time to time with the number of images read so far.
 
     Raises:
+        ConfigError: ``workers`` is below 1.
         DataError: the stores do not go together, one of them is damaged or has persons, ``out``
             exists, or the disk is full. What was read is kept for the same call.
         PrivacyError: ledgers or marks of a private store are incomplete.
     """
     check_local(out, "data merge")
-    target, workers = Path(out).resolve(), own_cores() if workers is None else workers
-    require_new(target)
+    target, workers = Path(out).resolve(), checked_workers(workers)
+    if len(stores) < 2 or target.exists() or "*" in target.name:
+        got = f", and {target} exists" if target.exists() else ""  # not to be removed: OUT may lack
+        got = f", and the pattern {target}" if "*" in target.name else got
+        raise DataError(
+            f"data merge: {len(stores)} stores{got}; expected two or more, and a new folder for "
+            "the merged one. Name it last: dpvision data merge STORE STORE OUT."
+        )
     opened = [open_store(Path(path).resolve()) for path in stores]
     _check_places(opened, target)
     for store in opened:
@@ -108,11 +115,6 @@ def merge_stores(
 
 
 def _check_places(stores: Sequence[Store], target: Path) -> None:
-    if len(stores) < 2:
-        raise DataError(
-            f"data merge: {len(stores)} stores; expected two or more, and a new folder for the "
-            "merged one. Name them all."
-        )
     for store in stores:
         if target.is_relative_to(store.path):
             raise DataError(

@@ -13,10 +13,20 @@ from multiprocessing.synchronize import Event
 from types import ModuleType
 from typing import TypeVar
 
+from dpvision.environment import own_cores
 from dpvision.errors import ConfigError
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def checked_workers(workers: int | None) -> int:
+    """Return the number of workers, the cores of this process if None. Raises ConfigError for one
+    below 1.
+    """
+    if workers is not None and not workers >= 1:
+        raise ConfigError(f"workers={workers}; expected at least 1. Use 2.")
+    return own_cores() if workers is None else workers
 
 
 def ordered_map(
@@ -38,8 +48,7 @@ def ordered_map(
     Raises:
         ConfigError: ``workers`` is below 1.
     """
-    if not workers >= 1:
-        raise ConfigError(f"workers={workers}; expected at least 1. Use 2.")
+    checked_workers(workers)
     pending: deque[Future[R]] = deque()
     context = multiprocessing.get_context("spawn")  # a fork would inherit others' locks
     stopped = context.Event() if processes else None

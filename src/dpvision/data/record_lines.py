@@ -38,9 +38,23 @@ def have_captions(text: Path, offset_B: np.ndarray, size_B: np.ndarray) -> np.nd
 
 
 def line_of(text: BinaryIO, row: np.void) -> dict[str, Any]:
-    """Return the line of a row of the index from an open records.jsonl; its position moves."""
+    """Return the line of a row of the index from an open records.jsonl; its position moves.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     text.seek(int(row["caption_offset"]))
-    return json.loads(text.read(int(row["caption_size"])))
+    line = text.read(int(row["caption_size"]))
+    try:
+        found = json.loads(line)
+        key, captions = found["key"], found["captions"]
+        whole = isinstance(key, str) and isinstance(captions, list)
+        whole = whole and all(isinstance(caption, str) for caption in captions)
+    except (KeyError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise ValueError("no key and captions")
+    return found
 
 
 def append_line(text: BinaryIO, key: str, captions: Sequence[str]) -> tuple[int, int]:

@@ -12,13 +12,16 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from dpvision.data.beside import check_packed, is_hidden
 from dpvision.data.folders import is_image
 from dpvision.data.parquet_files import Layout, parquet_layout
 from dpvision.data.sample import Sample, SourcePart
+from dpvision.data.tarindex import check_ended
 from dpvision.errors import DataError
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
@@ -32,6 +35,13 @@ _OF_A_VERSION = frozenset(
 """Names of entries that another version of a file changes, in lower case, letters and digits only.
 Others change by themselves: signed addresses, times of access.
 """
+_VERSIONS = ("ETag", "Content-MD5", "Digest", "Last-Modified")
+"""Headers of a version, the strictest first."""
+_SILENCE_S = 60.0
+"""A server that sends nothing for so long has failed."""
+_HTTP = ("http://", "https://")
+_MOST_NAME_BYTES = 255
+"""Of a file on a disk."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _KINDS = (".tar", ".parquet")
 
@@ -42,12 +52,17 @@ def is_url(source: str | Path) -> bool:
 
 
 def check_local(store_dir: str | Path, where: str) -> None:
-    """Raise DataError for a store that would not be in a folder of this machine."""
+    """Raise DataError for a store that would not be on a disk of this machine, or among ledgers."""
     if _URL.match(str(store_dir)):
         raise DataError(
             f"{where}: store={store_dir}; expected a folder of a mounted disk, because runs read "
             "records one by one and lock the ledgers beside the store. Choose one; sources may be "
             "remote."
+        )
+    if "LEDGERS" in Path(store_dir).resolve().parts:
+        raise DataError(
+            f"{where}: store={store_dir}; expected it outside of LEDGERS, whose files are "
+            "ledgers of other stores. Choose another folder."
         )
 
 
@@ -76,20 +91,52 @@ class RemoteFile:
             DataError: as ``opening``; the file ends early, or is damaged, as the block found.
         """
         path = folder / self.base
+        if (size := len(os.fsencode(self.base))) > _MOST_NAME_BYTES:
+            raise DataError(
+                f"source: {self.url}: a name of {size} bytes; expected at most {_MOST_NAME_BYTES}. "
+                "Rename the file."
+            )
         try:
             with opening(self.url) as (system, inside):
-                system.get_file(inside, str(path))
+                system.get_file(inside, str(path), **self._checked(system))
             found, wanted = path.stat().st_size, self.stamp[0]
             if wanted and found != wanted:
                 raise DataError(
                     f"source: {self.url}: {found:,} bytes came; expected {wanted:,}. Run the same "
                     "command again."
                 )
+            if not wanted and path.suffix == ".tar":  # parquet files have their end mark read
+                check_ended(path)
             yield path
         except DataError as error:
             raise DataError(str(error).replace(str(path), self.url)) from error
         finally:
             path.unlink(missing_ok=True)
+
+    def _checked(self, system: Any) -> dict[str, Any]:
+        """Options of ``get_file`` that compare the version of an answer with ``stamp``.
+
+        Only of HTTP, where replicas can differ; stores of objects answer all alike.
+        """
+        if not self.url.startswith(_HTTP):
+            return {}
+
+        async def check(response: Any) -> None:
+            told, headers = self.stamp[1], response.headers
+            name = next((name for name in _VERSIONS if name in told and name in headers), None)
+            if response.status != 200 or name is None:
+                return
+            got, wanted = (text.removeprefix("W/") for text in (headers[name], told[name]))
+            if got != wanted:
+                raise DataError(
+                    f"source: {self.url}: {name} {got} came; expected {wanted}, as its server "
+                    "stated before. Run the same command again, once the file is at rest on all "
+                    "servers of that address."
+                )
+
+        # Uncompressed, as fsspec asks for the version: compressed files have another ETag.
+        headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+        return {"headers": headers, "raise_for_status": check}
 
 
 @dataclass(frozen=True)
@@ -147,7 +194,10 @@ def opening(url: str) -> Iterator[tuple[Any, str]]:
 
     protocol = url.partition(":")[0]
     try:
-        yield fsspec.core.url_to_fs(url)
+        system, inside = fsspec.core.url_to_fs(url)
+        if url.startswith(_HTTP):
+            _wait_for_answers(system)
+        yield system, inside
     except DataError:
         raise
     except ImportError as error:
@@ -179,9 +229,19 @@ def opening(url: str) -> Iterator[tuple[Any, str]]:
         ) from None
 
 
+def _wait_for_answers(system: Any) -> None:
+    """Limit the silence of a server, not the time of a transfer: 300 s by default, in which a large
+    file never comes.
+    """
+    from aiohttp import ClientTimeout
+
+    limit = ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+    system.client_kwargs = {"timeout": limit, **system.client_kwargs}
+
+
 def _words(error: Exception) -> str:
-    """Return an error's name and its first line."""
-    lines = str(error).strip().splitlines()
+    """Return an error's name and its first line, in which paths have no query."""
+    lines = re.sub(r"\?\S*", "", str(error)).strip().splitlines()
     return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
 
 
@@ -190,6 +250,11 @@ def _stamp(url: str) -> list[Any]:
     with opening(url) as (system, inside):
         system.invalidate_cache(inside)
         info = system.info(inside)
+        if info.get("type") == "directory":
+            raise DataError(
+                f"source: {url}: a folder; expected a file. Give the folder by itself, or name "
+                f"its files by a pattern in quotes: '{url.rstrip('/')}/*'."
+            )
     told = {
         name: str(value)
         for name, value in sorted(info.items())
@@ -204,6 +269,8 @@ def list_files(url: str) -> tuple[str, list[RemoteFile]]:
     Raises:
         DataError: as ``opening``; there are none, or files of several kinds or splits.
     """
+    if url.startswith(_HTTP):
+        url = re.sub(r"\s", "%20", url)  # as it is sent, and one word in messages
     with opening(url) as (system, inside):
         pattern = "*" in inside
         if pattern:
@@ -211,14 +278,16 @@ def list_files(url: str) -> tuple[str, list[RemoteFile]]:
         elif _path(inside).suffix not in _KINDS and system.isdir(inside):
             paths = system.find(inside)
         else:
-            system.info(inside)  # FileNotFoundError
-            paths = [inside]
-        urls = {_path(path): system.unstrip_protocol(path) for path in paths}
+            kind = system.info(inside).get("type")  # FileNotFoundError
+            paths = system.find(inside) if kind == "directory" else [inside]
+        pairs = sorted({(_path(path), system.unstrip_protocol(path)) for path in paths})
     top = _path(inside.partition("*")[0].rpartition("/")[0] if pattern else inside)
+    _check_listing(url, top, pairs)
+    urls = dict(pairs)
     seen = [
         path
-        for path in sorted(urls)
-        if not any(map(is_hidden, path.relative_to(top).parts if path != top else ()))
+        for path in urls
+        if path.is_relative_to(top) and not any(map(is_hidden, path.relative_to(top).parts))
     ]
     packed = [path for path in seen if path.suffix in _KINDS]
     kinds = {path.suffix for path in packed}
@@ -240,6 +309,29 @@ def list_files(url: str) -> tuple[str, list[RemoteFile]]:
     return packed[0].suffix[1:], [RemoteFile.of(urls[path]) for path in packed]
 
 
+def _check_listing(
+    url: str, top: PurePosixPath, pairs: Sequence[tuple[PurePosixPath, str]]
+) -> None:
+    """Refuse a listing, e.g. a page by a server, that names a tar or parquet file outside of the
+    folder asked for, or two of one path, of which one would be lost.
+    """
+    files = [pair for pair in pairs if pair[0].suffix in _KINDS]
+    folder = url.partition("*")[0].rstrip("/")
+    for path, _ in files:
+        if not path.is_relative_to(top) or ".." in unquote(str(path)).split("/"):
+            raise DataError(
+                f"source: {url}: its list has {path}, outside of the folder; expected files in it. "
+                f"Name them by a pattern in quotes: '{folder}/*{path.suffix}'."
+            )
+    for (path, one), (again, other) in pairwise(files):
+        if path == again and one.partition("#")[0] != other.partition("#")[0]:
+            raise DataError(
+                f"source: {url}: its list has two addresses of {path}; expected one for each "
+                "file. Import each address by itself, then join the stores with dpvision data "
+                "merge."
+            )
+
+
 def _path(url: str) -> PurePosixPath:
     """Return a URL or a path in a file system without what a server is asked, e.g. a signature."""
     return PurePosixPath(re.split("[?#]", url)[0] if url.startswith("http") else url)
@@ -256,7 +348,9 @@ def local_folder(url: str) -> Path | None:
     if not url.startswith(("file:", "local:")):
         return None
     with opening(url) as (_, inside):
-        return Path(os.path.realpath(inside.partition("*")[0]))
+        folder, _, name = inside.rpartition("/")
+        below = "*" in folder or "**" in name  # else a pattern of files in one folder, as of a path
+        return Path(os.path.realpath(inside.partition("*")[0] if below else inside))
 
 
 def remote_parts(files: Sequence[RemoteFile], part: Any) -> tuple[SourcePart, ...]:

@@ -56,6 +56,13 @@ def scan(path: Path) -> list[Member]:
         ) from None
 
 
+def check_ended(path: Path) -> None:
+    """Raise DataError for a tar without its end mark: another end may be that of a connection."""
+    with path.open("rb") as file:
+        for _ in _members(file.fileno(), os.fstat(file.fileno()).st_size, path, marked=True):
+            pass
+
+
 class _Link(NamedTuple):
     name: str
     target: str
@@ -100,7 +107,7 @@ def member_size(header: bytes) -> int:
     return size
 
 
-def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
+def _members(fd: int, end: int, path: Path, *, marked: bool = False) -> Iterator[Member | _Link]:
     if not end:
         raise DataError(
             f"tar: {path}: an empty file; expected a tar. A download that failed leaves one: fetch "
@@ -172,6 +179,12 @@ def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
         raise DataError(
             f"tar: {path}: ends inside a member, at byte {end}; expected a whole file. Copy it "
             "again or remove it."
+        )
+    if marked:
+        raise DataError(
+            f"tar: {path}: ends at byte {end} without the zeros at a tar's end, and its size was "
+            "not stated; expected a whole tar. The connection may have broken: run the same "
+            "command again. If this comes again, copy the file to a disk and import it there."
         )
 
 
