@@ -275,14 +275,12 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "l
     """
     from dpvision.adapt.session import new_head_session
     from dpvision.privacy.account import check_total
-    from dpvision.privacy.store_marks import StoreLedgers
 
     root = args.root(args.recipe)
     _check_test(args, made.config)
     charge, charged = charge_words(made.store, made.plan)
     if args.total_epsilon is not None:  # and again when the ledger is opened
-        begun = StoreLedgers.of(made.store.path).read_all()
-        check_total(begun.values(), made.plan, args.total_epsilon)
+        check_total(made.store.path, made.plan, args.total_epsilon)
     text = "\n".join(filter(None, [head_text(made), charged]))
     if args.dry_run:
         people = {} if made.people is None else {"num_people": len(made.label)}

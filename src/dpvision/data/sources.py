@@ -335,12 +335,11 @@ def _remote_source(url: str, unit_from: str | None, label_from: str | None) -> S
 
 
 @dataclass(frozen=True)
-class ParquetPart:
-    """One parquet file of a source."""
+class _FilePart:
+    """One file of a source."""
 
     path: Path
     stamp: list[int]
-    layout: Layout
     shared: ClassVar[bool] = True
 
     @property
@@ -351,6 +350,13 @@ class ParquetPart:
     def now(self) -> list[int]:
         """``stamp_of`` the file."""
         return stamp_of(self.path)
+
+
+@dataclass(frozen=True)
+class ParquetPart(_FilePart):
+    """One parquet file of a source."""
+
+    layout: Layout
 
     @property
     def settings(self) -> list[Any]:
@@ -375,23 +381,11 @@ class ParquetPart:
 
 
 @dataclass(frozen=True)
-class TarPart:
+class TarPart(_FilePart):
     """One tar of a source."""
 
-    path: Path
-    stamp: list[int]
     refuse_folders: bool
     """Refuse folders of images whose names would be lost."""
-    shared: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        """The file's path."""
-        return str(self.path.absolute())
-
-    def now(self) -> list[int]:
-        """``stamp_of`` the file."""
-        return stamp_of(self.path)
 
     @property
     def settings(self) -> list[Any]:

@@ -274,7 +274,7 @@ def route_of(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -> Rout
     return routes[name]
 
 
-def lend_route(
+def share_route(
     loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey, copy: nn.Module, its_batch: Batch
 ) -> None:
     """Let a copy of a model, in another precision, follow the model's route: its passes are then

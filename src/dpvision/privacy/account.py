@@ -13,7 +13,6 @@ from dpvision.files import make_folders
 from dpvision.privacy import accountant
 from dpvision.privacy.accountant import PrivacySpent
 from dpvision.privacy.events import Composed, Event
-from dpvision.privacy.ledger_format import LedgerContents
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan, View
 from dpvision.privacy.printed import up
@@ -195,7 +194,11 @@ def charge_of(
     """
     ledgers = StoreLedgers.of(store_dir)
     contents = [c for c in ledgers.read_all().values() if c.run_id not in besides]
-    earlier = [(c.plan, c.plan.steps) for c in contents if c.steps or (uncharged and _is_dp(c))]
+    earlier = [
+        (c.plan, c.plan.steps)
+        for c in contents
+        if c.steps or (uncharged and c.plan.guarantee == "dp")
+    ]
     parts = [*earlier, *[(plan, plan.steps)] * runs]
     delta = total_delta(min(ledgers.caps(), key=lambda cap: cap.epsilon, default=None), parts)
     assert delta is not None
@@ -256,19 +259,14 @@ def epsilon_left(store_dir: Path, total: float, plan_of: Callable[[float], DPPla
     return low
 
 
-def check_total(contents: Iterable[LedgerContents], plan: DPPlan, total: float) -> None:
-    """Refuse a run whose whole plan, with those of all runs that have begun, exceeds ``total``
+def check_total(store_dir: Path, plan: DPPlan, total: float) -> None:
+    """Refuse a new run whose whole plan, with those of all runs that have begun, exceeds ``total``
     (PLD, for a person if people are declared, else for a record).
 
     Raises:
-        PrivacyError: it does, or a run without a guarantee used the store.
+        PrivacyError: it does, or a run without a guarantee used the store; or as ``charge_of``.
     """
-    parts = [(c.plan, c.plan.steps) for c in contents if c.steps or _is_dp(c)]
-    parts.append((plan, plan.steps))
-    after = None
-    if all(one.guarantee == "dp" for one, _ in parts):
-        delta = min(one.delta for one, _ in parts)
-        after = _total(parts, delta, "record" if unit_view(parts) is None else "unit")
+    after = charge_of(store_dir, plan, uncharged=True).after
     if after is None or not after <= total:
         told = "no total" if after is None else f"epsilon {up(after)} together"
         raise PrivacyError(
@@ -276,10 +274,6 @@ def check_total(contents: Iterable[LedgerContents], plan: DPPlan, total: float) 
             f"have {told}; expected at most {total}. Nothing was charged for this one. Wait until "
             "the others are done, or name the whole epsilon of this run."
         )
-
-
-def _is_dp(contents: LedgerContents) -> bool:
-    return contents.plan.guarantee == "dp"
 
 
 def covers_choice(cap: Cap | None, parts: list[tuple[DPPlan, int]]) -> bool:

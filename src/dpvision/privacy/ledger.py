@@ -109,7 +109,7 @@ class Ledger:
             resume: whether the run was started before.
             lineage: lineage of the weights that the run starts from (``runs.lineage``), bound into
                 the first line; on resume the same.
-            total: largest epsilon that all runs on the store may have with this one
+            total: of a new run, the largest epsilon that all runs on the store may have with it
                 (``account.check_total``).
 
         Raises:
@@ -154,8 +154,8 @@ class Ledger:
                     if c.run_id != run_id
                 ]
                 check_cap(ledgers, [*others, (plan, plan.steps)])
-                if total is not None:
-                    check_total(contents.values(), plan, total)
+                if total is not None and not resume:
+                    check_total(store_dir, plan, total)
                 ledgers.begin()
                 if fd is None:
                     header = encode(header_line(run_id, ledgers.store_id, plan, list(lineage)))

@@ -25,7 +25,7 @@ from dpvision.config import (
 from dpvision.data.batch import take
 from dpvision.data.keys import StepKey
 from dpvision.dp.clip import LossFn
-from dpvision.dp.route import lend_route
+from dpvision.dp.route import share_route
 from dpvision.dp.separable import check_separable, in_float64, perturb_zeros
 from dpvision.dp.support import check_at_sizes, check_exact
 from dpvision.models import make_model
@@ -62,7 +62,9 @@ def check_gates(config: RunConfig, model: nn.Module, loss_fn: LossFn) -> None:
         check_separable(loss_fn, perturbed, pair, key, weights_by_biases=True)
     else:
         check_separable(loss_fn, perturbed, batch, key)
-    lend_route(loss_fn, model, batch, key, perturbed, in_float64(batch))  # that of the run
+    share_route(
+        loss_fn, model, batch, key, perturbed, in_float64(batch)
+    )  # the run follows this route
     check_exact(loss_fn, perturbed, batch, key)
     if small.model != config.model:
         del perturbed  # its memory
