@@ -37,11 +37,14 @@ SceneLabel = Literal["shape", "colour", "texture", "count", "light", "background
 
 def run(argv: Sequence[str]) -> None:
     """Parse and run."""
+    from dpvision.cli.curate import curate
+
     commands: dict[str, Callable[..., Any]] = {
         "import": import_,
         "inspect": inspect,
         "split": split,
         "merge": merge,
+        "curate": curate,
         "scenes": scenes,
         "tokenizer": tokenizer,
         "overlap": overlap,
@@ -49,15 +52,17 @@ def run(argv: Sequence[str]) -> None:
     tyro.extras.subcommand_cli_from_dict(
         commands,
         prog="dpvision data",
-        description="Import, inspect, split and merge stores; make procedural scenes; train a "
-        "tokenizer; find images that two stores share.",
+        description="Import, curate, inspect, split and merge stores; make procedural scenes; "
+        "train a tokenizer; find images that two stores share.",
         args=list(argv),
         config=CONFIG,
     )
 
 
 @dataclass(frozen=True)
-class _Labels(LabelRule):
+class Labels(LabelRule):
+    """The labels of images, of which the command line reads the classes from a file."""
+
     classes: Path | None = None
     """File with the class names in the order of their numbers, one per line or a JSON list; or a
     JSON object from the labels in SOURCE to names, {"1": "cat", "2": "dog"}.
@@ -89,7 +94,7 @@ def import_(
     store: StorePath,
     public: bool = False,
     people: Annotated[PersonRule, FLAT] = PersonRule(),
-    labels: Annotated[_Labels, FLAT] = _Labels(),
+    labels: Annotated[Labels, FLAT] = Labels(),
     captions: Annotated[CaptionRule, FLAT] = CaptionRule(),
     range: Annotated[_Range, FLAT] = _Range(),
     dicom: Annotated[_Dicom, FLAT] = _Dicom(),
@@ -162,7 +167,7 @@ def import_(
             workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} images{whole}"),
         )
-    _said(made, json, more)
+    said(made, json, more)
 
 
 def _check_fixed(
@@ -268,7 +273,7 @@ def scenes(
                 f"drawing: {n:,} of {num:,} scenes, {n / (time.monotonic() - start):,.0f}/s"
             ),
         )
-    _said(made, json)
+    said(made, json)
 
 
 def inspect(
@@ -391,7 +396,7 @@ def merge(
             workers=workers,
             progress=lambda n: status.update(f"merging: {n:,} images"),
         )
-    _said(made, json)
+    said(made, json)
 
 
 def _counts(store: "Store") -> dict[str, int | None]:
@@ -492,7 +497,7 @@ def _declared_range_lines(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def _said(store: "Store", as_json: bool, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+def said(store: "Store", as_json: bool, more: Mapping[str, Any] = MappingProxyType({})) -> None:
     from dpvision.cli.next_steps import to_train
     from dpvision.data.declared import has_units, numbers_to_declare
 
