@@ -5,9 +5,9 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from dpvision.cli.data import Labels, said
 from dpvision.cli.output import FLAT, StorePath
 from dpvision.cli.paths import check_source
+from dpvision.cli.store_lines import Labels, said
 from dpvision.curate.pipeline import Pipeline, Settings
 from dpvision.data.person_names import PersonRule
 from dpvision.strict_json import parse_json
@@ -50,8 +50,8 @@ def curate(
     """
     check_source(source)
     pipeline = Pipeline.of([name.strip() for name in steps.split(",") if name.strip()], settings)
-    from dpvision.curate.curate import FOLDER
-    from dpvision.curate.curate import curate as made_by
+    from dpvision.curate.passes import FOLDER
+    from dpvision.curate.passes import curate as made_by
 
     with Console(stderr=True).status("looking") as status:
         made = made_by(

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from dpvision.curate.look import IN, LEFT_OUT, LOOK_ROW
-from dpvision.curate.pipeline import Pipeline, about
-from dpvision.curate.record import with_captions
+from dpvision.curate.record import AcrossStep, about, with_captions
 from dpvision.curate.sheet import EXAMPLES, Example, Examples
 from dpvision.data.decode import decode
 from dpvision.data.import_part import Part
@@ -59,7 +58,9 @@ class Kept:
 _LISTS = ("rows", "twins")
 
 
-def compare(parts: Sequence[Part], pipeline: Pipeline, folder: Path, said: Said = None) -> Kept:
+def compare(
+    parts: Sequence[Part], steps: Sequence[AcrossStep], folder: Path, said: Said = None
+) -> Kept:
     """Run the steps across records over the parts of the first pass.
 
     What is complete in ``folder`` is kept, unless it is of other parts or steps.
@@ -71,7 +72,7 @@ def compare(parts: Sequence[Part], pipeline: Pipeline, folder: Path, said: Said 
     Raises:
         ConfigError: no step computes what one of them compares, or settings do not go together.
     """
-    asked = [part.about["stamp"] for part in parts], [about(step) for step in pipeline.across]
+    asked = [part.about["stamp"] for part in parts], [about(step) for step in steps]
     digest = sha256(json.dumps(asked).encode()).hexdigest()
     with contextlib.suppress(OSError, ValueError):
         if Kept(folder).digest == digest:
@@ -83,7 +84,7 @@ def compare(parts: Sequence[Part], pipeline: Pipeline, folder: Path, said: Said 
     num = sum(_num_in(part) for part in parts)
     alive_N = np.ones(num, dtype=bool)
     columns = dict[str, np.ndarray]()
-    for step in pipeline.across:
+    for step in steps:
         if num and step.fact not in columns:
             columns[step.fact] = _column(parts, step.fact, made / f"column-{step.fact}", step.name)
         rows, twins = np.zeros((2, 0), dtype=np.int64)
@@ -209,10 +210,10 @@ class CuratedPart:
             )
 
 
-def shown_pairs(kept: Kept, pipeline: Pipeline) -> dict[int, list[tuple[str, int, int]]]:
+def shown_pairs(kept: Kept, steps: Sequence[AcrossStep]) -> dict[int, list[tuple[str, int, int]]]:
     """Return which rows the sheets of the steps across records show: pairs at equal distances."""
     shown: dict[int, list[tuple[str, int, int]]] = {}
-    for step in pipeline.across:
+    for step in steps:
         rows, twins = kept.duplicates(step.name)
         places = np.unique(np.linspace(0, len(rows) - 1, EXAMPLES).astype(int)) if len(rows) else ()
         for order, at in enumerate(places):

@@ -22,8 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from dpvision.curate.pipeline import about
-from dpvision.curate.record import Record, RecordStep
+from dpvision.curate.record import Record, RecordStep, about
 from dpvision.curate.sheet import Example, Examples
 from dpvision.data.decode import BadImage
 from dpvision.data.ordered import ordered_map

@@ -1,16 +1,13 @@
 """The declared steps of a curation, in order, and what the store says of them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from hashlib import sha256
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dpvision.curate.caption import Caption
-from dpvision.curate.record import AcrossStep, RecordStep
+from dpvision.curate.record import AcrossStep, RecordStep, about
 from dpvision.curate.size import Size
-from dpvision.data.open import open_store
-from dpvision.errors import ConfigError, DataError
+from dpvision.curate.text import Caption
+from dpvision.errors import ConfigError
 
 Step = RecordStep | AcrossStep
 
@@ -96,23 +93,3 @@ class Pipeline:
             "steps": [{"name": step.name, **about(step)} for step in self.steps],
             "stability": self.stability,
         }
-
-
-def about(step: Any) -> dict[str, Any]:
-    """Return the settings of a step in types of JSON: a digest for a file, the id of a store."""
-    return {name: _plain(value, step.name) for name, value in asdict(step).items()}
-
-
-def _plain(value: Any, step: str) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(one, step) for one in value]
-    if not isinstance(value, Path):
-        return value
-    if value.is_dir():
-        return f"store {open_store(value).store_id}"
-    try:
-        return f"sha256 {sha256(value.read_bytes()).hexdigest()}"
-    except OSError as error:
-        raise DataError(
-            f"data curate: {step}: {value}: {error.strerror}; expected a file. Check the path."
-        ) from None

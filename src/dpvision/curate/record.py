@@ -8,15 +8,18 @@ Legend: N records that are still in, M records to leave out.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from dpvision.data.captions import CAPTION_FIELDS
 from dpvision.data.decode import decode
 from dpvision.data.sample import Sample
+from dpvision.errors import DataError
+from dpvision.strict_json import parse_json
 
 Progress = Callable[[int], None] | None
 
@@ -121,3 +124,24 @@ class AcrossStep(Protocol):
             alive_N: bool.
             work: empty closed folder for files.
         """
+
+
+def about(step: Any) -> dict[str, Any]:
+    """Return the settings of a step in types of JSON: a digest for a file, the id of a store."""
+    return {name: _plain(value, step.name) for name, value in asdict(step).items()}
+
+
+def _plain(value: Any, step: str) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(one, step) for one in value]
+    if not isinstance(value, Path):
+        return value
+    try:
+        if value.is_dir():
+            return f"store {parse_json((value / 'store.json').read_text())['store_id']}"
+        return f"sha256 {sha256(value.read_bytes()).hexdigest()}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"data curate: {step}: {value}: {getattr(error, 'strerror', None) or 'no store'}; "
+            "expected a file, or the folder of a store. Check the path."
+        ) from None

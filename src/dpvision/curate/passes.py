@@ -115,8 +115,10 @@ class _Passes:
             if self.said is not None:
                 self.said("looking", done)
         check_unchanged(parts)
-        kept = compare(self._looked, self.pipeline, work / CONFIDENTIAL / COMPARED, self.said)
-        self._kept, shown, first = kept, shown_pairs(kept, self.pipeline), 0
+        kept = compare(
+            self._looked, self.pipeline.across, work / CONFIDENTIAL / COMPARED, self.said
+        )
+        self._kept, shown, first = kept, shown_pairs(kept, self.pipeline.across), 0
         made: list[SourcePart] = []
         for part, look in zip(parts, self._looked, strict=True):
             last = first + look.about["in"]
