@@ -1,0 +1,1 @@
+"""Curation: from scraped pairs to a private store, by declared steps."""
