@@ -122,7 +122,7 @@ def _column(parts: Sequence[Part], name: str, path: Path, step: str) -> np.ndarr
             f"Add {name} to --steps."
         )
     (only,) = found
-    kind, shape = json.loads(only)
+    kind, shape = parse_json(only)
     with path.open("wb") as file:
         for part in parts:
             with (
@@ -197,7 +197,7 @@ class CuratedPart:
                 if image >= 0:
                     sample = sample._replace(image=os.pread(changed, size, image), place=None)
                 if text >= 0:
-                    sample = with_captions(sample, json.loads(os.pread(changed, text_size, text)))
+                    sample = with_captions(sample, parse_json(os.pread(changed, text_size, text)))
                 if at in self.shown:
                     _show(sample, at, self.shown[at], scratch)
                 if alive_N[at]:

@@ -28,6 +28,7 @@ from dpvision.data.person_names import PersonRule
 from dpvision.data.sample import SourcePart, check_unchanged
 from dpvision.data.store import CURATION, Store
 from dpvision.files import CONFIDENTIAL
+from dpvision.strict_json import parse_json
 
 FOLDER = "curation"
 """Folder under a curated store's confidential/: counts, names of what was left out, sheets."""
@@ -191,7 +192,7 @@ def _lines(part: Part, name: str) -> Iterator[str]:
 def _pairs(step: str, rows: list[int], twins: list[int], looked: Sequence[Part]) -> Iterator[str]:
     wanted = {*rows, *twins}
     keys = (line for part in looked for line in _lines(part, "keys"))
-    name = {row: json.loads(line) for row, line in enumerate(keys) if row in wanted}
+    name = {row: parse_json(line) for row, line in enumerate(keys) if row in wanted}
     for row, twin in zip(rows, twins, strict=True):
         line = {"key": name[row], "step": step, "reason": "duplicate", "of": name[twin]}
         yield json.dumps(line) + "\n"
