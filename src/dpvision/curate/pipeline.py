@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dpvision.curate.record import AcrossStep, RecordStep, about
+from dpvision.curate.safety import Safety
 from dpvision.curate.size import Size
 from dpvision.curate.text import Caption
 from dpvision.errors import ConfigError
@@ -20,6 +21,8 @@ class Settings:
     """Small and long images."""
     caption: Caption = field(default_factory=Caption)
     """Languages and lengths of captions."""
+    safety: Safety = field(default_factory=Safety)
+    """A classifier of unsafe images."""
 
 
 STEPS = tuple(one.name for one in fields(Settings))

@@ -127,7 +127,12 @@ class AcrossStep(Protocol):
 
 
 def about(step: Any) -> dict[str, Any]:
-    """Return the settings of a step in types of JSON: a digest for a file, the id of a store."""
+    """Return the settings of a step in types of JSON: a digest for a file, the id of a store.
+
+    A step with other paths among its settings says them itself, by a method ``about``.
+    """
+    if hasattr(step, "about"):
+        return step.about()
     return {name: _plain(value, step.name) for name, value in asdict(step).items()}
 
 
