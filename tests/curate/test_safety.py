@@ -1,4 +1,4 @@
-"""The step that leaves out unsafe images: the probabilities of ``dpvision.predict``, alone or not."""
+"""The step that leaves out unsafe images: probabilities of ``dpvision.predict``, image by image."""
 
 import json
 from pathlib import Path

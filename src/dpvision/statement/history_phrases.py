@@ -151,8 +151,8 @@ def _changes(stability: int | None) -> str:
     if stability is None:
         return "can change any number of images of the store"
     return (
-        f"changes at most {stability} images of the store, so the guarantee for a group of "
-        f"{stability} images holds for it"
+        f"changes at most {stability} images of the store, so for it the guarantee of a group of "
+        f"{stability} holds"
     )
 
 
@@ -165,7 +165,8 @@ def curation(record: dict[str, Any], visibility: str) -> dict[str, Any]:
     text = f"The store was curated by declared steps: {_steps(record)}."
     if visibility == "private":
         text += (
-            " Each decides on an image alone, so the guarantee holds for images of the source too."
+            " Each decides on an image alone, so the guarantee holds for images of the source too "
+            "(identical files are one image)."
             if record["stability"] == 1
             else f" They compare images: one of the source {_changes(record['stability'])}."
         )
