@@ -57,6 +57,13 @@ def test_a_face_that_reaches_out_of_the_image_is_cut_to_it(weights):
     assert found_F5[:, :4].max(0).tolist()[2:] == [64, 40]
 
 
+def test_a_face_in_the_padding_is_none(weights):
+    """A square's first row is the image's last: the network's box lies below it."""
+    pixels_HWC = image_of(33, 64, {(8, 5): (255, 0, 255)})
+    assert len(_finder(weights, 64, min_score=1e-4)(image_of(36, 64, {(8, 5): (64, 0, 64)}))) == 1
+    assert len(_finder(weights, 64, min_score=1e-4)(pixels_HWC)) == 0
+
+
 def test_of_a_reduced_or_enlarged_image_places_are_those_of_the_image(weights):
     """Blocks of equal pixels, so that resizing gives the small image's colours, edges apart."""
     colour = square(20, 16)
@@ -207,6 +214,17 @@ def test_a_network_of_another_interface_is_refused(tmp_path):
     onnx.save(model, tmp_path / "one.onnx")
     with pytest.raises(CheckpointError, match="1 inputs and 1 outputs"):
         _finder(find_weights(tmp_path / "one.onnx"), 64)
+
+
+def test_weights_in_another_file_are_refused(tmp_path):
+    import onnx
+
+    model = onnx.load(write_detector(tmp_path / "good.onnx"))
+    onnx.save(
+        model, tmp_path / "two.onnx", save_as_external_data=True, location="w", size_threshold=0
+    )
+    with pytest.raises(CheckpointError, match="weights in another file"):
+        _finder(find_weights(tmp_path / "two.onnx"), 64)
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
