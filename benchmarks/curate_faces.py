@@ -4,7 +4,8 @@
     [--lfw lfw_subset.npy] [--data ../shared/data] [--json FILE]
 
     images_per_cpu_s  detection and blur by one thread, decoded images in memory, by the image's
-                      side and the step's ``min_side``; CPU time, which other processes do not slow
+                      side and the step's ``min_side_px`` ("min_side"); CPU time, which other
+                      processes do not slow
     recall            of 100 faces of Labeled Faces in the Wild (25 pixels, grey, upright; the first
                       half of scikit-image's data/lfw_subset.npy), pasted one at a time into
                       photographs of cats and dogs at known places, those that a box meets with an
@@ -52,7 +53,7 @@ Detector = Callable[[np.ndarray], np.ndarray]
 
 def detector(weights: Weights, **settings: Any) -> Detector:
     return open_detector(
-        weights, **{"min_score": SCORES[0], "min_side": 448, "max_side": 1024, **settings}
+        weights, **{"min_score": SCORES[0], "min_side_px": 448, "max_side_px": 1024, **settings}
     )
 
 
@@ -153,8 +154,8 @@ def recall_rows(weights: Weights, faces: np.ndarray, data: Path) -> list[dict[st
     usual = {"face_px": 48, "image_px": 224}
     hows = {"turn": (15, 30, 45, 90, 180), "light": (0.5, 0.25, 0.125), "cover": (0.3, 0.45, 0.6)}
     cases += [(f"{n} {v}", {**usual, n: v}) for n, values in hows.items() for v in values]
-    finders = {side: detector(weights, min_side=side) for side in (32, 224, 448)}
-    larger = detector(weights, min_side=1024)
+    finders = {side: detector(weights, min_side_px=side) for side in (32, 224, 448)}
+    larger = detector(weights, min_side_px=1024)
     for case, how in cases:
         for side, find in {**finders, 1024: larger}.items():
             if side == 32 or how["image_px"] < side:
@@ -175,7 +176,7 @@ def alarm_rows(weights: Weights, data: Path) -> list[dict[str, Any]]:
     rows = []
     for case, images in sources.items():
         for side in (32, 448):
-            find = detector(weights, min_side=side)
+            find = detector(weights, min_side_px=side)
             best = np.array([find(image)[:, 4].max(initial=0) for image in images])
             variant = "min_side own" if side == 32 else f"min_side {side}"
             rows += [row(case, variant, "images", [len(images)])]
@@ -213,7 +214,7 @@ def rate_rows(weights: Path, images: list[bytes], quick: bool) -> list[dict[str,
         ]
         files = [as_png(pixels_HWC) for pixels_HWC in resized]
         for side in sorted({image_px, max(448, image_px)}):
-            run = Faces(weights, min_side=side).opened()
+            run = Faces(weights, min_side_px=side).opened()
             rates = []
             for _ in range(1 if quick else 5):
                 records = [Record(Sample(str(k), file, {})) for k, file in enumerate(files)]

