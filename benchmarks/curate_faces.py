@@ -4,7 +4,8 @@
     [--lfw lfw_subset.npy] [--data ../shared/data] [--json FILE]
 
     images_per_cpu_s  detection and blur by one thread, decoded images in memory, by the image's
-                      side and the step's ``min_side_px``; CPU time, not slowed by others
+                      side and the step's ``min_side_px`` ("min_side"); CPU time, which other
+                      processes do not slow
     recall            of 100 faces of Labeled Faces in the Wild (25 pixels, grey, upright; the first
                       half of scikit-image's data/lfw_subset.npy), pasted one at a time into
                       photographs of cats and dogs at known places, those that a box meets with an
@@ -161,7 +162,7 @@ def recall_rows(weights: Weights, faces: np.ndarray, data: Path) -> list[dict[st
                 if side == 1024 and how["image_px"] != 512:
                     continue
                 found = recalls(find, faces, backgrounds, **how)
-                variant = f"min_side_px {side if side > 32 else how['image_px']}"
+                variant = f"min_side {side if side > 32 else how['image_px']}"
                 rows += [row(case, variant, f"recall>{s}", [v]) for s, v in found.items()]
     return rows
 
@@ -177,7 +178,7 @@ def alarm_rows(weights: Weights, data: Path) -> list[dict[str, Any]]:
         for side in (32, 448):
             find = detector(weights, min_side_px=side)
             best = np.array([find(image)[:, 4].max(initial=0) for image in images])
-            variant = "min_side_px own" if side == 32 else f"min_side_px {side}"
+            variant = "min_side own" if side == 32 else f"min_side {side}"
             rows += [row(case, variant, "images", [len(images)])]
             rows += [row(case, variant, f"false_alarms>{s}", [(best > s).mean()]) for s in SCORES]
     return rows
@@ -194,7 +195,7 @@ def blur_rows(weights: Weights, data: Path, num: int) -> list[dict[str, Any]]:
             again += [best_score(after_F5, face_5[:4]) > 0 for face_5 in found_F5]
         rows.append(row("Flickr8k", f"blur {fraction}", "found_again", [np.mean(again)]))
     with_face = np.mean([len(found_F5) > 0 for _, found_F5 in found])
-    rows.append(row("Flickr8k with people", "min_side_px 448", "images_with_face", [with_face]))
+    rows.append(row("Flickr8k with people", "min_side 448", "images_with_face", [with_face]))
     lost, ratio = [], []
     for file, (pixels_HWC, _) in zip(files, found, strict=True):
         made = encoded(pixels_HWC, file)
@@ -222,7 +223,7 @@ def rate_rows(weights: Path, images: list[bytes], quick: bool) -> list[dict[str,
                 start = time.process_time()
                 run(records)
                 rates.append(len(records) / (time.process_time() - start))
-            rows.append(row(f"{image_px} px", f"min_side_px {side}", "images_per_cpu_s", rates))
+            rows.append(row(f"{image_px} px", f"min_side {side}", "images_per_cpu_s", rates))
     return rows
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import math
 import pickle
 from pathlib import Path
@@ -11,13 +12,16 @@ import pytest
 from PIL import Image, ImageFilter
 
 from dpvision.curate.faces import Faces, blurred, encoded
-from dpvision.curate.record import Record
+from dpvision.curate.passes import curate
+from dpvision.curate.pipeline import Pipeline
+from dpvision.curate.record import Record, about
 from dpvision.data.decode import as_png, decode
 from dpvision.data.sample import Sample
 from dpvision.errors import ConfigError, DPVisionError
 
 pytest.importorskip("onnx", reason="needs the extra curate")
 pytest.importorskip("onnxruntime", reason="needs the extra curate")
+from ..data.image_files import write_tar
 from .detector_file import face_of, image_of, square, write_detector
 
 FLICKR8K = Path(__file__).parents[2].parent / "shared" / "data" / "flickr8k" / "val-000000.tar"
@@ -93,9 +97,8 @@ def test_each_record_becomes_what_it_becomes_alone(weights):
     images = [as_png(_noise(60, 70) // 2)]  # too dark for a face
     for k, colour in enumerate(colours):
         images += [as_png(np.maximum(image_of(64 + k, 96, {(5, 4 + k): colour}), 9))]
-    images += [as_png(image_of(40, 40, {}))]
+    images.append(as_png(image_of(40, 40, {})))
     together = _run(_step(weights), *images)
-    assert [record.reason for record in together] == [None] * 5
     changed = [r.sample.image != data for r, data in zip(together, images, strict=True)]
     assert changed == [False, True, True, True, False]
     for k in reversed(range(len(images))):
@@ -207,18 +210,30 @@ def test_the_order_of_faces_of_different_sizes_does_not_matter():
     assert np.array_equal(found_HWC, one_by_one_HWC)
 
 
-def test_a_step_is_its_settings(weights):
+def test_a_step_is_its_settings_and_the_detector_is_stated_without_its_path(weights):
     step = _step(weights)
-    assert pickle.loads(pickle.dumps(step)) == step and step.name == "faces"
+    assert pickle.loads(pickle.dumps(step)) == step
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert step.about() == {
-        "weights": f"sha256 {digest}",
-        "min_score": 0.5,
-        "action": "blur",
-        "blur": 0.1,
-        "min_side_px": 96,
-        "max_side_px": 1024,
+    assert about(step) == {
+        "weights": f"another file, sha256 {digest}",
+        **{"min_score": 0.5, "action": "blur", "blur": 0.1, "min_side_px": 96, "max_side_px": 1024},
     }
+    assert pickle.loads(pickle.dumps(step)) == step
+
+
+def test_a_store_holds_the_blurred_image_and_refers_to_the_tar_for_the_other(weights, tmp_path):
+    face, none = (as_png(image_of(64, 96, s)) for s in ({(5, 5): square(20, 20)}, {}))
+    write_tar(tmp_path / "a.tar", {"0.png": face, "1.png": none, "2.png": face[:60]})
+    step = _step(weights)
+    store = curate(tmp_path / "a.tar", tmp_path / "s", Pipeline((step,)), public=True, workers=1)
+    (record,) = _run(step, face)
+    kept = {store.record(row).key: store.record(row).image for row in range(store.num_records)}
+    assert kept == {"0": record.sample.image, "1": none}
+    shards = [store.shard_paths[store.index["shard"][row]] for row in range(2)]
+    assert [path == tmp_path / "a.tar" for path in shards] == [False, True]
+    counts = json.loads((store.path / "confidential/curation/counts.json").read_text())
+    assert counts["faces"] | {"seconds": 0} == dict(came=2, left_out={}, changed=1, seconds=0)
+    assert store.meta["curation"]["steps"] == [{"name": "faces", **about(step)}]
 
 
 @pytest.mark.parametrize(

