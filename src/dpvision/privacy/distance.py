@@ -33,18 +33,20 @@ def epsilon_at_distance(event: Event, delta: float, distance: int) -> float:
     """
     if not distance >= 1:
         raise PrivacyError(f"accountant: distance={distance}; expected 1 or more. Use 1.")
-    low, high = 0.0, epsilon(event, delta)
-    if high == math.inf or distance == 1:
-        return high
-    while not _allowed(event, np.array([high]), delta, distance)[0]:
-        low, high = high, 2 * high
-        # delta(x) is resolved to MIN_DELTA, so no larger x can help
-        if (distance - 1) * low > math.log(1 / MIN_DELTA):
-            return math.inf
+    low = epsilon(event, delta)
+    if low == math.inf or distance == 1:
+        return low
+    # delta(x) is resolved to MIN_DELTA, so no larger x can help
+    high = -math.log(MIN_DELTA) / (distance - 1)
     for _ in range(2):
         grid = np.linspace(low, high, _POINTS)
-        first = int(_allowed(event, grid, delta, distance).argmax())
+        allowed = _allowed(event, grid, delta, distance)
+        if not low < high or not allowed.any():
+            return math.inf
+        first = int(allowed.argmax())
         low, high = float(grid[max(0, first - 1)]), float(grid[first])
+        if first == 0:
+            break
     return distance * high
 
 
