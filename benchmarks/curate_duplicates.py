@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,7 @@ from dpvision.curate.record import AcrossStep, Duplicates, Record
 from dpvision.curate.semantic_duplicates import SemanticDuplicates
 from dpvision.data.sample import Sample
 
-SETS = {"flickr8k": 1000, "pets_sample": 220, "eurosat": 1000, "cifar10": 1000}
+SETS = {"flickr8k": 500, "pets_sample": 220, "eurosat": 500, "cifar10": 500}
 EVERY = 5
 THRESHOLDS = (0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99)
 PACKAGES = ("torch", "numpy", "imagehash", "pillow")
@@ -122,7 +123,9 @@ def left_out(step: AcrossStep, column: np.ndarray, alive: np.ndarray) -> Duplica
         return Duplicates(*(np.array(part) for part in found))
 
 
-def table(data: Path, encoders: dict[str, Embedding]) -> Iterator[dict[str, Any]]:
+def table(
+    data: Path, encoders: dict[str, Embedding], keep: Path | None
+) -> Iterator[dict[str, Any]]:
     """Recall and wrong ones of every step and kind of copy."""
     for name, num in SETS.items():
         originals = files(data, name, num)
@@ -135,6 +138,9 @@ def table(data: Path, encoders: dict[str, Embedding]) -> Iterator[dict[str, Any]
                 kinds.append(kind)
         kind_N, origin_N = np.array([""] * num + kinds), np.array(origin)
         facts = columns(rows, encoders)
+        if keep is not None:
+            np.savez(keep / f"{name}.npz", kind=kind_N, origin=origin_N, **facts)
+        print(f"{name}: {len(rows):,} images", file=sys.stderr, flush=True)
         steps: list[tuple[str, str, AcrossStep]] = [
             ("exact", "exact", ExactDuplicates()),
             ("near 0", "near", NearDuplicates(0)),
@@ -242,8 +248,6 @@ def one_memory(case: str, num: int, folder: Path) -> dict[str, float]:
     peak, start_s = [before], time.perf_counter()
     work = folder / "work"
     work.mkdir()
-    import threading
-
     stop = threading.Event()
 
     def watch() -> None:
@@ -289,6 +293,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--encoders", default="hog")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", type=Path, help="table: folder for the facts of each set")
     parser.add_argument("--case")
     parser.add_argument("--num", type=int)
     parser.add_argument("--folder", type=Path)
@@ -300,8 +305,10 @@ def main() -> None:
     encoders = {name: Embedding(lite0() if name == "lite0" else name) for name in names}
     if args.part == "memory":
         rows = list(memory())
+    elif args.part == "table":
+        rows = list(table(args.data, encoders, args.keep))
     else:
-        rows = list({"table": table, "clusters": clusters}[args.part](args.data, encoders))
+        rows = list(clusters(args.data, encoders))
     write_result(args.json, f"curate_duplicates {args.part}", rows, packages=PACKAGES)
 
 

@@ -17,7 +17,7 @@ ORDER = [
     {"dp", "optim", "runs"},
     {"train"},
     {"encoders"},
-    {"eval", "adapt"},
+    {"eval", "adapt", "curate"},
     {"statement"},
     {"export", "report"},
     {"audit", "demo", "doctor", "tune"},

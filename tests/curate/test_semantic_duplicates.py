@@ -102,6 +102,12 @@ def test_no_record_one_equal_ones_and_none_alive() -> None:
         assert left_out(step, equal * np.float16(np.nan)) == {}
 
 
+def test_two_embeddings_among_many_zeros_are_compared() -> None:
+    x = np.zeros((semantic.ALL_PAIRS * 2, 4), dtype=np.float16)
+    x[[20_000, 30_000]] = units(1, 4)
+    assert left_out(SemanticDuplicates(0.9, clusters=1), x) == {30_000: 20_000}
+
+
 def test_an_embedding_of_another_length_is_refused() -> None:
     x = units(10, 24)
     x[7] *= np.float16(2)

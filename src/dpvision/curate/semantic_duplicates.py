@@ -106,12 +106,11 @@ class SemanticDuplicates:
         """
         num, pairs = len(column_N), Pairs(len(column_N), work)
         num_alive = int(np.count_nonzero(alive_N))
-        sample_SD = _sample(column_N, alive_N, num_alive, _num_clusters(num_alive, self.clusters))
-        if not len(sample_SD):
-            progress(num)
-            return pairs.duplicates()
-        num_clusters = min(_num_clusters(num_alive, self.clusters), len(sample_SD))
-        centre_KD = k_means(sample_SD, num_clusters, _SEED)
+        num_clusters = _num_clusters(num_alive, self.clusters)
+        sample_SD = _sample(column_N, alive_N, num_alive, num_clusters)
+        if not len(sample_SD):  # perhaps none of all has an embedding: any centre will do
+            sample_SD = np.eye(1, column_N.shape[1], dtype=np.float16)
+        centre_KD = k_means(sample_SD, min(num_clusters, len(sample_SD)), _SEED)
         count_K = _assign(column_N, alive_N, centre_KD, self.probes, work, progress)
         entry = _entry(column_N.shape[1])
         files = _distribute(column_N, count_K, self.probes, work)
@@ -122,6 +121,7 @@ class SemanticDuplicates:
                 done += size
                 progress(num // 2 + (num - num // 2) * done // total)
             path.unlink(missing_ok=True)
+        progress(num)
         return pairs.duplicates()
 
 
