@@ -37,9 +37,9 @@ from dpvision.data.perceptual import (
 from dpvision.errors import ConfigError
 from dpvision.mixing import mix_numpy
 
-_HASHES_AT_ONCE = 1 << 21
+_HASHES_AT_ONCE = 1 << 19
 """Hashes that are sorted at once, about."""
-_PAIRS_AT_ONCE = 1 << 22
+_PAIRS_AT_ONCE = 1 << 20
 _PAIRS_PER_HASH = 30
 """Comparisons that take the time of sorting a hash, about; it decides the number of pieces."""
 
@@ -160,9 +160,8 @@ class PublicDuplicates:
             asked = _compared(hash_N22, self.radius)
             near = (index.nearest(asked, self.radius, second)[0] >= 0).reshape(len(left), -1)
             some = hash_N22.any(axis=(1, 2))
-            for record, hit in zip(left, (near.any(axis=1) & some).tolist(), strict=True):
-                if hit:
-                    record.leave_out("near duplicate of a public image")
+            for k in np.flatnonzero(near.any(axis=1) & some):
+                left[k].leave_out("near duplicate of a public image")
 
         return leave_out
 

@@ -68,7 +68,7 @@ class SemanticDuplicates:
 
     name: ClassVar[str] = "semantic_duplicates"
     fact: ClassVar[str] = "embedding"
-    cosine: float = 0.95
+    cosine: float = 0.9
     clusters: int | None = None
     probes: int = 1
     encoder: str = "hog"
@@ -76,7 +76,7 @@ class SemanticDuplicates:
     def __post_init__(self) -> None:
         if not -1 <= self.cosine < 1:
             raise ConfigError(
-                f"{self.name}: cosine={self.cosine}; expected -1 <= cosine < 1. Use 0.95."
+                f"{self.name}: cosine={self.cosine}; expected -1 <= cosine < 1. Use 0.9."
             )
         for name in ("clusters", "probes"):
             value = getattr(self, name)
