@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dpvision.curate.exact_duplicates import ExactDuplicates
 from dpvision.curate.faces import Faces
+from dpvision.curate.near_duplicates import NearDuplicates, PublicDuplicates
 from dpvision.curate.record import AcrossStep, RecordStep, about
 from dpvision.curate.safety import Safety
+from dpvision.curate.semantic_duplicates import SemanticDuplicates
 from dpvision.curate.size import Size
 from dpvision.curate.text import Caption
 from dpvision.errors import ConfigError
@@ -26,6 +29,14 @@ class Settings:
     """A classifier of unsafe images."""
     faces: Faces = field(default_factory=Faces)
     """Faces, blurred or a reason to leave an image out."""
+    public_duplicates: PublicDuplicates = field(default_factory=PublicDuplicates)
+    """Images that are also in public stores."""
+    exact_duplicates: ExactDuplicates = field(default_factory=ExactDuplicates)
+    """Images with equal pixels."""
+    near_duplicates: NearDuplicates = field(default_factory=NearDuplicates)
+    """Images with near perceptual hashes."""
+    semantic_duplicates: SemanticDuplicates = field(default_factory=SemanticDuplicates)
+    """Images with near embeddings (SemDeDup)."""
 
 
 STEPS = tuple(one.name for one in fields(Settings))
