@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from dpvision.curate.record import Record, RecordStep, about
+from dpvision.curate.record import Record, RecordStep
 from dpvision.curate.sheet import Example, Examples
 from dpvision.data.decode import BadImage
 from dpvision.data.ordered import ordered_map
@@ -51,6 +51,8 @@ class LookPart:
 
     part: SourcePart
     steps: tuple[RecordStep, ...]
+    stated: list[dict[str, Any]]
+    """``about`` each step, asked once for all files."""
     threads: int = 1
     """Threads that run the steps; they change no byte."""
 
@@ -76,7 +78,7 @@ class LookPart:
     @property
     def settings(self) -> list[Any]:
         """Those of the file, and the steps."""
-        return [*self.part.settings, [{"name": step.name, **about(step)} for step in self.steps]]
+        return [*self.part.settings, self.stated]
 
     def write(self, folder: Path, key: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
         """See ``StoredPart``."""

@@ -17,6 +17,7 @@ from typing import Any
 from dpvision.curate.kept import CuratedPart, Kept, add_shown, compare, shown_pairs
 from dpvision.curate.look import LookPart
 from dpvision.curate.pipeline import Pipeline
+from dpvision.curate.record import about
 from dpvision.curate.sheet import Examples
 from dpvision.data.captions import CaptionRule
 from dpvision.data.import_labels import LabelRule
@@ -108,7 +109,8 @@ class _Passes:
         """Run both passes."""
         threads = self.workers if len(parts) == 1 else 1
         steps = self.pipeline.of_one_record
-        looks = [LookPart(part, steps, threads) for part in parts]
+        stated = [{"name": step.name, **about(step)} for step in steps]
+        looks = [LookPart(part, steps, stated, threads) for part in parts]
         done = 0
         for look in read_parts("look", looks, work, rule, self.workers):
             self._looked.append(look)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dpvision.curate.faces import Faces
 from dpvision.curate.record import AcrossStep, RecordStep, about
 from dpvision.curate.safety import Safety
 from dpvision.curate.size import Size
@@ -23,6 +24,8 @@ class Settings:
     """Languages and lengths of captions."""
     safety: Safety = field(default_factory=Safety)
     """A classifier of unsafe images."""
+    faces: Faces = field(default_factory=Faces)
+    """Faces, blurred or a reason to leave an image out."""
 
 
 STEPS = tuple(one.name for one in fields(Settings))

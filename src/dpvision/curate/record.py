@@ -126,14 +126,19 @@ class AcrossStep(Protocol):
         """
 
 
-def about(step: Any) -> dict[str, Any]:
-    """Return the settings of a step in types of JSON: a digest for a file, the id of a store.
+@runtime_checkable
+class StatesFiles(Protocol):
+    """A step that says itself what is stated of files."""
 
-    A step with other paths among its settings says them itself, by a method ``about``.
-    """
-    if hasattr(step, "about"):
-        return step.about()
-    return {name: _plain(value, step.name) for name, value in asdict(step).items()}
+    def stated(self) -> dict[str, str]:
+        """Return texts, by setting, in place of digests of paths."""
+
+
+def about(step: Any) -> dict[str, Any]:
+    """Return the settings of a step in types of JSON: a digest for a file, the id of a store."""
+    stated = step.stated() if isinstance(step, StatesFiles) else {}
+    settings = asdict(step).items()
+    return {n: stated[n] if n in stated else _plain(v, step.name) for n, v in settings}
 
 
 def _plain(value: Any, step: str) -> Any:

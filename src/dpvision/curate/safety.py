@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,17 +42,13 @@ class Safety:
                 f"safety: max_probability={self.max_probability}; expected 0 to below 1. Use 0.5."
             )
 
-    def about(self) -> dict[str, Any]:
-        """Return the settings without the path."""
+    def stated(self) -> dict[str, str]:
+        """Return the digest of the checkpoint's manifest, which has that of the weights."""
         from dpvision.checkpoint import load_checkpoint
 
         checkpoint = load_checkpoint(self._given())
         digest = sha256((checkpoint.path / "manifest.json").read_bytes()).hexdigest()
-        return {
-            "run": f"sha256 {digest}",
-            "classes": list(self.classes),
-            "max_probability": self.max_probability,
-        }
+        return {"run": f"sha256 {digest}"}
 
     def _given(self) -> Path:
         if self.run is None:
