@@ -1,5 +1,6 @@
 """The declared steps of a curation, in order, and what the store says of them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -96,13 +97,17 @@ class Pipeline:
 
     @property
     def stability(self) -> int | None:
-        """How many records of the store one record of the source changes; None for no bound."""
-        product = 1
-        for step in self.across:
-            if step.stability is None:
-                return None
-            product *= step.stability
-        return product
+        """How many records of the store one record of the source changes; None for no bound.
+
+        Equal pixels have equal hashes, so ``exact_duplicates`` and ``near_duplicates`` of radius 0
+        together keep the first record of each class too (docs/proofs.md).
+        """
+        bounds = [step.stability for step in self.across]
+        known = [bound for bound in bounds if bound is not None]
+        if len(known) < len(bounds):
+            return None
+        nested = {step.name for step in self.across} == {"exact_duplicates", "near_duplicates"}
+        return max(known) if nested else math.prod(known)
 
     def about(self) -> dict[str, Any]:
         """Return what the store and statements say: names, settings, stability; no paths."""
