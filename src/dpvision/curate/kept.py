@@ -94,12 +94,12 @@ def compare(
                 columns[step.fact],
                 alive_N,
                 made / "work",
-                None if said is None else partial(said, step.name),
+                (lambda done: None) if said is None else partial(said, step.name),
             )
-            shutil.rmtree(made / "work")
         alive_N[rows] = False
         for what, array in zip(_LISTS, (rows, twins), strict=True):
             np.save(made / f"{step.name}-{what}.npy", array)
+        shutil.rmtree(made / "work", ignore_errors=True)
     columns.clear()
     for path in made.glob("column-*"):
         path.unlink()

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any, BinaryIO, NamedTuple
@@ -82,7 +83,10 @@ class LookPart:
 
     def write(self, folder: Path, key: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
         """See ``StoredPart``."""
-        apply = [(step, step.opened()) for step in self.steps]
+        apply = [
+            (step, _opened(step, json.dumps(said)))
+            for step, said in zip(self.steps, self.stated, strict=True)
+        ]
         with ExitStack() as files:
             look = _Look(folder, files, key)
             chunks = _chunks(self.part.samples({}, folder))
@@ -105,6 +109,12 @@ def _chunks(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
             chunk = []
     if chunk:
         yield chunk
+
+
+@lru_cache(16)
+def _opened(step: RecordStep, stated: str) -> _Apply:
+    """Open a step once a process, and again if its files are others."""
+    return step.opened()
 
 
 @dataclass
