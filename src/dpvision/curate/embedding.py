@@ -9,7 +9,7 @@ Legend: B images, D embedding dimension.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from dpvision.config import FrozenEncoderConfig
 from dpvision.curate.record import Record
 from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.identity import check_places
+from dpvision.encoders.identity import check_places, weights_digest
 from dpvision.encoders.open import open_frozen
 from dpvision.errors import ConfigError
 from dpvision.threads import one_thread
@@ -45,35 +45,40 @@ class Embedding:
     pooling: str | None = None
     device: str = "cpu"
 
+    def stated(self) -> dict[str, str]:
+        """Return the encoder's public name and the digest of its weights, not a path."""
+        return {"encoder": self._encoder_text}
+
+    @cached_property
+    def _encoder_text(self) -> str:
+        encoder, _ = self._open()
+        digest = weights_digest(encoder)
+        return encoder.name if digest is None else f"{encoder.name}, sha256 {digest}"
+
+    def _open(self) -> tuple[Encoder, str]:
+        with one_thread():
+            config = FrozenEncoderConfig(spec=self.encoder, pooling=self.pooling)
+            encoder, config = open_frozen(config, self.device)
+        assert config.pooling is not None
+        if any(entry["visibility"] == "private" for entry in encoder.lineage):
+            raise ConfigError(
+                f"embedding: encoder={self.encoder} has seen private images; expected one that "
+                "has not, because the store would depend on these too. Use hog."
+            )
+        return encoder, config.pooling
+
     def opened(self) -> Callable[[Sequence[Record]], None]:
         """Return the step.
 
         Raises:
-            ConfigError: no such encoder, no weights for it, or its features do not depend on one
-                image alone. CheckpointError: it cannot be read.
+            ConfigError: no such encoder, no weights for it, weights that have seen private images,
+                or features that do not depend on one image alone. CheckpointError: it cannot be
+                read.
         """
+        encoder, pooling = self._open()
         with one_thread():
-            config = FrozenEncoderConfig(spec=self.encoder, pooling=self.pooling)
-            encoder, config = open_frozen(config, self.device)
-            assert config.pooling is not None
-            check_places(encoder, config.pooling, NUM_ROWS, self.device)
-        return partial(_add_embeddings, encoder, config.pooling, self.device)
-
-
-def require_width(embedding_D: np.ndarray, width: int, head: str) -> None:
-    """Refuse an embedding of another dimension than a head takes.
-
-    Args:
-        head: its name, for the error.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    if embedding_D.shape != (width,):
-        raise ConfigError(
-            f"curate: embedding of dimension {embedding_D.shape[-1]}; expected {width}, which "
-            f"{head} was trained on. Give the embedding step the encoder of that head."
-        )
+            check_places(encoder, pooling, NUM_ROWS, self.device)
+        return partial(_add_embeddings, encoder, pooling, self.device)
 
 
 @torch.inference_mode()

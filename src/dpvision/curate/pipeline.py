@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from dpvision.curate.exact_duplicates import ExactDuplicates
@@ -111,6 +112,11 @@ class Pipeline:
 
     def about(self) -> dict[str, Any]:
         """Return what the store and statements say: names, settings, stability; no paths."""
+        return self._about
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        """Digests of large files are computed once."""
         return {
             "steps": [{"name": step.name, **about(step)} for step in self.steps],
             "stability": self.stability,

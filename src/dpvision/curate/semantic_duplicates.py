@@ -82,6 +82,10 @@ class SemanticDuplicates:
             if value is not None and not value >= 1:
                 raise ConfigError(f"{self.name}: {name}={value}; expected 1 or more. Leave it out.")
 
+    def stated(self) -> dict[str, str]:
+        """As ``Embedding``."""
+        return self.facts().stated()
+
     @property
     def stability(self) -> None:
         return None
