@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dpvision.curate.exact_duplicates import ExactDuplicates
+from dpvision.curate.look import marked
 from dpvision.curate.near_duplicates import NearDuplicates
 from dpvision.curate.passes import curate
 from dpvision.curate.pipeline import Pipeline, Settings
@@ -143,7 +144,8 @@ def plain_loop(source: Path, pipeline: Pipeline) -> list:
                     break
             elif isinstance(step, Dim) and pixels.mean() > 127:
                 pixels = pixels // 2
-                sample = sample._replace(image=encode(pixels), place=None)
+                made_anew = marked(encode(pixels), KEY, sample.image)
+                sample = sample._replace(image=made_anew, place=None)
             elif isinstance(step, SameMean):
                 if pixels.mean() // 1 in seen:
                     break
@@ -211,6 +213,34 @@ def test_images_that_no_step_changed_stay_in_the_source_tars(tmp_path):
     assert store.shard_paths[same] == source
     assert store.shard_paths[changed] == store.path / "shards" / "shard-000000.tar"
     assert store.record(1).image == dark and store.record(0).image != bright
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_files_that_a_step_makes_equal_stay_two_records(tmp_path, kind):
+    """Merged, the second would change the record of the first: its captions, or its name."""
+    bright = noise(1) // 2 + 128
+    files = [encode(bright), encode(bright, compress_level=0), encode(bright, "BMP")]
+    assert len(set(files)) == 3
+
+    @dataclass(frozen=True)
+    class Rewrite(Dim):
+        def _apply(self, records):
+            for record in records:
+                record.change_image(encode(np.zeros_like(record.pixels()), kind))
+
+    def curated(name: str, chosen: list[int]) -> list:
+        members = {}
+        for i in chosen:
+            members |= {f"{i}.png": files[i], f"{i}.txt": f"caption {i}".encode()}
+        source = write_tar(tmp_path / f"{name}.tar", members)
+        store = curate(source, tmp_path / name, Pipeline((Rewrite(),)))
+        for row in range(store.num_records):
+            assert not decode(store.record(row).image).any()
+        return [store.record(row) for row in range(store.num_records)]
+
+    three, two = curated("three", [0, 1, 2]), curated("two", [0, 2])
+    assert [record.captions for record in three] == [(f"caption {i}",) for i in range(3)]
+    assert two == [three[0], three[2]]
 
 
 def test_a_folder_is_curated_like_its_import(tmp_path):
@@ -350,8 +380,43 @@ def test_captions_of_other_languages_are_left_out(tmp_path):
     assert json.loads(line) == {
         "key": "b",
         "step": "caption",
-        "reason": "caption in another language",
+        "reason": "no caption: another language",
     }
+    found = store.path / "confidential" / "curation"
+    (line,) = (found / "captions_dropped.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"key": "b", "caption": texts["b"], "reason": "another language"}
+    counts = json.loads((found / "counts.json").read_text())
+    assert counts["captions_dropped"] == {"another language": 1}
+
+
+def test_why_captions_are_dropped_is_counted_also_of_images_that_stay(tmp_path):
+    latin = "Ein Hund läuft über die Straße".encode("latin-1")
+    captions = ["one", "two words", "IMG_1.jpg", "two words", 3, "..."]
+    members = {"a.png": png(1), "a.txt": latin, "b.png": png(2), "b.json": js(captions=captions)}
+    source = write_tar(tmp_path / "a.tar", members)
+    store = curate(source, tmp_path / "store", Pipeline((Caption(min_words=2),)))
+    assert [store.record(row).captions for row in range(store.num_records)] == [("two words",)]
+    counts = json.loads((store.path / "confidential/curation/counts.json").read_text())
+    assert counts["caption"]["left_out"] == {"no caption: another encoding": 1}
+    dropped = {"another encoding": 1, "too short": 3, "no text": 1}
+    assert counts["captions_dropped"] == dropped
+
+
+def test_images_of_more_than_8_bits_are_judged_in_the_declared_range(tmp_path):
+    """By the file's own range this one is nearly black."""
+    dark = np.full((20, 20), 3000, dtype=np.uint16)
+    source = write_folder(tmp_path / "src", {"a.png": encode(dark)})
+    kept = curate(source, tmp_path / "one", Pipeline((Dim(),)))
+    assert decode(kept.record(0).image).max() == 11
+    dimmed = curate(source, tmp_path / "two", Pipeline((Dim(),)), window=(0, 4000))
+    value = decode(dimmed.record(0).image).max()
+    assert value == 3000 * 255 // 4000 // 2 and dimmed.window == (0, 4000)
+
+
+def test_when_nothing_is_left_the_error_says_which_step_left_it_out(tmp_path):
+    source = write_tar(tmp_path / "a.tar", {f"{i}.png": png(i) for i in range(5)})
+    with pytest.raises(DataError, match=r"left out all images: 5 caption \(no caption\)"):
+        curate(source, tmp_path / "store", Pipeline((Caption(),)))
 
 
 def test_what_a_store_says_of_its_curation_has_no_path_and_no_count(tmp_path):

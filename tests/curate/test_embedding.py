@@ -76,7 +76,9 @@ def test_what_is_stated_of_an_encoder_is_its_name_and_digest_not_its_place(tmp_p
     save_file(model.state_dict(), path)
     step = SemanticDuplicates(encoder=f"timm:vit_tiny_patch16_224@{path}")
     said = about(step)
-    assert str(tmp_path) not in str(said) and said["encoder"].startswith("timm:vit_tiny_patch16_224")
+    assert str(tmp_path) not in str(said) and said["encoder"].startswith(
+        "timm:vit_tiny_patch16_224"
+    )
     assert said["encoder"].endswith(weights_digest(dpvision.load(step.encoder)))
 
 

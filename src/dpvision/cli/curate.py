@@ -7,7 +7,7 @@ from rich.console import Console
 
 from dpvision.cli.output import FLAT, StorePath
 from dpvision.cli.paths import check_source
-from dpvision.cli.store_lines import Labels, said
+from dpvision.cli.store_lines import Labels, Range, said
 from dpvision.curate.pipeline import Pipeline, Settings
 from dpvision.data.person_names import PersonRule
 from dpvision.strict_json import parse_json
@@ -21,6 +21,7 @@ def curate(
     public: bool = False,
     people: Annotated[PersonRule, FLAT] = PersonRule(),
     labels: Annotated[Labels, FLAT] = Labels(),
+    range: Annotated[Range, FLAT] = Range(),
     licence: str | None = None,
     workers: int | None = None,
     json: bool = False,
@@ -43,6 +44,7 @@ def curate(
         public: These images need no protection.
         people: The persons of images.
         labels: The labels of images.
+        range: The values of images of more than 8 bits, for steps and store.
         licence: Licence of public images, for the statement.
         workers: Processes that read the files of a source of several, else threads; if None, the
             cores of this machine.
@@ -61,6 +63,7 @@ def curate(
             public=public,
             people=people,
             labels=labels,
+            window=range.declared("data curate"),
             licence=licence,
             workers=workers,
             progress=lambda what, n: status.update(f"{what}: {n:,} images"),
@@ -69,7 +72,9 @@ def curate(
     counts = parse_json((out / "counts.json").read_text())
     by_step = {name: found for name, found in counts.items() if isinstance(found, dict)}
     more = by_step if json else {name: _row(found) for name, found in by_step.items()}
-    said(made, json, {"curation": more, "curation_files": str(out)})
+    found = {"seen": counts["seen"], "curation": more, "curation_files": str(out)}
+    dropped = counts.get("captions_dropped", {})
+    said(made, json, found | ({"curation_captions_dropped": dropped} if dropped else {}))
 
 
 def _row(found: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from dpvision.cli.each_image import Release
 from dpvision.cli.output import CONFIG, FLAT, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
-from dpvision.cli.store_lines import Labels, label, said, unit_lines
+from dpvision.cli.store_lines import Labels, Range, label, said, unit_lines
 from dpvision.cli.tokenizer import tokenizer
 from dpvision.data.captions import CaptionRule
 from dpvision.data.dicom_source import DicomRule
@@ -54,18 +54,6 @@ def run(argv: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Range:
-    max_value: int | None = None
-    """White in images of more than 8 bits whose files do not state it, such as 4095 for 12-bit
-    cameras that write 16 bits. They are stored as 8-bit PNG.
-    """
-    window: tuple[float, float] | None = None
-    """Black and white in images of more than 8 bits, e.g. -160 240 for Hounsfield units, or of
-    floating-point values.
-    """
-
-
-@dataclass(frozen=True)
 class _Dicom(DicomRule):
     series: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Of DICOM files, import those of which a tag has one of these values: TAG=VALUE[,VALUE], e.g.
@@ -80,7 +68,7 @@ def import_(
     people: Annotated[PersonRule, FLAT] = PersonRule(),
     labels: Annotated[Labels, FLAT] = Labels(),
     captions: Annotated[CaptionRule, FLAT] = CaptionRule(),
-    range: Annotated[_Range, FLAT] = _Range(),
+    range: Annotated[Range, FLAT] = Range(),
     dicom: Annotated[_Dicom, FLAT] = _Dicom(),
     licence: str | None = None,
     dataset: str | None = None,
@@ -117,14 +105,10 @@ def import_(
             images; if None, the cores of this machine.
         json: Print JSON.
     """
-    window = range.window if range.max_value is None else (0, range.max_value)
+    window = range.declared("data import")
     from_dataset = dataset is not None or split is not None
     if from_dataset:
         _check_fixed(people, labels, captions, window, dicom)
-    if None not in (range.max_value, range.window):
-        raise DataError(
-            "data import: --max-value and --window; expected one of them. Drop --max-value."
-        )
     if not from_dataset:
         check_source(source)
     from dpvision.data.importer import import_samples, import_source

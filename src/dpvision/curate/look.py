@@ -8,10 +8,12 @@ It writes, into a folder that ``data.import_work`` completes and keeps::
     column-NAME         what steps across records compare, for these records
     changed             image files, and captions, that replace the source's
     left_out            lines {"key", "step", "reason"}
+    captions_dropped    lines {"key", "caption", "reason"}
     examples            pairs of thumbnails, of records that a step changed or left out
 """
 
 import json
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -20,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any, BinaryIO, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -27,6 +30,7 @@ from dpvision.curate.record import Record, RecordStep
 from dpvision.curate.sheet import Example, Examples
 from dpvision.data.decode import BadImage
 from dpvision.data.ordered import ordered_map
+from dpvision.data.rgb import Window
 from dpvision.data.rows import keyed_hash
 from dpvision.data.sample import Sample, SourcePart
 
@@ -43,6 +47,9 @@ LOOK_ROW = np.dtype(
 )
 """Places in ``changed`` of an image and of captions; -1 where nothing is changed."""
 _CHUNK = 64
+_JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
+_IHDR_END = 8 + 25
+"""Of PNG: the signature and the chunk that comes first."""
 _Apply = Callable[[Sequence[Record]], None]
 
 
@@ -54,6 +61,8 @@ class LookPart:
     steps: tuple[RecordStep, ...]
     stated: list[dict[str, Any]]
     """``about`` each step, asked once for all files."""
+    window: Window | None = None
+    """Declared range of samples of more than 8 bits."""
     threads: int = 1
     """Threads that run the steps; they change no byte."""
 
@@ -91,7 +100,7 @@ class LookPart:
             look = _Look(folder, files, key)
             chunks = _chunks(self.part.samples({}, folder))
             for seen in ordered_map(
-                lambda chunk: _steps(chunk, apply),
+                lambda chunk: _steps(chunk, apply, self.window),
                 chunks,
                 workers=self.threads,
                 ahead=2 * self.threads,
@@ -109,6 +118,25 @@ def _chunks(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
             chunk = []
     if chunk:
         yield chunk
+
+
+def _write_line(file: BinaryIO, line: dict[str, str]) -> None:
+    file.write(json.dumps(line).encode() + b"\n")
+
+
+def marked(image: bytes, key: bytes, source: bytes) -> bytes:
+    """Return a changed JPEG or PNG file with a comment that only ``source`` gets under ``key``.
+
+    Files that differ in their metadata only can become the same file, which the import would merge:
+    one image of the source would then change the record of another (docs/proofs.md).
+    """
+    mark = f"{keyed_hash(key, source):016x}".encode()
+    if image.startswith(_JPEG):
+        return image[:2] + b"\xff\xfe" + struct.pack(">H", len(mark) + 2) + mark + image[2:]
+    assert image.startswith(_PNG), "steps write JPEG and PNG"
+    chunk = b"tEXt" + b"Comment\0" + mark
+    size = struct.pack(">I", len(chunk) - 4)
+    return image[:_IHDR_END] + size + chunk + struct.pack(">I", crc32(chunk)) + image[_IHDR_END:]
 
 
 @lru_cache(16)
@@ -138,8 +166,11 @@ class _Chunk(NamedTuple):
     seconds: dict[str, float]
 
 
-def _steps(samples: list[Sample], apply: Sequence[tuple[RecordStep, _Apply]]) -> _Chunk:
-    chunk = _Chunk([_Seen(Record(sample), sample) for sample in samples], Counter(), {})
+def _steps(
+    samples: list[Sample], apply: Sequence[tuple[RecordStep, _Apply]], window: Window | None
+) -> _Chunk:
+    seen = [_Seen(Record(sample, window=window), sample) for sample in samples]
+    chunk = _Chunk(seen, Counter(), {})
     for one in chunk.seen:
         one.unread = one.given.problem is not None
     for step, function in apply:
@@ -173,13 +204,14 @@ class _Look:
 
     def __init__(self, folder: Path, files: ExitStack, key: bytes) -> None:
         self._folder, self._files, self._key = folder, files, key
-        self._rows, self._keys, self._changed, self._left_out = (
+        self._rows, self._keys, self._changed, self._left_out, self._dropped_lines = (
             files.enter_context((folder / name).open("wb"))
-            for name in ("rows", "keys", "changed", "left_out")
+            for name in ("rows", "keys", "changed", "left_out", "captions_dropped")
         )
         self._columns: dict[str, tuple[BinaryIO, str, tuple[int, ...]]] = {}
         self._examples = Examples()
         self._counts: dict[str, Counter[str]] = {}
+        self._dropped = Counter[str]()
         self._came, self._seconds = Counter[str](), dict[str, float]()
         self._num = self._num_in = 0
 
@@ -193,6 +225,9 @@ class _Look:
 
     def _row(self, one: _Seen) -> tuple[int, int, int, int, int]:
         record, key = one.record, one.given.key
+        for caption, reason in record.dropped:
+            self._dropped[reason] += 1
+            _write_line(self._dropped_lines, {"key": key, "caption": caption, "reason": reason})
         for step, pair in one.changed.items():
             self._counts.setdefault(step, Counter())["changed"] += 1
             if pair is not None:
@@ -202,8 +237,7 @@ class _Look:
         if record.reason is not None:
             step = one.left_by
             self._counts.setdefault(step, Counter())[record.reason] += 1
-            line = {"key": key, "step": step, "reason": record.reason}
-            self._left_out.write(json.dumps(line).encode() + b"\n")
+            _write_line(self._left_out, {"key": key, "step": step, "reason": record.reason})
             order = self._order(step, key)
             if self._examples.wants(step, order):
                 with suppress(BadImage):  # a step that needs no pixels saw it
@@ -215,7 +249,7 @@ class _Look:
             self._column(name, value)
         image = text = (-1, 0)
         if record.sample.image is not one.given.image:
-            image = self._store(record.sample.image)
+            image = self._store(marked(record.sample.image, self._key, one.given.image))
         if record.captions is not None:
             text = self._store(json.dumps(record.captions).encode())
         return IN, *image, *text
@@ -236,6 +270,14 @@ class _Look:
         assert (value.dtype.str, value.shape) == (kind, shape), f"column {name} changes its type"
         file.write(np.ascontiguousarray(value).tobytes())
 
+    def _reasons(self) -> dict[str, int]:
+        return {
+            f"{step} ({reason})": num
+            for step, counts in self._counts.items()
+            for reason, num in counts.items()
+            if reason != "changed"
+        }
+
     def finish(self) -> dict[str, Any]:
         """Write the examples; return the entries of part.json."""
         self._examples.write(self._folder)
@@ -243,6 +285,8 @@ class _Look:
             "seen": self._num,
             "in": self._num_in,
             "counts": self._counts,
+            "reasons": self._reasons(),
+            "captions_dropped": self._dropped,
             "came": self._came,
             "seconds": self._seconds,
             "columns": {name: [kind, shape] for name, (_, kind, shape) in self._columns.items()},

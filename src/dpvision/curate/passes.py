@@ -26,8 +26,10 @@ from dpvision.data.import_work import COMPARED, read_parts
 from dpvision.data.importer import import_source
 from dpvision.data.ordered import checked_workers
 from dpvision.data.person_names import PersonRule
+from dpvision.data.rgb import Window
 from dpvision.data.sample import SourcePart, check_unchanged
 from dpvision.data.store import CURATION, Store
+from dpvision.errors import DataError
 from dpvision.files import CONFIDENTIAL
 from dpvision.strict_json import parse_json
 
@@ -48,6 +50,7 @@ def curate(
     public: bool = False,
     people: PersonRule | None = None,
     labels: LabelRule | None = None,
+    window: Window | None = None,
     licence: str | None = None,
     workers: int | None = None,
     progress: Said = None,
@@ -61,7 +64,7 @@ def curate(
     Args:
         source: tars or parquet files, also at a URL, or a folder of images, which is read as one
             file.
-        public, people, labels, licence, workers: as for ``import_source``.
+        public, people, labels, window, licence, workers: as for ``import_source``.
         progress: called from time to time.
 
     Raises:
@@ -78,6 +81,7 @@ def curate(
         labels=labels or LabelRule(),
         captions=CaptionRule(),
         licence=licence,
+        window=window,
         workers=workers,
         progress=None if progress is None else partial(progress, "importing"),
         passes=passes,
@@ -110,7 +114,7 @@ class _Passes:
         threads = self.workers if len(parts) == 1 else 1
         steps = self.pipeline.of_one_record
         stated = [{"name": step.name, **about(step)} for step in steps]
-        looks = [LookPart(part, steps, stated, threads) for part in parts]
+        looks = [LookPart(part, steps, stated, rule.window, threads) for part in parts]
         done = 0
         for look in read_parts("look", looks, work, rule, self.workers):
             self._looked.append(look)
@@ -118,6 +122,12 @@ class _Passes:
             if self.said is not None:
                 self.said("looking", done)
         check_unchanged(parts)
+        counts = sum((Counter(look.about["reasons"]) for look in self._looked), Counter[str]())
+        if counts and not sum(look.about["in"] for look in self._looked):
+            raise DataError(
+                f"data curate: the steps left out all images: {_said(counts)}; expected some that "
+                "stay. Change the settings of that step, or leave it out."
+            )
         kept = compare(
             self._looked, self.pipeline.across, work / CONFIDENTIAL / COMPARED, self.said
         )
@@ -140,12 +150,20 @@ class _Passes:
         with (out / "left_out.jsonl").open("w", encoding="utf-8") as file:
             for line in _left_out(self.pipeline, self._looked, self._kept):
                 file.write(line)
+        if counts["captions_dropped"]:
+            with (out / "captions_dropped.jsonl").open("w", encoding="utf-8") as file:
+                for part in self._looked:
+                    file.writelines(_lines(part, "captions_dropped"))
         examples = Examples()
         for part in self._looked:
             examples.read(part.folder)
         add_shown(parts, examples)
         for step, sheet in examples.sheets():
             sheet.save(out / f"{step}.png")
+
+
+def _said(counts: Counter[str]) -> str:
+    return ", ".join(f"{num:,} {reason}" for reason, num in counts.most_common())
 
 
 def _counts(pipeline: Pipeline, looked: Sequence[Part], kept: Kept) -> dict[str, Any]:
@@ -172,7 +190,8 @@ def _counts(pipeline: Pipeline, looked: Sequence[Part], kept: Kept) -> dict[str,
         entry = found.setdefault(across.name, {})
         entry |= {"came": num, "left_out": {"duplicate": len(rows)} if len(rows) else {}}
         num -= len(rows)
-    return found | {"kept": num}
+    dropped = sum((Counter(part.about["captions_dropped"]) for part in looked), Counter[str]())
+    return found | {"captions_dropped": dict(sorted(dropped.items())), "kept": num}
 
 
 def _left_out(pipeline: Pipeline, looked: Sequence[Part], kept: Kept) -> Iterator[str]:

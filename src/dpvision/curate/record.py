@@ -17,6 +17,7 @@ import numpy as np
 
 from dpvision.data.captions import CAPTION_FIELDS
 from dpvision.data.decode import decode
+from dpvision.data.rgb import Window
 from dpvision.data.sample import Sample
 from dpvision.errors import DataError
 from dpvision.strict_json import parse_json
@@ -33,6 +34,10 @@ class Record:
     """What steps across records need: of one type and shape in each column."""
     captions: tuple[str, ...] | None = None
     """Those that replace the source's; None if these stay."""
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    """Captions that are dropped, with the reason; of one that is no text, nothing of it."""
+    window: Window | None = None
+    """Declared range of samples of more than 8 bits, as for ``decode``."""
     before: np.ndarray | None = None
     """The pixels before the last change, for the contact sheet."""
     _pixels: np.ndarray | None = None
@@ -44,7 +49,7 @@ class Record:
             BadImage: it does not decode; a step that ``decodes`` does not get such a record.
         """
         if self._pixels is None:
-            self._pixels = decode(self.sample.image)
+            self._pixels = decode(self.sample.image, window=self.window)
             self._pixels.flags.writeable = False
         return self._pixels
 

@@ -49,11 +49,18 @@ class Caption:
         return apply
 
     def _one(self, record: Record, language: Any) -> None:
-        found = find_captions(record.sample.fields).kept
-        reasons = [self._problem(text, language) for text in found]
-        kept = [text for text, reason in zip(found, reasons, strict=True) if reason is None]
+        captions = find_captions(record.sample.fields)
+        found, kept = captions.kept, list[str]()
+        record.dropped += [("", reason) for reason in captions.dropped.elements()]
+        for text in found:
+            reason = self._problem(text, language)
+            if reason is None:
+                kept.append(text)
+            else:
+                record.dropped.append((text, reason))
         if not kept:
-            record.leave_out(next((reason for reason in reasons if reason), NO_CAPTION))
+            reasons = dict.fromkeys(reason for _, reason in record.dropped)
+            record.leave_out(f"no caption: {', '.join(sorted(reasons))}" if reasons else NO_CAPTION)
             return
         if len(kept) < len(found):  # the import cleans them in the same way
             record.change_captions(kept)
@@ -61,13 +68,13 @@ class Caption:
     def _problem(self, text: str, language: Any) -> str | None:
         words = len(text.split())
         if words < self.min_words:
-            return "caption too short"
+            return "too short"
         if words > self.max_words:
-            return "caption too long"
+            return "too long"
         if not self.keep_suspicious and (odd := suspicion(text)):
-            return f"caption: {odd}"
+            return odd
         if language is not None and language.classify(text)[0] not in self.languages:
-            return "caption in another language"
+            return "another language"
         return None
 
 
