@@ -2,7 +2,7 @@
 
 Keys are spread over files by a hash, so that all records of one key are in one file, in the order
 of the source. A file is read block by block; the different keys of a file stay in memory, about
-2^20 of them.
+2^19 of them.
 
 Legend: N records of a source, M entries, W words of 64 bits of a key.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from dpvision.curate.pairs import Pairs
 from dpvision.mixing import GOLDEN, mix_numpy
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 19
 """Records of a block, and different keys of a file, about."""
 
 
