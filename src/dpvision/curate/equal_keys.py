@@ -74,7 +74,7 @@ def _compare(path: Path, entry: np.dtype, pairs: Pairs) -> None:
         ordered_MW = found["key"][order]
         starts_M = np.r_[True, (ordered_MW[1:] != ordered_MW[:-1]).any(axis=1)]
         first_M = order[np.flatnonzero(starts_M)[np.cumsum(starts_M) - 1]]
-        again_M = (order != first_M) & (order >= len(known))
+        again_M = order != first_M  # those known are first themselves
         pairs.add(found["row"][order[again_M]], found["row"][first_M[again_M]])
         known = found[np.sort(order[starts_M])]
 
