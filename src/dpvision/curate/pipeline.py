@@ -100,6 +100,11 @@ class Pipeline:
         return (*ours, *(step for step in needed if step is not None))
 
     @property
+    def names(self) -> set[str]:
+        """Of all steps, those that compute what others compare included."""
+        return {step.name for step in (*self.of_one_record, *self.across)}
+
+    @property
     def stability(self) -> int | None:
         """How many records of the store one record of the source changes; None for no bound.
 
