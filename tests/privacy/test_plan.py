@@ -121,8 +121,8 @@ def test_a_person_of_several_records_is_dearer_than_a_record_but_not_more_than_g
     spent = plan.spent(20)
     assert plan.epsilon == make_plan(SMALL).epsilon and plan.unit_epsilon == spent.unit_epsilon
     assert make_plan(SMALL).spent(20).unit_epsilon is None
-    # Group privacy (Vadhan, lemma 2.2): (3 e, delta (1 + exp(e) + exp(2 e))) at the record's (e,
-    # delta).
+    # Group privacy, by the definition three times: (3 e, delta (1 + exp(e) + exp(2 e))) at the
+    # record's (e, delta).
     tight = accountant.epsilon(plan.event(20), 1e-8)
     slack = 1e-8 * (1 + math.exp(tight) + math.exp(2 * tight))
     assert slack < plan.delta
