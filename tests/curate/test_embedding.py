@@ -4,11 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import timm
 import torch
+from safetensors.torch import save_file
 
+import dpvision
 from dpvision.curate import embedding
-from dpvision.curate.embedding import NUM_ROWS, Embedding, require_width, unit
-from dpvision.encoders.open import open_encoder
+from dpvision.curate.embedding import NUM_ROWS, Embedding, unit
+from dpvision.curate.record import about
+from dpvision.curate.semantic_duplicates import SemanticDuplicates
+from dpvision.encoders.identity import weights_digest
+from dpvision.encoders.open import open_encoder, open_frozen
 from dpvision.errors import ConfigError
 from dpvision.synthetic.scenes import make_scene
 
@@ -80,18 +86,30 @@ def test_numbers_that_are_not_finite_and_zeros_give_zeros() -> None:
         assert np.allclose(x.astype(float), [0.6, 0.8], atol=1e-3)
 
 
-def test_an_image_that_does_not_decode_is_left_out() -> None:
-    found = records([FILES[0], b"no image", FILES[1]])
-    Embedding().opened()(found)
-    assert [record.reason for record in found] == [None, "not an image", None]
-    assert "embedding" in found[2].facts and "embedding" not in found[1].facts
-    Embedding().opened()([])
+def test_what_is_stated_of_an_encoder_is_its_name_and_digest_not_its_place(tmp_path) -> None:
+    assert Embedding().stated() == {"encoder": "hog"}
+    path = tmp_path / "weights.safetensors"
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=0)
+    save_file(model.state_dict(), path)
+    step = SemanticDuplicates(encoder=f"timm:vit_tiny_patch16_224@{path}")
+    said = about(step)
+    assert str(tmp_path) not in str(said) and said["encoder"].startswith(
+        "timm:vit_tiny_patch16_224"
+    )
+    assert said["encoder"].endswith(weights_digest(dpvision.load(step.encoder)))
 
 
-def test_a_head_for_another_width_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dimension 1764; expected 512, which the safety head"):
-        require_width(np.zeros(1764, dtype=np.float16), 512, "the safety head")
-    require_width(np.zeros(512, dtype=np.float16), 512, "the safety head")
+def test_an_encoder_that_has_seen_private_images_is_refused(monkeypatch) -> None:
+    def seen(*args):
+        encoder, config = open_frozen(*args)
+        return replace(encoder, lineage=({"visibility": "private"},)), config
+
+    monkeypatch.setattr("dpvision.curate.embedding.open_frozen", seen)
+    for step in (Embedding(), SemanticDuplicates()):
+        with pytest.raises(ConfigError, match="has seen private images"):
+            about(step)
+    with pytest.raises(ConfigError, match="has seen private images"):
+        Embedding().opened()
 
 
 def test_an_unknown_encoder_is_refused() -> None:

@@ -1,36 +1,32 @@
 """``dpvision data``: import, inspect, merge and split stores, and make synthetic ones."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
+from dpvision.cli.curate import curate
 from dpvision.cli.each_image import Release
 from dpvision.cli.output import CONFIG, FLAT, StorePath, emit, pairs
 from dpvision.cli.overlap import overlap
 from dpvision.cli.paths import check_sheet, check_source, check_store
+from dpvision.cli.store_lines import Labels, Range, label, said, unit_lines
 from dpvision.cli.tokenizer import tokenizer
-from dpvision.cli.typed import words_of
 from dpvision.data.captions import CaptionRule
-from dpvision.data.dicom import CUT, NO_RANGE
 from dpvision.data.dicom_source import DicomRule
 from dpvision.data.import_labels import LabelRule
-from dpvision.data.person_names import SHARED_FILE, PersonRule
+from dpvision.data.person_names import PersonRule
 from dpvision.environment import own_cores
-from dpvision.errors import OPERATOR_ONLY, DataError
+from dpvision.errors import DataError
 
 if TYPE_CHECKING:
     from dpvision.data.sample import Source
     from dpvision.data.store import Store
-
-_DARK_BELOW = 1 << 15
-"""Images of 16 bits whose largest value is below may have fewer bits."""
 
 SceneLabel = Literal["shape", "colour", "texture", "count", "light", "background"]
 
@@ -42,6 +38,7 @@ def run(argv: Sequence[str]) -> None:
         "inspect": inspect,
         "split": split,
         "merge": merge,
+        "curate": curate,
         "scenes": scenes,
         "tokenizer": tokenizer,
         "overlap": overlap,
@@ -49,31 +46,11 @@ def run(argv: Sequence[str]) -> None:
     tyro.extras.subcommand_cli_from_dict(
         commands,
         prog="dpvision data",
-        description="Import, inspect, split and merge stores; make procedural scenes; train a "
-        "tokenizer; find images that two stores share.",
+        description="Import, curate, inspect, split and merge stores; make procedural scenes; "
+        "train a tokenizer; find images that two stores share.",
         args=list(argv),
         config=CONFIG,
     )
-
-
-@dataclass(frozen=True)
-class _Labels(LabelRule):
-    classes: Path | None = None
-    """File with the class names in the order of their numbers, one per line or a JSON list; or a
-    JSON object from the labels in SOURCE to names, {"1": "cat", "2": "dog"}.
-    """
-
-
-@dataclass(frozen=True)
-class _Range:
-    max_value: int | None = None
-    """White in images of more than 8 bits whose files do not state it, such as 4095 for 12-bit
-    cameras that write 16 bits. They are stored as 8-bit PNG.
-    """
-    window: tuple[float, float] | None = None
-    """Black and white in images of more than 8 bits, e.g. -160 240 for Hounsfield units, or of
-    floating-point values.
-    """
 
 
 @dataclass(frozen=True)
@@ -89,9 +66,9 @@ def import_(
     store: StorePath,
     public: bool = False,
     people: Annotated[PersonRule, FLAT] = PersonRule(),
-    labels: Annotated[_Labels, FLAT] = _Labels(),
+    labels: Annotated[Labels, FLAT] = Labels(),
     captions: Annotated[CaptionRule, FLAT] = CaptionRule(),
-    range: Annotated[_Range, FLAT] = _Range(),
+    range: Annotated[Range, FLAT] = Range(),
     dicom: Annotated[_Dicom, FLAT] = _Dicom(),
     licence: str | None = None,
     dataset: str | None = None,
@@ -128,14 +105,10 @@ def import_(
             images; if None, the cores of this machine.
         json: Print JSON.
     """
-    window = range.window if range.max_value is None else (0, range.max_value)
+    window = range.declared("data import")
     from_dataset = dataset is not None or split is not None
     if from_dataset:
         _check_fixed(people, labels, captions, window, dicom)
-    if None not in (range.max_value, range.window):
-        raise DataError(
-            "data import: --max-value and --window; expected one of them. Drop --max-value."
-        )
     if not from_dataset:
         check_source(source)
     from dpvision.data.importer import import_samples, import_source
@@ -162,7 +135,7 @@ def import_(
             workers=workers,
             progress=lambda n: status.update(f"importing: {n:,} images{whole}"),
         )
-    _said(made, json, more)
+    said(made, json, more)
 
 
 def _check_fixed(
@@ -268,7 +241,7 @@ def scenes(
                 f"drawing: {n:,} of {num:,} scenes, {n / (time.monotonic() - start):,.0f}/s"
             ),
         )
-    _said(made, json)
+    said(made, json)
 
 
 def inspect(
@@ -306,9 +279,9 @@ def inspect(
     contact_sheet(opened, num_images).save(sheet)
     result["contact_sheet"] = str(sheet)
     lines = [
-        f"{_label(opened)}what {store} holds",
+        f"{label(opened)}what {store} holds",
         pairs(result),
-        *(_unit_lines(opened) if has_units(opened) else []),
+        *(unit_lines(opened) if has_units(opened) else []),
     ]
     emit(
         result
@@ -349,10 +322,10 @@ def split(
     made = split_store(store, first, second, fraction, seed)
     held = {str(half.path): _counts(half) for half in made}
     lines = [
-        f"{_label(made[0])}what each part holds",
+        f"{label(made[0])}what each part holds",
         pairs({path: _held(counts) for path, counts in held.items()}),
     ]
-    lines += _unit_lines(made[0]) if has_units(made[0]) else []
+    lines += unit_lines(made[0]) if has_units(made[0]) else []
     lines += [
         *to_train(made[0]),
         f"Keep {made[1].path} for the test: a finished run names the command that scores it there.",
@@ -391,7 +364,7 @@ def merge(
             workers=workers,
             progress=lambda n: status.update(f"merging: {n:,} images"),
         )
-    _said(made, json)
+    said(made, json)
 
 
 def _counts(store: "Store") -> dict[str, int | None]:
@@ -406,149 +379,3 @@ def _counts(store: "Store") -> dict[str, int | None]:
 def _held(counts: dict[str, int | None]) -> str:
     people = counts["people"]
     return f"{counts['records']:,} records" + ("" if people is None else f" of {people:,} people")
-
-
-def _left_out_lines(store: "Store", summary: dict[str, Any]) -> list[str]:
-    """Return lines with the list of files left out, and how to convert unsupported formats."""
-    from dpvision.data.import_merge import DICOM_FILE, UNMATCHED_FILE
-
-    left_out = summary.get("left_out")
-    confidential = store.path / "confidential"
-    lines = [
-        f"{text}: {confidential / name}"
-        for text, name in (
-            ("Rows without a file, files without a row", UNMATCHED_FILE),
-            ("Images of two persons, with both", SHARED_FILE),
-            ("Images that may show a name: burned-in annotation or overlay", DICOM_FILE),
-        )
-        if (confidential / name).exists()
-    ]
-    if not left_out:
-        return lines
-    lines += [f"Files left out, with the reason: {store.path / 'confidential' / 'left_out.jsonl'}"]
-    if "HEIF" in left_out:
-        lines.append(
-            "HEIF images (.heic) need pillow-heif: pip install pillow-heif, or convert them: "
-            "magick mogrify -format jpg *.heic"
-        )
-    if "DICOM" in left_out:
-        lines.append("DICOM images need pydicom: pip install 'dpvision[dicom]'")
-    if "DICOM: transfer syntax" in left_out:
-        lines.append(
-            "DICOM images in a transfer syntax without a decoder need python-gdcm (pip install "
-            "'dpvision[dicom]'), or decompression by DCMTK or gdcmconv."
-        )
-    return lines
-
-
-def _caption_lines(summary: dict[str, Any]) -> list[str]:
-    """Return a line if there are captions that may say nothing."""
-    if not (found := summary.get("captions_suspicious")):
-        return []
-    return [
-        f"{sum(found.values()):,} captions may say nothing about their image "
-        f"({', '.join(found)}), and are kept. If they are no captions, empty these fields in the "
-        "source and import again."
-    ]
-
-
-def _range_lines(summary: dict[str, Any]) -> list[str]:
-    """Return lines if images of 16 bits do not fill their range, or on the declared range."""
-    lines = []
-    if num := summary.get("dicom", {}).get(NO_RANGE):
-        lines.append(
-            f"{num:,} DICOM images of more than 8 bits have no window of their own: the range that "
-            "their bits allow is black to white, so they may be dark or flat. To choose it, import "
-            "again with --window LOW HIGH, e.g. -160 240 for Hounsfield units."
-        )
-    if num := summary.get("dicom", {}).get(CUT):
-        lines.append(
-            f"{num:,} DICOM images lose more than half of their pixels to their window, which "
-            "makes these black or white. Choose another with --window LOW HIGH."
-        )
-    return lines + _declared_range_lines(summary)
-
-
-def _declared_range_lines(summary: dict[str, Any]) -> list[str]:
-    if "window" in summary:
-        low, high = summary["window"]
-        return [
-            f"Runs on this store read files of more than 8 bits by the same range, {low:g} to "
-            f"{high:g}, also for prediction; with another encoder: preprocess(FILE, "
-            f"window=({low:g}, {high:g}))."
-        ]
-    found = {
-        name: n
-        for name, n in summary.get("largest_values_of_16_bits", {}).items()
-        if int(name.split()[-1]) < _DARK_BELOW
-    }
-    if not found:
-        return []
-    most = int(list(found)[-1].split()[-1])
-    return [
-        f"{sum(found.values()):,} images of 16 bits are dark: their values do not pass {most}, "
-        f"and 65535 is white. If their range is smaller, import again with --max-value {most}, "
-        "or with --window LOW HIGH."
-    ]
-
-
-def _said(store: "Store", as_json: bool, more: Mapping[str, Any] = MappingProxyType({})) -> None:
-    from dpvision.cli.next_steps import to_train
-    from dpvision.data.declared import has_units, numbers_to_declare
-
-    summary = store.import_summary()
-    result = {
-        "store": str(store.path),
-        "store_id": store.store_id,
-        "visibility": store.visibility,
-        "operator_only": store.results_visibility == "private",
-        "num_records": store.num_records,
-        "multi_label": store.multi_label,
-        "declare": numbers_to_declare(store),
-        **summary,
-        **more,
-    }
-    labels = ", several labels per record" if store.multi_label else ""
-    lines = [
-        f"{_label(store)}{store.num_records:,} records in {store.path} "
-        f"({store.visibility}{labels})",
-        pairs(_flat({**summary, **more})),
-        *_left_out_lines(store, summary),
-        *_range_lines(summary),
-        *_caption_lines(summary),
-        *(_unit_lines(store) if has_units(store) else []),
-        *to_train(store),
-    ]
-    emit(result, as_json, "\n".join(lines))
-
-
-def _label(store: "Store") -> str:
-    return OPERATOR_ONLY if store.results_visibility == "private" else ""
-
-
-def _unit_lines(store: "Store") -> list[str]:
-    from dpvision.data.declared import numbers_to_declare, rounded_up
-
-    field, numbers = store.meta["unit_field"], numbers_to_declare(store)
-    people: dict[str, Any] = {
-        "sampling_unit": "person",
-        "num_units": numbers[0]["num_units"],
-        "dataset_size": rounded_up(store.num_records),
-    }
-    return [
-        f"{_label(store)}The guarantee will be for a {field} with all its images. Declare one of "
-        "these (see docs/data.md, persons):",
-        *(
-            "  " + " ".join(word for name in one for word in words_of(f"privacy.{name}", one[name]))
-            for one in [*numbers, people]
-        ),
-    ]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for key, value in values.items():
-        made |= (
-            _flat(value, f"{prefix}{key}: ") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return made

@@ -82,7 +82,7 @@ def to_train(store: Store) -> list[str]:
         whose = OPERATOR_ONLY if store.results_visibility == "private" else ""
         lines.append(
             f"{whose}{len(rows) - captioned:,} images have no caption. For a captioner import "
-            "with --require-captions."
+            "with --require-captions, or curate with --steps caption."
         )
     return lines
 

@@ -1,1 +1,1 @@
-"""Curation of scraped images: declared steps of one record or across records, before training."""
+"""Curation: from scraped pairs to a private store, by declared steps."""

@@ -7,21 +7,21 @@ place among these changes no bit is checked when the encoder is opened.
 Legend: B images, D embedding dimension.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 
 from dpvision.config import FrozenEncoderConfig
-from dpvision.curate.record import Record, readable
+from dpvision.curate.record import Record
 from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.identity import check_places
+from dpvision.encoders.identity import check_places, weights_digest
 from dpvision.encoders.open import open_frozen
 from dpvision.errors import ConfigError
+from dpvision.threads import one_thread
 
 NUM_ROWS = 32
 """Images of a pass."""
@@ -40,50 +40,56 @@ class Embedding:
     """
 
     name: ClassVar[str] = "embedding"
+    decodes: ClassVar[bool] = True
     encoder: str = "hog"
     pooling: str | None = None
     device: str = "cpu"
+
+    def stated(self) -> dict[str, str]:
+        """Return the encoder's public name and the digest of its weights, not a path."""
+        return {"encoder": self._encoder_text}
+
+    @cached_property
+    def _encoder_text(self) -> str:
+        encoder, _ = self._open()
+        digest = weights_digest(encoder)
+        return encoder.name if digest is None else f"{encoder.name}, sha256 {digest}"
+
+    def _open(self) -> tuple[Encoder, str]:
+        with one_thread():
+            config = FrozenEncoderConfig(spec=self.encoder, pooling=self.pooling)
+            encoder, config = open_frozen(config, self.device)
+        assert config.pooling is not None
+        if any(entry["visibility"] == "private" for entry in encoder.lineage):
+            raise ConfigError(
+                f"embedding: encoder={self.encoder} has seen private images; expected one that "
+                "has not, because the store would depend on these too. Use hog."
+            )
+        return encoder, config.pooling
 
     def opened(self) -> Callable[[Sequence[Record]], None]:
         """Return the step.
 
         Raises:
-            ConfigError: no such encoder, no weights for it, or its features do not depend on one
-                image alone. CheckpointError: it cannot be read.
+            ConfigError: no such encoder, no weights for it, weights that have seen private images,
+                or features that do not depend on one image alone. CheckpointError: it cannot be
+                read.
         """
-        with _one_thread():
-            config = FrozenEncoderConfig(spec=self.encoder, pooling=self.pooling)
-            encoder, config = open_frozen(config, self.device)
-            assert config.pooling is not None
-            check_places(encoder, config.pooling, NUM_ROWS, self.device)
-        return partial(_add_embeddings, encoder, config.pooling, self.device)
-
-
-def require_width(embedding_D: np.ndarray, width: int, head: str) -> None:
-    """Refuse an embedding of another dimension than a head takes.
-
-    Args:
-        head: its name, for the error.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    if embedding_D.shape != (width,):
-        raise ConfigError(
-            f"curate: embedding of dimension {embedding_D.shape[-1]}; expected {width}, which "
-            f"{head} was trained on. Give the embedding step the encoder of that head."
-        )
+        encoder, pooling = self._open()
+        with one_thread():
+            check_places(encoder, pooling, NUM_ROWS, self.device)
+        return partial(_add_embeddings, encoder, pooling, self.device)
 
 
 @torch.inference_mode()
 def _add_embeddings(encoder: Encoder, pooling: str, device: str, records: Sequence[Record]) -> None:
-    seen = [(record, encoder.preprocess(pixels)) for record, pixels in readable(records)]
+    seen = [(record, encoder.preprocess(record.pixels())) for record in records]
     for start in range(0, len(seen), NUM_ROWS):
         part = seen[start : start + NUM_ROWS]
         x_BCHW = torch.zeros(NUM_ROWS, *part[0][1].shape)
         for b, (_, x_CHW) in enumerate(part):
             x_BCHW[b] = torch.from_numpy(x_CHW)
-        with _one_thread():
+        with one_thread():
             x_BD = encoder(x_BCHW.to(device), pooling).float().cpu().numpy()
         for (record, _), x_D in zip(part, x_BD, strict=False):
             record.facts[Embedding.name] = unit(x_D)
@@ -96,13 +102,3 @@ def unit(x_D: np.ndarray) -> np.ndarray:
         return np.zeros(x_D.shape, dtype=np.float16)
     scaled_D = x_D.astype(np.float64) / largest
     return (scaled_D / np.sqrt((scaled_D * scaled_D).sum())).astype(np.float16)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

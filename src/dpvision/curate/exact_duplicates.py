@@ -15,7 +15,7 @@ import numpy as np
 
 from dpvision.curate.equal_keys import find_equal
 from dpvision.curate.pairs import Pairs
-from dpvision.curate.record import Duplicates, Record, readable
+from dpvision.curate.record import Duplicates, Record
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class PixelDigest:
     """Compute the fact ``pixel_digest``: 128 bits of the image's size and pixels, uint64 (2,)."""
 
     name: ClassVar[str] = "pixel_digest"
+    decodes: ClassVar[bool] = True
 
     def opened(self) -> Callable[[Sequence[Record]], None]:
         return _add_digests
@@ -59,7 +60,8 @@ class ExactDuplicates:
 
 
 def _add_digests(records: Sequence[Record]) -> None:
-    for record, pixels_HWC in readable(records):
+    for record in records:
+        pixels_HWC = record.pixels()
         data = np.array(pixels_HWC.shape, dtype="<i8").tobytes() + pixels_HWC.tobytes()
         digest = blake2b(data, digest_size=16).digest()
         record.facts[PixelDigest.name] = np.frombuffer(digest, dtype="<u8").copy()

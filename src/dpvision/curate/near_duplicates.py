@@ -23,7 +23,7 @@ import numpy as np
 
 from dpvision.curate.equal_keys import find_equal
 from dpvision.curate.pairs import Pairs
-from dpvision.curate.record import Duplicates, Record, readable
+from dpvision.curate.record import Duplicates, Record
 from dpvision.data.open import open_store
 from dpvision.data.overlap import signatures
 from dpvision.data.perceptual import (
@@ -52,6 +52,7 @@ class PerceptualHashes:
     """
 
     name: ClassVar[str] = "perceptual_hashes"
+    decodes: ClassVar[bool] = True
 
     def opened(self) -> Callable[[Sequence[Record]], None]:
         return _add_hashes
@@ -65,13 +66,12 @@ class NearDuplicates:
     bytes for each record that is compared, about; time grows with the square of the number of
     different hashes, divided by the number of buckets of a table.
 
-    Args:
-        radius: differing bits of the first word, 0 to 11.
     """
 
     name: ClassVar[str] = "near_duplicates"
     fact: ClassVar[str] = "perceptual_hashes"
     radius: int = RADIUS
+    """Differing bits of the first 64, 0 to 11; at 0 one image changes at most 2 of the store."""
 
     def __post_init__(self) -> None:
         check_radius(self.radius, self.name)
@@ -120,14 +120,15 @@ class PublicDuplicates:
 
     Each process reads the public stores once and holds 64 bytes for each of their images.
 
-    Args:
-        against: public stores.
-        radius: as for ``NearDuplicates``.
+    The guarantee then holds for the images of the source (docs/curate.md).
     """
 
-    name: ClassVar[str] = "near_duplicates"
-    against: tuple[Path, ...]
+    name: ClassVar[str] = "public_duplicates"
+    decodes: ClassVar[bool] = True
+    against: tuple[Path, ...] = ()
+    """Public stores."""
     radius: int = RADIUS
+    """Differing bits of the first 64, 0 to 11."""
 
     def __post_init__(self) -> None:
         check_radius(self.radius, self.name)
@@ -136,8 +137,12 @@ class PublicDuplicates:
         """Return the step.
 
         Raises:
-            ConfigError: a store is not public. DataError: a store cannot be read.
+            ConfigError: no store, or one that is not public. DataError: it cannot be read.
         """
+        if not self.against:
+            raise ConfigError(
+                f"{self.name}: no store; expected public ones. Give --public-duplicates.against STORE."
+            )
         parts = [np.zeros((0, 2, 2), dtype=np.uint64)]
         for path in self.against:
             store = open_store(path)
@@ -166,13 +171,6 @@ class PublicDuplicates:
         return leave_out
 
 
-def near_duplicates(
-    radius: int = RADIUS, against: tuple[Path, ...] = ()
-) -> NearDuplicates | PublicDuplicates:
-    """Return the step with these settings: with public stores it is a step of each record alone."""
-    return PublicDuplicates(against, radius) if against else NearDuplicates(radius)
-
-
 def canonical(hash_N22: np.ndarray) -> np.ndarray:
     """Return the smaller hash of each image and its mirror image, uint64 (N, 2)."""
     one, two = hash_N22[:, 0], hash_N22[:, 1]
@@ -192,7 +190,8 @@ def _compared(hash_N22: np.ndarray, radius: int) -> np.ndarray:
 
 
 def _add_hashes(records: Sequence[Record]) -> None:
-    for record, pixels_HWC in readable(records):
+    for record in records:
+        pixels_HWC = record.pixels()
         found = perceptual_hashes(pixels_HWC)
         record.facts[PerceptualHashes.name] = (
             np.zeros((2, 2), dtype=np.uint64) if found is None else found

@@ -57,21 +57,20 @@ class SemanticDuplicates:
     One record can change the result without bound. Memory does not grow with the number of records;
     the disk takes a copy of the embeddings for each probe. An embedding that is zero or not finite
     matches nothing.
-
-    Args:
-        cosine: threshold, -1 to below 1. It depends on the encoder.
-        clusters: K; if None, 1 up to 16,384 records, then sqrt(N / 2), which takes least time.
-        probes: clusters in which a record is compared with those assigned to them. More find pairs
-            that a border parts.
-        encoder: of the embeddings, where no earlier step has computed them.
     """
 
     name: ClassVar[str] = "semantic_duplicates"
     fact: ClassVar[str] = "embedding"
     cosine: float = 0.9
+    """Cosine above which images are duplicates, -1 to below 1. It depends on the encoder."""
     clusters: int | None = None
+    """Clusters; if None, 1 up to 16,384 records, then sqrt(N / 2), which takes least time."""
     probes: int = 1
+    """Clusters in which an image is compared with those assigned to them. More find pairs that a
+    border parts.
+    """
     encoder: str = "hog"
+    """Encoder of the embeddings; the default needs no weights."""
 
     def __post_init__(self) -> None:
         if not -1 <= self.cosine < 1:
@@ -82,6 +81,10 @@ class SemanticDuplicates:
             value = getattr(self, name)
             if value is not None and not value >= 1:
                 raise ConfigError(f"{self.name}: {name}={value}; expected 1 or more. Leave it out.")
+
+    def stated(self) -> dict[str, str]:
+        """As ``Embedding``."""
+        return self.facts().stated()
 
     @property
     def stability(self) -> None:

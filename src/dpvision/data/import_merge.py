@@ -19,7 +19,7 @@ import numpy as np
 
 from dpvision.data.dicom import NO_RANGE
 from dpvision.data.import_labels import ImportedLabels
-from dpvision.data.import_part import PART_ROW, Part
+from dpvision.data.import_part import COPIED, PART_ROW, Part
 from dpvision.data.import_people import (
     Shared,
     WithoutPerson,
@@ -250,18 +250,18 @@ def _join_images(
     """Append the copied images of a block of rows, and write where they are now into the block.
 
     Args:
-        images: files with copied images, whose numbers in the block follow those of the tars.
+        images: files with copied images.
         tars: numbers of the part's tars among ``in_place``, the tars of all parts.
     """
-    from_tar = block["shard"] < len(tars)
+    from_tar = block["shard"] < COPIED
     copied = np.flatnonzero(~from_tar)
     block["shard"][from_tar] = tars[block["shard"][from_tar]] if from_tar.any() else 0
-    file_N = block["shard"][copied] - np.uint32(len(tars))
+    file_N = block["shard"][copied] - np.uint32(COPIED)
     for rows in np.split(copied, np.flatnonzero(np.diff(file_N)) + 1):
         if not len(rows):
             continue
         offset_N, size_N = (block[k][rows].astype(np.int64) for k in ("offset", "size"))
-        with images[int(block["shard"][rows[0]]) - len(tars)].open("rb") as file:
+        with images[int(block["shard"][rows[0]]) - COPIED].open("rb") as file:
             shard_N, block["offset"][rows] = writer.join(file, offset_N, size_N)
         block["shard"][rows] = shard_N + len(in_place)
 

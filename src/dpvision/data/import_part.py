@@ -45,7 +45,10 @@ from dpvision.strict_json import parse_json
 
 BLANK = "DICOM: one value only"
 PART_ROW = np.dtype([*ROW.descr, ("captioned", "?")])
-"""A row, and whether its line has a caption."""
+"""A row, and whether its line has a caption. The shards of a part that is read by itself are
+numbers of its tars, and ``COPIED`` more than those of its copied images.
+"""
+COPIED = 1 << 31
 _CHUNK, _CHUNK_BYTES = 64, 1 << 26
 """A chunk ends at this many samples or bytes, whichever comes first."""
 _ROWS_IN_RUN = 1 << 16
@@ -268,6 +271,7 @@ class _Part:
         counts["number"].update(captions=len(captions), captions_cut=text.num_cut)
         if sample.place is None:
             shard, offset = self._shards.add(sample, captions, value, unit)
+            shard += COPIED if self._shards.whole else 0
         else:
             shard, offset = (
                 self._in_place.setdefault(sample.place[0], len(self._in_place)),

@@ -32,10 +32,14 @@ from dpvision.errors import DataError, remedy_for
 from dpvision.files import CONFIDENTIAL, hide_folder, name_folder, partial_name, sync
 from dpvision.strict_json import parse_json
 
-Kind = Literal["people", "read", "store"]
+Kind = Literal["people", "read", "store", "look"]
 """What is done with a file: ``write_people`` or ``write_part``. A ``StoredPart`` writes itself."""
+COMPARED = "compared-0"
+"""Folder under ``confidential/`` of a curation's steps across records."""
 _FORMAT = 4
-_MADE = re.compile(r"settings\.json|key|(people|read|store)-[0-9a-f]{16}(\.[0-9]+)?")
+_MADE = re.compile(
+    r"settings\.json|key|((people|read|store|look)-[0-9a-f]{16}|compared-0)(\.[0-9]+)?"
+)
 """Names under ``confidential/``."""
 _CALLED = {"data merge": "pieces of the stores"}
 """What parts are called in messages."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dpvision.data.caption_files import CaptionFile
 from dpvision.data.captions import CaptionRule
@@ -34,7 +34,7 @@ from dpvision.data.remote import check_local, is_url, local_folder
 from dpvision.data.rgb import Window, check_window
 from dpvision.data.sample import Sample, Source, SourcePart, check_unchanged
 from dpvision.data.shard_writer import ShardWriter
-from dpvision.data.sources import open_source
+from dpvision.data.sources import FolderPart, open_source
 from dpvision.data.store import Store
 from dpvision.data.store_writer import (
     copy_key,
@@ -61,6 +61,7 @@ def import_source(
     dicom: DicomRule = DicomRule(),
     workers: int | None = None,
     progress: Callable[[int], None] | None = None,
+    passes: "Passes | None" = None,
 ) -> Store:
     """Import an image folder, parquet files, WebDataset tars or DICOM files into a new store.
 
@@ -87,6 +88,7 @@ def import_source(
         workers: processes that read the files of a source of several, else threads that decode; if
             None, the cores of this process. It changes no byte of the store.
         progress: called from time to time with the number of images checked so far.
+        passes: what ``curate`` does before and after; then a folder of images is read as one file.
 
     Raises:
         ConfigError: ``workers`` is below 1.
@@ -116,6 +118,9 @@ def import_source(
         dicom=dicom,
     )
     found = opened()
+    if passes is not None and not found.parts:
+        folder = FolderPart.of(Path(source), opened)
+        found = found._replace(parts=(folder,), counts={})  # counted where the folder is read
     making = _Making.of(found, public, people, labels, captions, licence, window)
     if found.remote and making.captions is not None:
         raise DataError(
@@ -123,8 +128,8 @@ def import_source(
             "in the files (KEY.txt, KEY.json, or a column). Put them there, or copy the files to a "
             "disk."
         )
-    if (len(found.parts) > 1 or found.remote) and making.captions is None:
-        return _import_parts(making, target, workers, progress)
+    if passes is not None or ((len(found.parts) > 1 or found.remote) and making.captions is None):
+        return _import_parts(making, target, workers, progress, passes)
     return _import_stream(making, target, workers, progress, again=opened)
 
 
@@ -231,20 +236,52 @@ def _lines(missed: Missed) -> str:
     )
 
 
-def _import_parts(making: _Making, target: Path, workers: int, progress: _Progress) -> Store:
+class Passes(Protocol):
+    """What comes before and after the files of a source are read: a curation's passes."""
+
+    where: str
+    """The command, for messages."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the passes, as JSON."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Entries of store.json."""
+
+    def before(self, parts: Sequence[SourcePart], work: Path, rule: ReadRule) -> list[SourcePart]:
+        """Return what is read in place of the files."""
+
+    def after(self, parts: Sequence[Part], folder: Path) -> None:
+        """Write what belongs to the store beside its own files."""
+
+
+def _import_parts(
+    making: _Making,
+    target: Path,
+    workers: int,
+    progress: _Progress,
+    passes: Passes | None = None,
+) -> Store:
     """Import each file by itself; what is complete is kept if the import fails."""
     source, rule = making.source, making.rule
-    with work_folder(target, settings_of(rule)) as work:
+    where, settings = "data import", settings_of(rule)
+    if passes is not None:
+        where, settings = passes.where, settings | passes.settings
+        making = replace(making, about=making.about | passes.about)
+    with work_folder(target, settings, where) as work:
         rule = replace(rule, key=durable_key(work))
+        files = source.parts if passes is None else passes.before(source.parts, work, rule)
         if rule.people.checked_first:
             check_persons(
-                list(read_parts("people", source.parts, work, rule, workers)),
+                list(read_parts("people", files, work, rule, workers)),
                 rule.people,
                 rule.key,
-                lambda some: _samples_of([source.parts[i] for i in some], work),
+                lambda some: _samples_of([files[i] for i in some], work),
             )
         parts, done = list[Part](), 0
-        for part in read_parts("read", source.parts, work, rule, workers):
+        for part in read_parts("read", files, work, rule, workers):
             parts.append(part)
             done += part.about["seen"]
             if progress is not None:
@@ -258,6 +295,8 @@ def _import_parts(making: _Making, target: Path, workers: int, progress: _Progre
         with new_store_folder(target, private=not rule.public, last=last) as folder:
             copy_key(work, folder)
             making.write(parts, folder)
+            if passes is not None:
+                passes.after(parts, folder)
     return open_store(target)
 
 

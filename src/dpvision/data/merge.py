@@ -20,7 +20,7 @@ from dpvision.data.ordered import checked_workers
 from dpvision.data.person_names import PersonRule
 from dpvision.data.remote import check_local
 from dpvision.data.sample import check_unchanged
-from dpvision.data.store import WINDOW, Store
+from dpvision.data.store import CURATION, WINDOW, Store
 from dpvision.data.store_part import parts_of
 from dpvision.data.store_writer import copy_key, durable_key, new_store_folder
 from dpvision.errors import DataError
@@ -148,6 +148,11 @@ def _check_kind(store: Store) -> None:
             "deduplicated" in store.meta or "cleared_from" in store.meta,
             "a store cleared of private images",
             "Merge the stores before dpvision data overlap.",
+        ),
+        (
+            CURATION in store.meta,
+            "a curated store, whose steps did not see the other's records",
+            "Curate the sources together: dpvision data curate takes several files.",
         ),
     ):
         if given:

@@ -32,7 +32,7 @@ class ShardWriter:
             files: closes the file that is being written.
             whole: write one shard only, however large.
         """
-        self._folder, self._files, self._whole = folder, files, whole
+        self._folder, self._files, self.whole = folder, files, whole
         self._tar: TarWriter | None = None
         self._file: BinaryIO | None = None
         self._done: list[tuple[str, int]] = []
@@ -59,7 +59,7 @@ class ShardWriter:
         return len(self._done), offset
 
     def _current(self) -> TarWriter:
-        if self._tar is not None and self._tar.position >= SHARD_BYTES and not self._whole:
+        if self._tar is not None and self._tar.position >= SHARD_BYTES and not self.whole:
             self._close()
         if self._tar is None:
             (self._folder / "shards").mkdir(exist_ok=True)

@@ -3,11 +3,13 @@
 Every kind yields ``Sample``; importer.py alone interprets its fields (label, unit, captions).
 """
 
+import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -350,6 +352,52 @@ class _FilePart:
     def now(self) -> list[int]:
         """``stamp_of`` the file."""
         return stamp_of(self.path)
+
+
+@dataclass(frozen=True)
+class FolderPart:
+    """A folder of images as one file of a source."""
+
+    path: Path
+    opened: Callable[[], Source]
+    """Opens the folder again."""
+    stamp: list[Any]
+    shared: ClassVar[bool] = True
+    settings: ClassVar[list[Any]] = []
+
+    @classmethod
+    def of(cls, path: Path, opened: Callable[[], Source]) -> "FolderPart":
+        """Return the part, stamped."""
+        return cls(path, opened, _folder_stamp(path))
+
+    @property
+    def name(self) -> str:
+        """The folder's path."""
+        return str(self.path.absolute())
+
+    def now(self) -> list[Any]:
+        """Bytes of all files, and a digest of their names and stamps."""
+        return _folder_stamp(self.path)
+
+    def samples(self, noted: dict[str, Any], scratch: Path) -> Iterator[Sample]:
+        """Yield the samples of the folder."""
+        yield from self.opened().samples
+
+    def check(self, noted: dict[str, Any], seen: set[str]) -> None:
+        """A single part goes with itself."""
+
+
+def _folder_stamp(root: Path) -> list[Any]:
+    digest, size = blake2b(digest_size=16), 0
+    for folder, below, names in os.walk(root, followlinks=True):
+        below.sort()
+        for name in sorted(names):
+            path = Path(folder, name)
+            with contextlib.suppress(DataError):  # a broken link is counted when it is read
+                stamp = stamp_of(path)
+                size += stamp[0]
+                digest.update(f"{path.relative_to(root)}\0{stamp}\0".encode("utf-8", "replace"))
+    return [size, digest.hexdigest()]
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ SHARED_KEPT = "shared_images_kept"
 """Entry of store.json: images of two persons were kept for the first, as the operator asked;
 statements list it as not covered.
 """
+CURATION = "curation"
+"""Entry of store.json: the steps that chose the records (``curate``), for statements."""
 WINDOW, UNDECLARED = "window", "undeclared_range"
 """Entries of store.json on images of more than 8 bits."""
 ABOUT = (
@@ -69,6 +71,7 @@ ABOUT = (
     "may_be_unlabelled",
     "shared_images",
     SHARED_KEPT,
+    CURATION,
     WINDOW,
     UNDECLARED,
     "deduplicated",

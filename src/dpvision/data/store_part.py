@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dpvision.data.import_merge import REPEAT, REPEATS_FILE
-from dpvision.data.import_part import PART_ROW
+from dpvision.data.import_part import COPIED, PART_ROW
 from dpvision.data.multi_label import NO_ARRAY
 from dpvision.data.open import open_store
 from dpvision.data.record_lines import have_captions
@@ -214,8 +214,7 @@ class StorePart:
         shard_N, label_N = (old.used(name, self.start, self.stop) for name in ("shard", "label"))
         paths = [store.shard_paths[shard] for shard in shard_N.tolist()]
         in_place = np.array([_in_place(store, shard) for shard in shard_N.tolist()])
-        number_N = np.empty(len(paths), dtype=np.uint32)  # tars in place first
-        number_N[np.argsort(~in_place, kind="stable")] = np.arange(len(paths))
+        number_N = np.where(in_place, in_place.cumsum(), COPIED + (~in_place).cumsum()) - 1
         labels = [label for label in label_N.tolist() if label >= 0]
         begin = int(old.read(self.start, self.start + 1)["caption_offset"][0])
         end = begin

@@ -1,0 +1,230 @@
+"""Curate a source into a store: look at each file, compare records, import what is left.
+
+Three passes over the files of the source, each file by itself; what is complete survives a crash,
+and the same call goes on from there. No image is copied between the passes: the import reads the
+source again, so tars stay in place where nothing of an image is changed.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dpvision.curate.kept import CuratedPart, Kept, add_shown, compare, shown_pairs
+from dpvision.curate.look import LookPart
+from dpvision.curate.pipeline import Pipeline
+from dpvision.curate.record import about
+from dpvision.curate.sheet import Examples
+from dpvision.data.captions import CaptionRule
+from dpvision.data.import_labels import LabelRule
+from dpvision.data.import_part import Part, ReadRule
+from dpvision.data.import_work import COMPARED, read_parts
+from dpvision.data.importer import import_source
+from dpvision.data.ordered import checked_workers
+from dpvision.data.person_names import PersonRule
+from dpvision.data.rgb import Window
+from dpvision.data.sample import SourcePart, check_unchanged
+from dpvision.data.store import CURATION, Store
+from dpvision.errors import DataError
+from dpvision.files import CONFIDENTIAL
+from dpvision.strict_json import parse_json
+
+FOLDER = "curation"
+"""Folder under a curated store's confidential/: counts, names of what was left out, sheets."""
+_SOFTWARE = ("torch", "torchvision", "timm", "onnxruntime", "faiss-cpu", "imagehash", "py3langid")
+"""Packages that decide what steps do, beside those that read images."""
+
+Said = Callable[[str, int], None] | None
+"""Called with what is done, and with how many records so far."""
+
+
+def curate(
+    source: str | Path,
+    store_dir: str | Path,
+    pipeline: Pipeline,
+    *,
+    public: bool = False,
+    people: PersonRule | None = None,
+    labels: LabelRule | None = None,
+    window: Window | None = None,
+    licence: str | None = None,
+    workers: int | None = None,
+    progress: Said = None,
+) -> Store:
+    """Make a store of what the steps leave of a source.
+
+    The store's ``confidential/curation`` holds ``counts.json`` (by step: records that came, those
+    left out by reason, changed, seconds), ``left_out.jsonl`` with their names, and a contact sheet
+    for each step that left out or changed anything.
+
+    Args:
+        source: tars or parquet files, also at a URL, or a folder of images, which is read as one
+            file.
+        public, people, labels, window, licence, workers: as for ``import_source``.
+        progress: called from time to time.
+
+    Raises:
+        ConfigError: a step's settings, or a package that it needs is missing.
+        DataError: as ``import_source``. What was read is kept for the same call.
+    """
+    workers = checked_workers(workers)
+    passes = _Passes(pipeline, workers, progress)
+    return import_source(
+        source,
+        store_dir,
+        public=public,
+        people=people or PersonRule(),
+        labels=labels or LabelRule(),
+        captions=CaptionRule(),
+        licence=licence,
+        window=window,
+        workers=workers,
+        progress=None if progress is None else partial(progress, "importing"),
+        passes=passes,
+    )
+
+
+@dataclass
+class _Passes:
+    """The two passes before the import, and what is written after it (``importer.Passes``)."""
+
+    pipeline: Pipeline
+    workers: int
+    said: Said
+    where: str = "data curate"
+    _looked: list[Part] = field(default_factory=list)
+    _kept: Kept | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The steps, and the packages that they use."""
+        return {"curation": self.pipeline.about(), "curation_software": software()}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The steps."""
+        return {CURATION: self.pipeline.about()}
+
+    def before(self, parts: Sequence[SourcePart], work: Path, rule: ReadRule) -> list[SourcePart]:
+        """Run both passes."""
+        threads = self.workers if len(parts) == 1 else 1
+        steps = self.pipeline.of_one_record
+        stated = [{"name": step.name, **about(step)} for step in steps]
+        looks = [LookPart(part, steps, stated, rule.window, threads) for part in parts]
+        done = 0
+        for look in read_parts("look", looks, work, rule, self.workers):
+            self._looked.append(look)
+            done += look.about["seen"]
+            if self.said is not None:
+                self.said("looking", done)
+        check_unchanged(parts)
+        counts = sum((Counter(look.about["reasons"]) for look in self._looked), Counter[str]())
+        if counts and not sum(look.about["in"] for look in self._looked):
+            raise DataError(
+                f"data curate: the steps left out all images: {_said(counts)}; expected some that "
+                "stay. Change the settings of that step, or leave it out."
+            )
+        kept = compare(
+            self._looked, self.pipeline.across, work / CONFIDENTIAL / COMPARED, self.said
+        )
+        self._kept, shown, first = kept, shown_pairs(kept, self.pipeline.across), 0
+        made: list[SourcePart] = []
+        for part, look in zip(parts, self._looked, strict=True):
+            last = first + look.about["in"]
+            here = {row: at for row, at in shown.items() if first <= row < last}
+            made.append(CuratedPart(part, look.folder, kept, first, here, kept.digest))
+            first = last
+        return made
+
+    def after(self, parts: Sequence[Part], folder: Path) -> None:
+        """Write counts, names and sheets."""
+        out = folder / CONFIDENTIAL / FOLDER
+        out.mkdir(parents=True)
+        assert self._kept is not None, "before() ran"
+        counts = _counts(self.pipeline, self._looked, self._kept)
+        (out / "counts.json").write_text(json.dumps(counts, indent=1))
+        with (out / "left_out.jsonl").open("w", encoding="utf-8") as file:
+            for line in _left_out(self.pipeline, self._looked, self._kept):
+                file.write(line)
+        if counts["captions_dropped"]:
+            with (out / "captions_dropped.jsonl").open("w", encoding="utf-8") as file:
+                for part in self._looked:
+                    file.writelines(_lines(part, "captions_dropped"))
+        examples = Examples()
+        for part in self._looked:
+            examples.read(part.folder)
+        add_shown(parts, examples)
+        for step, sheet in examples.sheets():
+            sheet.save(out / f"{step}.png")
+
+
+def _said(counts: Counter[str]) -> str:
+    return ", ".join(f"{num:,} {reason}" for reason, num in counts.most_common())
+
+
+def _counts(pipeline: Pipeline, looked: Sequence[Part], kept: Kept) -> dict[str, Any]:
+    """Return, by step in order: records that came, what became of them, and seconds."""
+    total: dict[str, Counter[str]] = {}
+    came, seconds = Counter[str](), Counter[Any]()
+    for part in looked:
+        came.update(part.about["came"])
+        seconds.update(part.about["seconds"])
+        for step, counts in part.about["counts"].items():
+            total.setdefault(step, Counter()).update(counts)
+    found: dict[str, Any] = {"seen": sum(part.about["seen"] for part in looked)}
+    num = sum(part.about["in"] for part in looked)
+    for step in pipeline.of_one_record:
+        changed = total.get(step.name, Counter()).pop("changed", 0)
+        found[step.name] = {
+            "came": came[step.name],
+            "left_out": dict(sorted(total.get(step.name, Counter()).items())),
+            "changed": changed,
+            "seconds": round(seconds[step.name], 3),
+        }
+    for across in pipeline.across:
+        rows, _ = kept.duplicates(across.name)
+        entry = found.setdefault(across.name, {})
+        entry |= {"came": num, "left_out": {"duplicate": len(rows)} if len(rows) else {}}
+        num -= len(rows)
+    dropped = sum((Counter(part.about["captions_dropped"]) for part in looked), Counter[str]())
+    return found | {"captions_dropped": dict(sorted(dropped.items())), "kept": num}
+
+
+def _left_out(pipeline: Pipeline, looked: Sequence[Part], kept: Kept) -> Iterator[str]:
+    """Yield lines of left_out.jsonl: by file for steps of one record, then by step."""
+    for part in looked:
+        yield from _lines(part, "left_out")
+    for step in pipeline.across:
+        rows, twins = kept.duplicates(step.name)
+        yield from _pairs(step.name, rows.tolist(), twins.tolist(), looked)
+
+
+def _lines(part: Part, name: str) -> Iterator[str]:
+    path = part.folder / name
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            yield from file
+
+
+def _pairs(step: str, rows: list[int], twins: list[int], looked: Sequence[Part]) -> Iterator[str]:
+    wanted = {*rows, *twins}
+    keys = (line for part in looked for line in _lines(part, "keys"))
+    name = {row: parse_json(line) for row, line in enumerate(keys) if row in wanted}
+    for row, twin in zip(rows, twins, strict=True):
+        line = {"key": name[row], "step": step, "reason": "duplicate", "of": name[twin]}
+        yield json.dumps(line) + "\n"
+
+
+def software() -> dict[str, str | None]:
+    """Versions of the packages that decide what steps do; None if one is not installed."""
+    found: dict[str, str | None] = {}
+    for name in _SOFTWARE:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
