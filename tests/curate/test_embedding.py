@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import dpvision
+from dpvision.curate import embedding
 from dpvision.curate.embedding import NUM_ROWS, Embedding, unit
 from dpvision.curate.record import about
 from dpvision.curate.semantic_duplicates import SemanticDuplicates
@@ -49,6 +50,22 @@ def test_an_embedding_is_the_same_alone_in_company_and_on_any_number_of_threads(
         torch.set_num_threads(threads)
     backwards = embedded(files[::-1], step, len(files))[::-1]
     assert all(np.array_equal(a, b) for a, b in zip(together, backwards, strict=True))
+
+
+def test_every_pass_has_the_same_number_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits of a matrix product follow the number of rows, on some machines."""
+    real, seen = embedding.open_frozen, []
+
+    def opened(*args):
+        encoder, config = real(*args)
+        return replace(
+            encoder, poolings=lambda x: seen.append(len(x)) or encoder.poolings(x)
+        ), config
+
+    monkeypatch.setattr(embedding, "open_frozen", opened)
+    embedded(FILES, Embedding(), 5)
+    embedded(FILES[:1], Embedding(), 1)
+    assert len(seen) > 5 and set(seen) == {NUM_ROWS}
 
 
 def test_it_is_the_encoders_feature_of_length_one() -> None:

@@ -8,6 +8,7 @@ import pytest
 from dpvision.curate import near_duplicates as near
 from dpvision.curate.near_duplicates import NearDuplicates, PublicDuplicates
 from dpvision.data.importer import import_samples
+from dpvision.data.overlap import Signatures
 from dpvision.data.perceptual import SECOND_RADIUS
 from dpvision.data.sample import Sample
 from dpvision.errors import ConfigError
@@ -68,6 +69,11 @@ def test_it_leaves_out_what_all_pairs_leave_out(
     found = left_out(NearDuplicates(radius), hash_N22, alive)
     assert found.keys() == slow.keys() and len(found) > 20
     assert all(match_NN[row, twin] for row, twin in found.items())
+
+
+def test_mirror_images_with_equal_first_words_are_of_one_class() -> None:
+    one, two = [[5, 8], [5, 3]], [[5, 3], [5, 8]]
+    assert left_out(NearDuplicates(0), np.array([one, two, [[5, 8], [5, 4]]], np.uint64)) == {1: 0}
 
 
 @pytest.mark.parametrize("num", [10, 10**4, 10**6, 10**9])
@@ -147,6 +153,18 @@ def test_against_public_stores_a_record_is_judged_alone(public: Path, radius: in
         assert (done.reason is not None) == bool(all_pairs(both, radius)[-1, :-1].any())
     assert together[-1].reason == "near duplicate of a public image"
     assert sum(r.reason is None for r in together) >= 15
+
+
+def test_an_image_without_a_hash_matches_no_public_image(
+    public: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one whose hash is near the zeros that stand for none."""
+    few = np.ones((1, 2, 2), dtype=np.uint64)
+    found = Signatures(few[:, 0, 0], few[:, 0, 0], few, few[:, 0, 0] > 0, few[:, 0, 0] > 0)
+    monkeypatch.setattr(near, "signatures", lambda store: found)
+    flat = records([encode(np.full((30, 30, 3), 90, dtype=np.uint8))])
+    PublicDuplicates((public,)).opened()(flat)
+    assert flat[0].reason is None
 
 
 def test_a_private_store_does_not_decide_which_records_stay(tmp_path: Path) -> None:

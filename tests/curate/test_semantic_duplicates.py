@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 from dpvision.curate import semantic_duplicates as semantic
 from dpvision.curate.clusters import k_means, nearest_clusters
@@ -83,9 +84,10 @@ def test_a_pair_at_the_threshold_is_no_duplicate_in_a_block_of_any_shape(
     largest = np.where(np.tri(300, k=-1, dtype=bool), cosine_NN, -1).max(axis=1)
     threshold = float(np.sort(largest)[-20])
     slow = earlier_matches(cosine_NN > threshold, np.ones(300, dtype=bool))
-    for rows in (5, 64, 2048):
+    for rows, threads in ((5, 1), (64, 2), (300, 1), (2048, 2)):
         monkeypatch.setattr(semantic, "_ROWS_AT_ONCE", rows)
-        assert left_out(SemanticDuplicates(threshold), x) == slow
+        with threadpool_limits(threads):
+            assert left_out(SemanticDuplicates(threshold), x) == slow
     below = float(np.nextafter(threshold, 0))
     assert len(left_out(SemanticDuplicates(below), x)) == len(slow) + 1 == 20
 

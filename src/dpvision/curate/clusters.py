@@ -68,7 +68,7 @@ def nearest_clusters(x_ND: np.ndarray, centre_KD: np.ndarray, probes: int = 1) -
         found_NP[:] = 0
         return found_NP
     centre_DK = scaled(centre_KD).T
-    step = max(64, min(8192, _VALUES_AT_ONCE * 4 // num_clusters))
+    step = max(64, min(8192, _VALUES_AT_ONCE // num_clusters))
     for at in range(0, len(x_ND), step):
         x_BD = x_ND[at : at + step]
         cosine_BK = scaled(x_BD) @ centre_DK

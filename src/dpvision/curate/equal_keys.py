@@ -2,7 +2,7 @@
 
 Keys are spread over files by a hash, so that all records of one key are in one file, in the order
 of the source. A file is read block by block; the different keys of a file stay in memory, about
-2^20 of them.
+2^19 of them.
 
 Legend: N records of a source, M entries, W words of 64 bits of a key.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from dpvision.curate.pairs import Pairs
 from dpvision.mixing import GOLDEN, mix_numpy
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 19
 """Records of a block, and different keys of a file, about."""
 
 
@@ -74,7 +74,7 @@ def _compare(path: Path, entry: np.dtype, pairs: Pairs) -> None:
         ordered_MW = found["key"][order]
         starts_M = np.r_[True, (ordered_MW[1:] != ordered_MW[:-1]).any(axis=1)]
         first_M = order[np.flatnonzero(starts_M)[np.cumsum(starts_M) - 1]]
-        again_M = (order != first_M) & (order >= len(known))
+        again_M = order != first_M  # those known are first themselves
         pairs.add(found["row"][order[again_M]], found["row"][first_M[again_M]])
         known = found[np.sort(order[starts_M])]
 

@@ -200,14 +200,17 @@ def _add_hashes(records: Sequence[Record]) -> None:
 
 def _different(column_N: np.ndarray, left_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that are left and have hashes, int64 (M,), and these, uint64 (E, 2)."""
-    rows, hashes = [np.zeros(0, dtype=np.int64)], [np.zeros((0, 2, 2), dtype=np.uint64)]
+    most = int(np.count_nonzero(left_N))
+    row_M, hash_M22 = np.empty(most, dtype=np.int64), np.empty((most, 2, 2), dtype=np.uint64)
+    at = 0
     for start in range(0, len(column_N), _HASHES_AT_ONCE):
         here = start + np.flatnonzero(left_N[start : start + _HASHES_AT_ONCE])
         block = np.asarray(column_N[here])
         some = block.any(axis=(1, 2))
-        rows.append(here[some])
-        hashes.append(block[some])
-    return np.concatenate(rows), np.concatenate(hashes).reshape(-1, 2)
+        stop = at + int(some.sum())
+        row_M[at:stop], hash_M22[at:stop] = here[some], block[some]
+        at = stop
+    return row_M[:at], hash_M22[:at].reshape(-1, 2)
 
 
 def _earliest(hash_E2: np.ndarray, radius: int, share_done: Callable[[float], None]) -> np.ndarray:
