@@ -102,7 +102,7 @@ class Pipeline:
     @property
     def names(self) -> set[str]:
         """Of all steps, those that compute what others compare included."""
-        return {step.name for step in (*self.of_one_record, *self.across)}
+        return {step.name for step in self.of_one_record} | {step.name for step in self.across}
 
     @property
     def stability(self) -> int | None:
