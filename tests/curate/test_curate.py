@@ -27,6 +27,7 @@ from dpvision.data.decode import BadImage, decode
 from dpvision.data.importer import import_samples
 from dpvision.data.merge import merge_stores
 from dpvision.data.open import open_store
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import open_source
 from dpvision.errors import ConfigError, DataError
 
@@ -330,9 +331,9 @@ def test_a_file_that_changes_between_the_passes_is_refused(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("steps", "settings", "words"),
     [
-        (["siez"], SETTINGS, "steps=siez; expected different ones of size, caption"),
-        (["size", "size"], SETTINGS, "expected different ones"),
-        ([], SETTINGS, "expected different ones"),
+        (["siez"], SETTINGS, "steps=siez: no step siez; expected some of size, caption"),
+        (["size", "size"], SETTINGS, "twice size"),
+        ([], SETTINGS, "no step; expected some"),
         (["size"], SETTINGS, "settings of caption, which is not one of the steps"),
     ],
 )
@@ -350,6 +351,22 @@ def test_the_bound_of_several_steps():
     assert bound(exact) == bound(equal) == bound(exact, equal) == bound(SETTINGS.size, exact) == 2
     assert bound(exact, SameMean()) == 4 and bound(exact, equal, SameMean()) == 8
     assert bound(exact, near) is None and bound(exact, SemanticDuplicates()) is None
+
+
+def test_steps_that_compare_images_are_refused_for_persons(tmp_path):
+    """Person b's image would be left out because of a's: also without a word of the import's check
+    of images of two persons.
+    """
+    members = {}
+    for i, who in enumerate("ab"):
+        members |= {f"{i}.png": png(0), f"{i}.json": js(who=who, captions=["two words"])}
+    source = write_tar(tmp_path / "a.tar", members)
+    for step in (ExactDuplicates(), NearDuplicates(0), SemanticDuplicates()):
+        with pytest.raises(ConfigError, match="with persons"):
+            curate(source, tmp_path / "s", Pipeline((step,)), people=PersonRule("who"))
+    with pytest.raises(DataError, match="of an image of another person"):
+        curate(source, tmp_path / "s", Pipeline((SETTINGS.size,)), people=PersonRule("who"))
+    assert Pipeline.of(["exact-duplicates"], Settings()).steps == (ExactDuplicates(),)
 
 
 def test_settings_that_are_refused():
@@ -379,12 +396,18 @@ def test_captions_of_other_languages_are_left_out(tmp_path):
     (line,) = (store.path / "confidential/curation/left_out.jsonl").read_text().splitlines()
     assert json.loads(line) == {
         "key": "b",
+        "tar": "a.tar",
         "step": "caption",
         "reason": "no caption: another language",
     }
     found = store.path / "confidential" / "curation"
     (line,) = (found / "captions_dropped.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"key": "b", "caption": texts["b"], "reason": "another language"}
+    assert json.loads(line) == {
+        "key": "b",
+        "tar": "a.tar",
+        "caption": texts["b"],
+        "reason": "another language",
+    }
     counts = json.loads((found / "counts.json").read_text())
     assert counts["captions_dropped"] == {"another language": 1}
 

@@ -12,11 +12,13 @@ import pytest
 from PIL import Image, ImageFilter
 
 from dpvision.curate.faces import Faces, blurred, encoded
+from dpvision.curate.look import marked
 from dpvision.curate.passes import curate
 from dpvision.curate.pipeline import Pipeline
 from dpvision.curate.record import Record, about
 from dpvision.data.decode import as_png, decode
 from dpvision.data.sample import Sample
+from dpvision.data.store_writer import read_key
 from dpvision.errors import ConfigError, DPVisionError
 
 pytest.importorskip("onnx", reason="needs the extra curate")
@@ -228,7 +230,8 @@ def test_a_store_holds_the_blurred_image_and_refers_to_the_tar_for_the_other(wei
     store = curate(tmp_path / "a.tar", tmp_path / "s", Pipeline((step,)), public=True, workers=1)
     (record,) = _run(step, face)
     kept = {store.record(row).key: store.record(row).image for row in range(store.num_records)}
-    assert kept == {"0": record.sample.image, "1": none}
+    blurred_file = marked(record.sample.image, read_key(store.path), face)
+    assert kept == {"0": blurred_file, "1": none}
     shards = [store.shard_paths[store.index["shard"][row]] for row in range(2)]
     assert [path == tmp_path / "a.tar" for path in shards] == [False, True]
     counts = json.loads((store.path / "confidential/curation/counts.json").read_text())

@@ -70,7 +70,7 @@ def curate(
         )
     out = made.path / "confidential" / FOLDER
     counts = parse_json((out / "counts.json").read_text())
-    by_step = {name: found for name, found in counts.items() if isinstance(found, dict)}
+    by_step = {name: found for name, found in counts.items() if name in pipeline.names}
     more = by_step if json else {name: _row(found) for name, found in by_step.items()}
     found = {"seen": counts["seen"], "curation": more, "curation_files": str(out)}
     dropped = counts.get("captions_dropped", {})

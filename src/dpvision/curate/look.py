@@ -4,11 +4,11 @@ It writes, into a folder that ``data.import_work`` completes and keeps::
 
     part.json           counts by step and reason, seconds by step
     rows                LOOK_ROW of each sample, in order
-    keys                name of each record that is in, a line of JSON
+    keys                lines {"key", "tar"} of each record that is in; no tar for others
     column-NAME         what steps across records compare, for these records
     changed             image files, and captions, that replace the source's
-    left_out            lines {"key", "step", "reason"}
-    captions_dropped    lines {"key", "caption", "reason"}
+    left_out            lines {"key", "tar", "step", "reason"}
+    captions_dropped    lines {"key", "tar", "caption", "reason"}
     examples            pairs of thumbnails, of records that a step changed or left out
 """
 
@@ -224,10 +224,11 @@ class _Look:
         self._num += len(rows)
 
     def _row(self, one: _Seen) -> tuple[int, int, int, int, int]:
-        record, key = one.record, one.given.key
+        record, key, place = one.record, one.given.key, one.given.place
+        named = {"key": key} | ({"tar": place[0].name} if place is not None else {})
         for caption, reason in record.dropped:
             self._dropped[reason] += 1
-            _write_line(self._dropped_lines, {"key": key, "caption": caption, "reason": reason})
+            _write_line(self._dropped_lines, named | {"caption": caption, "reason": reason})
         for step, pair in one.changed.items():
             self._counts.setdefault(step, Counter())["changed"] += 1
             if pair is not None:
@@ -237,14 +238,14 @@ class _Look:
         if record.reason is not None:
             step = one.left_by
             self._counts.setdefault(step, Counter())[record.reason] += 1
-            _write_line(self._left_out, {"key": key, "step": step, "reason": record.reason})
+            _write_line(self._left_out, named | {"step": step, "reason": record.reason})
             order = self._order(step, key)
             if self._examples.wants(step, order):
                 with suppress(BadImage):  # a step that needs no pixels saw it
                     self._examples.offer(step, order, Example(record.pixels(), None), record.reason)
             return LEFT_OUT, -1, 0, -1, 0
         self._num_in += 1
-        self._keys.write(json.dumps(key).encode() + b"\n")
+        _write_line(self._keys, named)
         for name, value in record.facts.items():
             self._column(name, value)
         image = text = (-1, 0)

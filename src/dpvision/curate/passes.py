@@ -29,7 +29,7 @@ from dpvision.data.person_names import PersonRule
 from dpvision.data.rgb import Window
 from dpvision.data.sample import SourcePart, check_unchanged
 from dpvision.data.store import CURATION, Store
-from dpvision.errors import DataError
+from dpvision.errors import ConfigError, DataError
 from dpvision.files import CONFIDENTIAL
 from dpvision.strict_json import parse_json
 
@@ -68,10 +68,18 @@ def curate(
         progress: called from time to time.
 
     Raises:
-        ConfigError: a step's settings, or a package that it needs is missing.
+        ConfigError: a step's settings, a package that it needs is missing, or steps that compare
+            images of persons.
         DataError: as ``import_source``. What was read is kept for the same call.
     """
     workers = checked_workers(workers)
+    if people is not None and people.unit_from is not None and pipeline.across:
+        raise ConfigError(
+            f"data curate: {pipeline.across[0].name} with persons ({people.unit_from}); expected "
+            "steps of one image only, because the images of one person would decide which images "
+            "of others stay, and the guarantee is for persons. Leave it out, or compare with "
+            "public images only: --steps public_duplicates."
+        )
     passes = _Passes(pipeline, workers, progress)
     return import_source(
         source,
@@ -191,7 +199,7 @@ def _counts(pipeline: Pipeline, looked: Sequence[Part], kept: Kept) -> dict[str,
         entry |= {"came": num, "left_out": {"duplicate": len(rows)} if len(rows) else {}}
         num -= len(rows)
     dropped = sum((Counter(part.about["captions_dropped"]) for part in looked), Counter[str]())
-    return found | {"captions_dropped": dict(sorted(dropped.items())), "kept": num}
+    return found | {"captions_dropped": dict(sorted(dropped.items())), "to_import": num}
 
 
 def _left_out(pipeline: Pipeline, looked: Sequence[Part], kept: Kept) -> Iterator[str]:
@@ -215,7 +223,7 @@ def _pairs(step: str, rows: list[int], twins: list[int], looked: Sequence[Part])
     keys = (line for part in looked for line in _lines(part, "keys"))
     name = {row: parse_json(line) for row, line in enumerate(keys) if row in wanted}
     for row, twin in zip(rows, twins, strict=True):
-        line = {"key": name[row], "step": step, "reason": "duplicate", "of": name[twin]}
+        line = name[row] | {"step": step, "reason": "duplicate", "of": name[twin]}
         yield json.dumps(line) + "\n"
 
 

@@ -60,11 +60,14 @@ class Pipeline:
                 record after one that compares records. That order is not offered: it would keep the
                 same records but for those whose twin is left out later.
         """
+        names = [name.replace("-", "_") for name in names]
         unknown = [name for name in names if name not in STEPS]
-        if unknown or not names or len(set(names)) < len(names):
+        twice = [name for name in STEPS if names.count(name) > 1]
+        if unknown or twice or not names:
+            got = f"no step {', '.join(unknown)}" if unknown else f"twice {', '.join(twice)}"
             raise ConfigError(
-                f"data curate: steps={','.join(names)}; expected different ones of "
-                f"{', '.join(STEPS)}. Give e.g. --steps size,caption."
+                f"data curate: steps={','.join(names)}: {got if names else 'no step'}; expected "
+                f"some of {', '.join(STEPS)}. Give e.g. --steps size,caption."
             )
         for name in STEPS:
             if name not in names and getattr(settings, name) != getattr(Settings(), name):
@@ -95,6 +98,11 @@ class Pipeline:
         ours = [step for step in self.steps if isinstance(step, RecordStep)]
         needed = (step.facts() for step in self.across)
         return (*ours, *(step for step in needed if step is not None))
+
+    @property
+    def names(self) -> set[str]:
+        """Of all steps, those that compute what others compare included."""
+        return {step.name for step in self.of_one_record} | {step.name for step in self.across}
 
     @property
     def stability(self) -> int | None:
