@@ -141,7 +141,8 @@ class PublicDuplicates:
         """
         if not self.against:
             raise ConfigError(
-                f"{self.name}: no store; expected public ones. Give --{self.name}.against STORE."
+                f"{self.name}: no store; expected public ones. Give --public-duplicates.against "
+                "STORE."
             )
         parts = [np.zeros((0, 2, 2), dtype=np.uint64)]
         for path in self.against:
