@@ -15,20 +15,23 @@ import pytest
 
 from dpvision.curate.exact_duplicates import ExactDuplicates
 from dpvision.curate.look import marked
-from dpvision.curate.near_duplicates import NearDuplicates
+from dpvision.curate.near_duplicates import NearDuplicates, PublicDuplicates
 from dpvision.curate.passes import curate
 from dpvision.curate.pipeline import Pipeline, Settings
-from dpvision.curate.record import Duplicates, Record, with_captions
+from dpvision.curate.record import Duplicates, Record, about, with_captions
 from dpvision.curate.semantic_duplicates import SemanticDuplicates
 from dpvision.curate.size import Size
 from dpvision.curate.text import Caption
 from dpvision.data import import_work
 from dpvision.data.decode import BadImage, decode
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples
 from dpvision.data.merge import merge_stores
 from dpvision.data.open import open_store
 from dpvision.data.person_names import PersonRule
+from dpvision.data.sample import Sample
 from dpvision.data.sources import open_source
+from dpvision.data.split import split_store
 from dpvision.errors import ConfigError, DataError
 
 from ..data.image_files import encode, js, noise, png, write_folder, write_tar
@@ -369,6 +372,24 @@ def test_steps_that_compare_images_are_refused_for_persons(tmp_path):
     assert Pipeline.of(["exact-duplicates"], Settings()).steps == (ExactDuplicates(),)
 
 
+@pytest.mark.parametrize("field", ["text", "caption", "captions"])
+def test_captions_do_not_replace_the_field_of_persons_or_labels(tmp_path, field):
+    source = write_tar(tmp_path / "a.tar", {"0.png": png(0), "0.json": js(**{field: "a b"})})
+    pipeline = Pipeline((Caption(),))
+    for rules in ({"people": PersonRule(field, "own-person")}, {"labels": LabelRule(field)}):
+        with pytest.raises(ConfigError, match=f"{field} as the field of persons or labels"):
+            curate(source, tmp_path / "s", pipeline, **rules)
+
+
+def test_halves_of_a_public_store_are_stated_as_different(tmp_path):
+    store = import_samples(
+        [Sample(f"{i}", png(i), {}) for i in range(8)], tmp_path / "whole", public=True
+    )
+    halves = split_store(store.path, tmp_path / "a", tmp_path / "b", 0.5, 0)
+    said = [about(PublicDuplicates((half.path,))) for half in (store, *halves)]
+    assert len({json.dumps(one) for one in said}) == 3 and str(tmp_path) not in str(said)
+
+
 def test_settings_that_are_refused():
     for wrong in (dict(min_side_px=0), dict(max_aspect=float("nan")), dict(max_aspect=0.5)):
         with pytest.raises(ConfigError, match="size"):
@@ -445,9 +466,9 @@ def test_when_nothing_is_left_the_error_says_which_step_left_it_out(tmp_path):
 def test_what_a_store_says_of_its_curation_has_no_path_and_no_count(tmp_path):
     source = write_tars(tmp_path / "src", 2)
     store = curate(source, tmp_path / "store", DOUBLES, workers=1)
-    about = open_store(store.path).meta["curation"]
-    assert about == DOUBLES.about() and about["stability"] == 2
-    assert [step["name"] for step in about["steps"]] == ["size", "dim", "caption", "same_mean"]
+    said = open_store(store.path).meta["curation"]
+    assert said == DOUBLES.about() and said["stability"] == 2
+    assert [step["name"] for step in said["steps"]] == ["size", "dim", "caption", "same_mean"]
     other = import_samples(open_source(source), tmp_path / "other")
     meta = json.loads((other.path / "store.json").read_text()) | {"store_id": "cd" * 16}
     (other.path / "store.json").write_text(json.dumps(meta))

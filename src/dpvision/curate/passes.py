@@ -19,7 +19,8 @@ from dpvision.curate.look import LookPart
 from dpvision.curate.pipeline import Pipeline
 from dpvision.curate.record import about
 from dpvision.curate.sheet import Examples
-from dpvision.data.captions import CaptionRule
+from dpvision.curate.text import Caption
+from dpvision.data.captions import CAPTION_FIELDS, CaptionRule
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.import_part import Part, ReadRule
 from dpvision.data.import_work import COMPARED, read_parts
@@ -80,6 +81,14 @@ def curate(
             "of others stay, and the guarantee is for persons. Leave it out, or compare with "
             "public images only: --steps public_duplicates."
         )
+    fields = [people.unit_from if people else None, labels.label_from if labels else None]
+    if any(isinstance(step, Caption) for step in pipeline.steps):
+        for name in (name for name in fields if name in CAPTION_FIELDS):
+            raise ConfigError(
+                f"data curate: caption, and {name} as the field of persons or labels; expected "
+                "another field, because captions are replaced. Rename it in the source, or leave "
+                "caption out."
+            )
     passes = _Passes(pipeline, workers, progress)
     return import_source(
         source,
