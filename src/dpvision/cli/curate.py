@@ -1,6 +1,6 @@
 """``dpvision data curate``: from a scraped source to a store, by declared steps."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -23,6 +23,7 @@ def curate(
     labels: Annotated[Labels, FLAT] = Labels(),
     licence: str | None = None,
     workers: int | None = None,
+    engine: Literal["local", "ray"] = "local",
     json: bool = False,
 ) -> None:
     """Make a store of what declared steps leave of a source: tars (img2dataset's too), parquet
@@ -45,7 +46,9 @@ def curate(
         labels: The labels of images.
         licence: Licence of public images, for the statement.
         workers: Processes that read the files of a source of several, else threads; if None, the
-            cores of this machine.
+            cores of this machine, or of the cluster.
+        engine: What reads the files: processes of this machine, or ray: the cluster at RAY_ADDRESS,
+            or one of this machine alone. The same store.
         json: Print JSON.
     """
     check_source(source)
@@ -63,6 +66,7 @@ def curate(
             labels=labels,
             licence=licence,
             workers=workers,
+            engine=engine,
             progress=lambda what, n: status.update(f"{what}: {n:,} images"),
         )
     out = made.path / "confidential" / FOLDER

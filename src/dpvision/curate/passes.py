@@ -5,6 +5,7 @@ and the same call goes on from there. No image is copied between the passes: the
 source again, so tars stay in place where nothing of an image is changed.
 """
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +13,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dpvision.curate.kept import CuratedPart, Kept, add_shown, compare, shown_pairs
 from dpvision.curate.look import LookPart
 from dpvision.curate.pipeline import Pipeline
+from dpvision.curate.ray_engine import ray_cluster
 from dpvision.curate.sheet import Examples
 from dpvision.data.captions import CaptionRule
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.import_part import Part, ReadRule
-from dpvision.data.import_work import COMPARED, read_parts
+from dpvision.data.import_work import COMPARED, Spread, read_parts
 from dpvision.data.importer import import_source
 from dpvision.data.ordered import checked_workers
 from dpvision.data.person_names import PersonRule
@@ -34,6 +36,8 @@ FOLDER = "curation"
 _SOFTWARE = ("torch", "torchvision", "timm", "onnxruntime", "faiss-cpu", "imagehash", "py3langid")
 """Packages that decide what steps do, beside those that read images."""
 
+Engine = Literal["local", "ray"]
+"""What reads the files: processes of this machine, or a Ray cluster."""
 Said = Callable[[str, int], None] | None
 """Called with what is done, and with how many records so far."""
 
@@ -48,6 +52,7 @@ def curate(
     labels: LabelRule | None = None,
     licence: str | None = None,
     workers: int | None = None,
+    engine: Engine = "local",
     progress: Said = None,
 ) -> Store:
     """Make a store of what the steps leave of a source.
@@ -60,26 +65,29 @@ def curate(
         source: tars or parquet files, also at a URL, or a folder of images, which is read as one
             file.
         public, people, labels, licence, workers: as for ``import_source``.
+        engine: "ray" spreads the files over a Ray cluster (``ray_engine``), at most ``workers`` at
+            once; it changes no byte.
         progress: called from time to time.
 
     Raises:
         ConfigError: a step's settings, or a package that it needs is missing.
         DataError: as ``import_source``. What was read is kept for the same call.
     """
-    workers = checked_workers(workers)
-    passes = _Passes(pipeline, workers, progress)
-    return import_source(
-        source,
-        store_dir,
-        public=public,
-        people=people or PersonRule(),
-        labels=labels or LabelRule(),
-        captions=CaptionRule(),
-        licence=licence,
-        workers=workers,
-        progress=None if progress is None else partial(progress, "importing"),
-        passes=passes,
-    )
+    checked_workers(workers)
+    with contextlib.ExitStack() as stack:
+        spread = stack.enter_context(ray_cluster(workers)) if engine == "ray" else None
+        return import_source(
+            source,
+            store_dir,
+            public=public,
+            people=people or PersonRule(),
+            labels=labels or LabelRule(),
+            captions=CaptionRule(),
+            licence=licence,
+            workers=workers,
+            progress=None if progress is None else partial(progress, "importing"),
+            passes=_Passes(pipeline, checked_workers(workers), spread, progress),
+        )
 
 
 @dataclass
@@ -88,6 +96,7 @@ class _Passes:
 
     pipeline: Pipeline
     workers: int
+    spread: Spread | None
     said: Said
     where: str = "data curate"
     _looked: list[Part] = field(default_factory=list)
@@ -109,7 +118,7 @@ class _Passes:
         steps = self.pipeline.of_one_record
         looks = [LookPart(part, steps, threads) for part in parts]
         done = 0
-        for look in read_parts("look", looks, work, rule, self.workers):
+        for look in read_parts("look", looks, work, rule, self.workers, self.spread):
             self._looked.append(look)
             done += look.about["seen"]
             if self.said is not None:
