@@ -37,7 +37,9 @@ def curate(
     confidential/curation/. After a crash the same command goes on.
 
     Args:
-        source: Tar, parquet file, folder or pattern such as 'scraped/*.tar'; also a URL.
+        source: Tar, parquet file, folder or pattern such as 'scraped/*.tar'; also a URL. Captions
+            are those in it: KEY.txt, KEY.json, or a column. A separate file of captions is not
+            read.
         store: New folder for the store.
         steps: Names of steps in order, with commas: size,caption,faces,exact_duplicates.
         settings: The settings of the steps.
@@ -53,7 +55,7 @@ def curate(
     """
     check_source(source)
     pipeline = Pipeline.of([name.strip() for name in steps.split(",") if name.strip()], settings)
-    from dpvision.curate.passes import FOLDER
+    from dpvision.curate.passes import DOWNLOADS, FOLDER
     from dpvision.curate.passes import curate as made_by
 
     with Console(stderr=True).status("looking") as status:
@@ -72,8 +74,22 @@ def curate(
     out = made.path / "confidential" / FOLDER
     counts = parse_json((out / "counts.json").read_text())
     by_step = {name: found for name, found in counts.items() if isinstance(found, dict)}
-    more = by_step if json else {name: _row(found) for name, found in by_step.items()}
-    said(made, json, {"curation": more, "curation_files": str(out)})
+    more: dict[str, Any] = {"curation": by_step, "curation_files": str(out)}
+    came = by_step.pop(DOWNLOADS, None)
+    if not json:
+        more["curation"] = {name: _row(found) for name, found in by_step.items()}
+    if came is not None:
+        more = {DOWNLOADS: came if json else _downloads(came)} | more
+    said(made, json, more)
+
+
+def _downloads(found: dict[str, Any]) -> str:
+    reasons = ", ".join(f"{num:,} {reason}" for reason, num in list(found["reasons"].items())[:3])
+    return (
+        f"{found['count']:,} addresses tried; {found['successes']:,} came; failed: "
+        f"{found['failed_to_download']:,} to download, {found['failed_to_resize']:,} to resize"
+        f"{f' (most often: {reasons})' if reasons else ''}"
+    )
 
 
 def _row(found: dict[str, Any]) -> str:

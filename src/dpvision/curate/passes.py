@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from dpvision.curate.downloads import downloads
 from dpvision.curate.kept import CuratedPart, Kept, add_shown, compare, shown_pairs
 from dpvision.curate.look import LookPart
 from dpvision.curate.pipeline import Pipeline
@@ -33,6 +34,8 @@ from dpvision.files import CONFIDENTIAL
 
 FOLDER = "curation"
 """Folder under a curated store's confidential/: counts, names of what was left out, sheets."""
+DOWNLOADS = "downloads"
+"""Entry of counts.json: what img2dataset counted."""
 _SOFTWARE = ("torch", "torchvision", "timm", "onnxruntime", "faiss-cpu", "imagehash", "py3langid")
 """Packages that decide what steps do, beside those that read images."""
 
@@ -58,8 +61,8 @@ def curate(
     """Make a store of what the steps leave of a source.
 
     The store's ``confidential/curation`` holds ``counts.json`` (by step: records that came, those
-    left out by reason, changed, seconds), ``left_out.jsonl`` with their names, and a contact sheet
-    for each step that left out or changed anything.
+    left out by reason, changed, seconds; what img2dataset counted), ``left_out.jsonl`` with their
+    names, and a contact sheet for each step that left out or changed anything.
 
     Args:
         source: tars or parquet files, also at a URL, or a folder of images, which is read as one
@@ -84,6 +87,7 @@ def curate(
             labels=labels or LabelRule(),
             captions=CaptionRule(),
             licence=licence,
+            dicom=None,
             workers=workers,
             progress=None if progress is None else partial(progress, "importing"),
             passes=_Passes(pipeline, checked_workers(workers), spread, progress),
@@ -101,6 +105,7 @@ class _Passes:
     where: str = "data curate"
     _looked: list[Part] = field(default_factory=list)
     _kept: Kept | None = None
+    _downloads: dict[str, Any] | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,6 +119,7 @@ class _Passes:
 
     def before(self, parts: Sequence[SourcePart], work: Path, rule: ReadRule) -> list[SourcePart]:
         """Run both passes."""
+        self._downloads = downloads([part.name for part in parts])
         threads = self.workers if len(parts) == 1 else 1
         steps = self.pipeline.of_one_record
         looks = [LookPart(part, steps, threads) for part in parts]
@@ -142,6 +148,8 @@ class _Passes:
         out.mkdir(parents=True)
         assert self._kept is not None, "before() ran"
         counts = _counts(self.pipeline, self._looked, self._kept)
+        if self._downloads is not None:
+            counts = {DOWNLOADS: self._downloads, **counts}
         (out / "counts.json").write_text(json.dumps(counts, indent=1))
         with (out / "left_out.jsonl").open("w", encoding="utf-8") as file:
             for line in _left_out(self.pipeline, self._looked, self._kept):

@@ -65,7 +65,7 @@ def import_source(
     captions: CaptionRule = CaptionRule(),
     licence: str | None = None,
     window: Window | None = None,
-    dicom: DicomRule = DicomRule(),
+    dicom: DicomRule | None = DicomRule(),
     workers: int | None = None,
     progress: Callable[[int], None] | None = None,
     passes: "Passes | None" = None,
@@ -91,7 +91,7 @@ def import_source(
         window: the values that become black and white in images of more than 8 bits, which are
             stored as 8-bit PNG; images of tars are then copied too.
         dicom: which DICOM files and frames. Their field PatientID names the person unless
-            ``people`` names another.
+            ``people`` names another. If None, such files are refused.
         workers: processes that read the files of a source of several, else threads that decode; if
             None, the cores of this process. It changes no byte of the store.
         progress: called from time to time with the number of images checked so far.
