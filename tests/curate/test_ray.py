@@ -139,7 +139,8 @@ def alive(pid: int) -> bool:
 @pytest.mark.slow
 def test_a_damaged_file_is_named_as_by_one_process(tmp_path, on_path):
     source = write_tars(tmp_path / "src", 4)
-    (source / "s2.tar").write_bytes((source / "s2.tar").read_bytes()[:5000])
+    whole = (source / "s2.tar").read_bytes()
+    (source / "s2.tar").write_bytes(whole[: len(whole) // 2])
     said = []
     for engine in ("local", "ray"):
         with pytest.raises(DataError, match=r"s2\.tar.*files is kept") as error:
@@ -153,7 +154,6 @@ def test_a_damaged_file_is_named_as_by_one_process(tmp_path, on_path):
 @pytest.mark.slow
 def test_an_address_where_no_cluster_answers_is_named(tmp_path, on_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setenv("RAY_gcs_rpc_server_connect_timeout_s", "1")
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1: .*RAY_ADDRESS.*--engine local"):
         curate(tmp_path, tmp_path / "store", DOUBLES, engine="ray")
 

@@ -7,8 +7,10 @@ again after its worker or machine is lost, and either engine goes on from what t
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
+import socket
 import tempfile
 import time
 from collections import deque
@@ -30,6 +32,8 @@ _AHEAD = 2
 _COUNTED_EVERY_S = 10.0
 """Machines may join and leave."""
 _ENDED_WITHIN_S = 30.0
+_ANSWERS_WITHIN_S = 20.0
+_HOST_PORT = re.compile(r"([^/:]+):(\d{1,5})")
 _STORE_BYTES = 100_000_000
 """Of Ray's memory for objects, of which we have none."""
 
@@ -77,6 +81,9 @@ def ray_cluster(workers: int | None) -> Iterator[Spread]:
                     "_temp_dir": folder,
                 }
             try:
+                if host_port := _HOST_PORT.fullmatch(address):  # Ray waits without an end
+                    host, port = host_port.groups()
+                    socket.create_connection((host, int(port)), _ANSWERS_WITHIN_S).close()
                 ray.init(**options, log_to_driver=False, logging_level="ERROR")
             except Exception as error:  # of many classes, by what does not answer
                 raise ConfigError(
