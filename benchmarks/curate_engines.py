@@ -1,8 +1,8 @@
 """Curation by processes of one machine and by a Ray cluster: the same store, byte for byte, also
 after kills.
 
-    python benchmarks/curate_engines.py [--quick] [--kills N] [--no-ray] [--seed N] [--work FOLDER]
-    [--json FILE]
+    python benchmarks/curate_engines.py [--quick] [--records N] [--kills N] [--no-ray] [--seed N]
+    [--work FOLDER] [--json FILE]
 
 The source is 5,000 real and synthetic images in 25 tars: flickr8k, pets, eurosat, photographs that
 are hard to read, procedural noise; planted exact copies, truncated files, captions that are left
@@ -127,7 +127,8 @@ def curate_once(source: str, store: str, engine: str, workers: int) -> None:
 
 def started(source: Path, store: Path, engine: str, workers: int) -> subprocess.Popen[bytes]:
     """Start ``curate_once`` in a process of its own group."""
-    code = f"import curate_engines as m; m.curate_once(*{(str(source), str(store), engine)}, {workers})"
+    code = f"from curate_engines import *; curate_once({str(source)!r}, {str(store)!r}, "
+    code += f"{engine!r}, {workers})"
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent,
@@ -230,6 +231,7 @@ def driver_stopped(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--records", type=int, default=5000)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--no-ray", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
@@ -238,7 +240,7 @@ def main() -> None:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     work = Path(tempfile.mkdtemp(dir=args.work))
-    num = 500 if args.quick else 5000
+    num = 500 if args.quick else args.records
     kills = 3 if args.quick else args.kills
     records, copies = write_source(work / "src", num, args.seed)
     rows: list[dict[str, Any]] = [
@@ -268,8 +270,8 @@ def main() -> None:
         add("ray", seconds=took["ray"])
         num = workers_killed(work / "src", work / "made", rng, 10)
         add("ray_workers_killed", kills=num)
-        engines.append(("ray", max(3, kills // 3)))
-    for engine, times in engines:
+        engines.append(("ray", kills // 3))
+    for engine, times in engines if kills else ():
         for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
             left, found = -(-times // 3), Counter[str]()
             while left > 0:  # several curations, each stopped a few times
