@@ -104,7 +104,7 @@ def test_an_encoder_that_has_seen_private_images_is_refused(monkeypatch) -> None
         encoder, config = open_frozen(*args)
         return replace(encoder, lineage=({"visibility": "private"},)), config
 
-    monkeypatch.setattr("dpvision.curate.embedding.open_frozen", seen)
+    monkeypatch.setattr("dpvision.encoders.open.open_frozen", seen)
     for step in (Embedding(), SemanticDuplicates()):
         with pytest.raises(ConfigError, match="has seen private images"):
             about(step)
