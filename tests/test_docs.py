@@ -59,7 +59,15 @@ def test_links_lead_to_pages_images_and_headings_that_are_there(page: str) -> No
 
 _BELOW = {
     "evaluate": [["captioner"], ["detection", "."], ["segmentation", "."]],
-    "data": [["import"], ["inspect"], ["split"], ["scenes"], ["tokenizer"], ["overlap"]],
+    "data": [
+        ["import"],
+        ["inspect"],
+        ["split"],
+        ["curate"],
+        ["scenes"],
+        ["tokenizer"],
+        ["overlap"],
+    ],
     "train": [["vip.micro"], ["dpcap.micro"], ["supervised.micro"], ["transfer.micro_lora"]],
 }
 """Commands, and recipes of each kind of model, with help of their own."""

@@ -1,7 +1,8 @@
 """Run independent operations on a CPU at the same time, each on one thread."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -16,6 +17,17 @@ def is_traced() -> bool:
     so that the code must not split a batch: the record is to hold for any number of images.
     """
     return torch.jit.is_tracing() or torch.compiler.is_compiling()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run operations on a CPU on one thread: the bits of a product may depend on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def map_pieces(function: Callable[[T], R], pieces: Iterable[T], device: torch.device) -> list[R]:

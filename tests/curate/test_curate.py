@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from dpvision.curate.exact_duplicates import ExactDuplicates
+from dpvision.curate.near_duplicates import NearDuplicates
 from dpvision.curate.passes import curate
 from dpvision.curate.pipeline import Pipeline
 from dpvision.curate.record import with_captions
+from dpvision.curate.semantic_duplicates import SemanticDuplicates
 from dpvision.curate.size import Size
 from dpvision.curate.text import Caption
 from dpvision.data import import_work
@@ -211,6 +214,17 @@ def test_a_file_that_changes_between_the_passes_is_refused(tmp_path, monkeypatch
 def test_pipelines_that_are_refused(steps, settings, words):
     with pytest.raises(ConfigError, match=words):
         Pipeline.of(steps, settings)
+
+
+def test_the_bound_of_several_steps():
+    def bound(*steps) -> int | None:
+        return Pipeline(steps).stability
+
+    exact, equal, near = ExactDuplicates(), NearDuplicates(0), NearDuplicates(6)
+    assert bound(SETTINGS.size) == bound() == 1
+    assert bound(exact) == bound(equal) == bound(exact, equal) == bound(SETTINGS.size, exact) == 2
+    assert bound(exact, SameMean()) == 4 and bound(exact, equal, SameMean()) == 8
+    assert bound(exact, near) is None and bound(exact, SemanticDuplicates()) is None
 
 
 def test_settings_that_are_refused():

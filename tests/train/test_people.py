@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -288,12 +289,17 @@ def test_a_person_moves_the_sum_by_at_most_the_clip_norm(
     )
 
 
+@pytest.mark.parametrize(("key", "splits"), [(0, False), (71, True)])
 def test_adversarial_people_move_the_sum_by_at_most_the_clip_norm(
-    config: RunConfig, tmp_path: Path
+    config: RunConfig, tmp_path: Path, monkeypatch, key: int, splits: bool
 ) -> None:
     """Forty images that differ in one pixel only, flat extremes, bytes that do not decode, and a
     gradient that is not finite.
+
+    Under the second key the person without an image that decodes is the fifth of a bucket of four,
+    which is added up in two passes because of them: the sum moves by its rounding.
     """
+    monkeypatch.setattr("dpvision.data.store_writer.secrets.token_bytes", Random(key).randbytes)
 
     def flat(value: int, mark: int = 0) -> bytes:
         image = np.full((16, 16, 3), value, dtype=np.uint8)
@@ -321,7 +327,8 @@ def test_adversarial_people_move_the_sum_by_at_most_the_clip_norm(
     with new_session(config, tmp_path / "run") as session:
         moved, norms = moves(blown_up(session))
         assert len(norms) == 8, "a person without an image that decodes takes no part"
-        assert sum(m == 0 for m in moved) == 1 and max(moved) <= C and norms.max() > C
+        assert sum(m < 1e-6 * C for m in moved) == 1 and max(moved) <= C and norms.max() > C
+        assert splits or min(moved) == 0
         chosen = int(np.argmax(moved))
         real, first = session.loss_fn, int(session.people.id_P[chosen])
 

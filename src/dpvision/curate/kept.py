@@ -96,12 +96,12 @@ def compare(
                 columns[step.fact],
                 alive_N,
                 made / "work",
-                None if said is None else partial(said, step.name),
+                (lambda done: None) if said is None else partial(said, step.name),
             )
-            shutil.rmtree(made / "work")
         alive_N[rows] = False
         for what, array in zip(_LISTS, (rows, twins), strict=True):
             np.save(made / f"{step.name}-{what}.npy", array)
+        shutil.rmtree(made / "work", ignore_errors=True)
     columns.clear()
     for path in made.glob("column-*"):
         path.unlink()
@@ -124,7 +124,7 @@ def _column(parts: Sequence[Part], name: str, path: Path, step: str) -> np.ndarr
             f"Add {name} to --steps."
         )
     (only,) = found
-    kind, shape = json.loads(only)
+    kind, shape = parse_json(only)
     with path.open("wb") as file:
         for part in parts:
             with (
@@ -201,7 +201,7 @@ class CuratedPart:
                 if image >= 0:
                     sample = sample._replace(image=os.pread(changed, size, image), place=None)
                 if text >= 0:
-                    sample = with_captions(sample, json.loads(os.pread(changed, text_size, text)))
+                    sample = with_captions(sample, parse_json(os.pread(changed, text_size, text)))
                 if at in self.shown:
                     _show(sample, at, self.shown[at], scratch)
                 if alive_N[at]:

@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from dpvision.curate.record import Record, RecordStep, about
+from dpvision.curate.record import Record, RecordStep
 from dpvision.curate.sheet import Example, Examples
 from dpvision.data.decode import BadImage
 from dpvision.data.ordered import ordered_map
@@ -51,6 +52,8 @@ class LookPart:
 
     part: SourcePart
     steps: tuple[RecordStep, ...]
+    stated: list[dict[str, Any]]
+    """``about`` each step, asked once for all files."""
     threads: int = 1
     """Threads that run the steps; they change no byte."""
 
@@ -76,11 +79,14 @@ class LookPart:
     @property
     def settings(self) -> list[Any]:
         """Those of the file, and the steps."""
-        return [*self.part.settings, [{"name": step.name, **about(step)} for step in self.steps]]
+        return [*self.part.settings, self.stated]
 
     def write(self, folder: Path, key: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
         """See ``StoredPart``."""
-        apply = [(step, step.opened()) for step in self.steps]
+        apply = [
+            (step, _opened(step, json.dumps(said)))
+            for step, said in zip(self.steps, self.stated, strict=True)
+        ]
         with ExitStack() as files:
             look = _Look(folder, files, key)
             chunks = _chunks(self.part.samples({}, folder))
@@ -103,6 +109,12 @@ def _chunks(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
             chunk = []
     if chunk:
         yield chunk
+
+
+@lru_cache(16)
+def _opened(step: RecordStep, stated: str) -> _Apply:
+    """Open a step once a process, and again if its files are others."""
+    return step.opened()
 
 
 @dataclass

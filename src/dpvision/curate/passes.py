@@ -20,6 +20,7 @@ from dpvision.curate.kept import CuratedPart, Kept, add_shown, compare, shown_pa
 from dpvision.curate.look import LookPart
 from dpvision.curate.pipeline import Pipeline
 from dpvision.curate.ray_engine import ray_cluster
+from dpvision.curate.record import about
 from dpvision.curate.sheet import Examples
 from dpvision.data.captions import CaptionRule
 from dpvision.data.import_labels import LabelRule
@@ -31,6 +32,7 @@ from dpvision.data.person_names import PersonRule
 from dpvision.data.sample import SourcePart, check_unchanged
 from dpvision.data.store import CURATION, Store
 from dpvision.files import CONFIDENTIAL
+from dpvision.strict_json import parse_json
 
 FOLDER = "curation"
 """Folder under a curated store's confidential/: counts, names of what was left out, sheets."""
@@ -122,7 +124,8 @@ class _Passes:
         self._downloads = downloads([part.name for part in parts])
         threads = self.workers if len(parts) == 1 else 1
         steps = self.pipeline.of_one_record
-        looks = [LookPart(part, steps, threads) for part in parts]
+        stated = [{"name": step.name, **about(step)} for step in steps]
+        looks = [LookPart(part, steps, stated, threads) for part in parts]
         done = 0
         for look in read_parts("look", looks, work, rule, self.workers, self.spread):
             self._looked.append(look)
@@ -208,7 +211,7 @@ def _lines(part: Part, name: str) -> Iterator[str]:
 def _pairs(step: str, rows: list[int], twins: list[int], looked: Sequence[Part]) -> Iterator[str]:
     wanted = {*rows, *twins}
     keys = (line for part in looked for line in _lines(part, "keys"))
-    name = {row: json.loads(line) for row, line in enumerate(keys) if row in wanted}
+    name = {row: parse_json(line) for row, line in enumerate(keys) if row in wanted}
     for row, twin in zip(rows, twins, strict=True):
         line = {"key": name[row], "step": step, "reason": "duplicate", "of": name[twin]}
         yield json.dumps(line) + "\n"

@@ -1,10 +1,17 @@
 """The declared steps of a curation, in order, and what the store says of them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
+from dpvision.curate.exact_duplicates import ExactDuplicates
+from dpvision.curate.faces import Faces
+from dpvision.curate.near_duplicates import NearDuplicates, PublicDuplicates
 from dpvision.curate.record import AcrossStep, RecordStep, about
+from dpvision.curate.safety import Safety
+from dpvision.curate.semantic_duplicates import SemanticDuplicates
 from dpvision.curate.size import Size
 from dpvision.curate.text import Caption
 from dpvision.errors import ConfigError
@@ -20,6 +27,18 @@ class Settings:
     """Small and long images."""
     caption: Caption = field(default_factory=Caption)
     """Languages and lengths of captions."""
+    safety: Safety = field(default_factory=Safety)
+    """A classifier of unsafe images."""
+    faces: Faces = field(default_factory=Faces)
+    """Faces, blurred or a reason to leave an image out."""
+    public_duplicates: PublicDuplicates = field(default_factory=PublicDuplicates)
+    """Images that are also in public stores."""
+    exact_duplicates: ExactDuplicates = field(default_factory=ExactDuplicates)
+    """Images with equal pixels."""
+    near_duplicates: NearDuplicates = field(default_factory=NearDuplicates)
+    """Images with near perceptual hashes."""
+    semantic_duplicates: SemanticDuplicates = field(default_factory=SemanticDuplicates)
+    """Images with near embeddings (SemDeDup)."""
 
 
 STEPS = tuple(one.name for one in fields(Settings))
@@ -79,16 +98,25 @@ class Pipeline:
 
     @property
     def stability(self) -> int | None:
-        """How many records of the store one record of the source changes; None for no bound."""
-        product = 1
-        for step in self.across:
-            if step.stability is None:
-                return None
-            product *= step.stability
-        return product
+        """How many records of the store one record of the source changes; None for no bound.
+
+        Equal pixels have equal hashes, so ``exact_duplicates`` and ``near_duplicates`` of radius 0
+        together keep the first record of each class too (docs/proofs.md).
+        """
+        bounds = [step.stability for step in self.across]
+        known = [bound for bound in bounds if bound is not None]
+        if len(known) < len(bounds):
+            return None
+        nested = {step.name for step in self.across} == {"exact_duplicates", "near_duplicates"}
+        return max(known) if nested else math.prod(known)
 
     def about(self) -> dict[str, Any]:
         """Return what the store and statements say: names, settings, stability; no paths."""
+        return self._about
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        """Digests of large files are computed once."""
         return {
             "steps": [{"name": step.name, **about(step)} for step in self.steps],
             "stability": self.stability,

@@ -21,8 +21,6 @@ from dpvision.data.sample import Sample
 from dpvision.errors import DataError
 from dpvision.strict_json import parse_json
 
-Progress = Callable[[int], None] | None
-
 
 @dataclass
 class Record:
@@ -79,6 +77,9 @@ class RecordStep(Protocol):
     decodes: ClassVar[bool]
     """Whether it needs pixels: it does not get records whose image cannot be read."""
 
+    def __hash__(self) -> int:
+        """Of the settings."""
+
     def opened(self) -> Callable[[Sequence[Record]], None]:
         """Load what it needs; the result changes records, and threads may call it at once.
 
@@ -115,20 +116,35 @@ class AcrossStep(Protocol):
         """The step that computes the column, or None where a step of the pipeline must have."""
 
     def duplicates(
-        self, column_N: np.ndarray, alive_N: np.ndarray, work: Path, progress: Progress
+        self,
+        column_N: np.ndarray,
+        alive_N: np.ndarray,
+        work: Path,
+        progress: Callable[[int], None],
     ) -> Duplicates:
         """Compare the rows that are still in.
 
         Args:
             column_N: (N, ...), memory-mapped, in the order of the source.
             alive_N: bool.
-            work: empty closed folder for files.
+            work: empty closed folder for files, which the result may still read.
+            progress: called with the number of rows done.
         """
+
+
+@runtime_checkable
+class StatesFiles(Protocol):
+    """A step that says itself what is stated of files."""
+
+    def stated(self) -> dict[str, str]:
+        """Return texts, by setting, in place of digests of paths."""
 
 
 def about(step: Any) -> dict[str, Any]:
     """Return the settings of a step in types of JSON: a digest for a file, the id of a store."""
-    return {name: _plain(value, step.name) for name, value in asdict(step).items()}
+    stated = step.stated() if isinstance(step, StatesFiles) else {}
+    settings = asdict(step).items()
+    return {n: stated[n] if n in stated else _plain(v, step.name) for n, v in settings}
 
 
 def _plain(value: Any, step: str) -> Any:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
+from dpvision.strict_json import parse_json
+
 EXAMPLES = 24
 """Records on the sheet of a step."""
 _SIDE_PX, _STRIP_PX, _COLUMNS = 128, 14, 4
@@ -71,7 +73,7 @@ class Examples:
         """Add what ``write`` wrote into a folder, if it did."""
         if not (folder / "examples.json").exists():
             return
-        listed = json.loads((folder / "examples.json").read_text())
+        listed = parse_json((folder / "examples.json").read_text())
         shape = (len(listed), 2, _SIDE_PX, _SIDE_PX, 3)
         pairs = np.fromfile(folder / "examples", dtype=np.uint8).reshape(shape)
         for (step, order, words), pair in zip(listed, pairs, strict=True):

@@ -76,44 +76,84 @@ def _number(hashed: Any) -> int:
     return int.from_bytes(np.packbits(hashed.hash).tobytes(), "big")
 
 
+def check_radius(radius: int, where: str = "overlap") -> None:
+    """Raise ConfigError for a number of differing bits that is out of range.
+
+    Args:
+        where: the command or step that takes it, for the error.
+    """
+    if not 0 <= radius <= LARGEST_RADIUS:
+        raise ConfigError(f"{where}: radius={radius}; expected 0 to {LARGEST_RADIUS} bits. Use 6.")
+
+
 def nearest_within(
     hash_N2: np.ndarray, base_M2: np.ndarray, radius: int, second_radius: int = SECOND_RADIUS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the nearest of ``base_M2`` by the first 64 bits, among those within both radii.
+    """Find the nearest of ``base_M2``; see ``HashIndex.nearest``."""
+    return HashIndex(base_M2).nearest(hash_N2, radius, second_radius)
+
+
+class HashIndex:
+    """Tables of hashes to search in, made once for several searches.
 
     Args:
-        hash_N2, base_M2: uint64; equal ones are compared once.
-        radius: largest number of differing bits in the first 64, 0 to 11.
-        second_radius: the same for the second 64, 0 to 64.
-
-    Returns:
-        int64 (N,) positions in ``base_M2``, -1 for none (one of them if several are equally near),
-        and int64 (N,) differing bits of the first 64, 65 for none.
-
-    Raises:
-        ConfigError: a radius is out of range.
+        base_M2: uint64; equal ones are compared once.
     """
-    if not 0 <= radius <= LARGEST_RADIUS or not 0 <= second_radius <= NUM_BITS:
-        raise ConfigError(f"overlap: radius={radius}; expected 0 to {LARGEST_RADIUS} bits. Use 6.")
-    asked, back_N = np.unique(hash_N2, axis=0, return_inverse=True)
-    base, first_M = np.unique(base_M2, axis=0, return_index=True)
-    nearest, bits = (
-        np.full(len(asked), -1, dtype=np.int64),
-        np.full(len(asked), NUM_BITS + 1, dtype=np.int64),
-    )
-    if len(asked) and len(base):
+
+    def __init__(self, base_M2: np.ndarray) -> None:
+        self._base, self._first = np.unique(base_M2, axis=0, return_index=True)
+        self._tables = []
         for piece in range(_PIECES):
-            shift = np.uint64(piece * _PIECE_BITS)
-            drawer_of = (base[:, 0] >> shift).astype(np.uint16)
+            drawer_of = (self._base[:, 0] >> np.uint64(piece * _PIECE_BITS)).astype(np.uint16)
             order = np.argsort(drawer_of, kind="stable")
-            start = np.searchsorted(drawer_of[order], np.arange((1 << _PIECE_BITS) + 1))
-            own = (asked[:, 0] >> shift).astype(np.uint16)
-            for mask in _masks(radius // _PIECES):
-                _look_into(
-                    asked, base, order, start, own ^ mask, radius, second_radius, nearest, bits
-                )
-        nearest[nearest >= 0] = first_M[nearest[nearest >= 0]]
-    return nearest[back_N.ravel()], bits[back_N.ravel()]
+            edges = np.arange((1 << _PIECE_BITS) + 1)
+            self._tables.append((order, np.searchsorted(drawer_of[order], edges)))
+
+    def nearest(
+        self, hash_N2: np.ndarray, radius: int, second_radius: int = SECOND_RADIUS
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Find the nearest of the base by the first 64 bits, among those within both radii.
+
+        Args:
+            hash_N2: uint64.
+            radius: largest number of differing bits in the first 64, 0 to 11.
+            second_radius: the same for the second 64, 0 to 64.
+
+        Returns:
+            int64 (N,) positions in the base, -1 for none (one of them if several are equally near),
+            and int64 (N,) differing bits of the first 64, 65 for none.
+
+        Raises:
+            ConfigError: a radius is out of range.
+        """
+        check_radius(radius)
+        if not 0 <= second_radius <= NUM_BITS:
+            raise ConfigError(
+                f"overlap: second_radius={second_radius}; expected 0 to {NUM_BITS} bits. Use "
+                f"{SECOND_RADIUS}."
+            )
+        asked, back_N = np.unique(hash_N2, axis=0, return_inverse=True)
+        nearest, bits = (
+            np.full(len(asked), -1, dtype=np.int64),
+            np.full(len(asked), NUM_BITS + 1, dtype=np.int64),
+        )
+        if len(asked) and len(self._base):
+            for piece, (order, start) in enumerate(self._tables):
+                own = (asked[:, 0] >> np.uint64(piece * _PIECE_BITS)).astype(np.uint16)
+                for mask in _masks(radius // _PIECES):
+                    _look_into(
+                        asked,
+                        self._base,
+                        order,
+                        start,
+                        own ^ mask,
+                        radius,
+                        second_radius,
+                        nearest,
+                        bits,
+                    )
+            nearest[nearest >= 0] = self._first[nearest[nearest >= 0]]
+        return nearest[back_N.ravel()], bits[back_N.ravel()]
 
 
 def _masks(most: int) -> list[np.uint16]:

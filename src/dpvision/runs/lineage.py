@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpvision.data.store import SHARED_KEPT, Store
+from dpvision.data.store import CURATION, SHARED_KEPT, Store
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.files import make_folders, write_json
 from dpvision.privacy.composition import Part, check_total, parts_of, total_epsilon
@@ -220,7 +220,7 @@ def own_entry(
         "run_id": run_id,
         "guarantee": guarantee,
         **({"deduplicated": store.meta["deduplicated"]} if "deduplicated" in store.meta else {}),
-        **({SHARED_KEPT: store.meta[SHARED_KEPT]} if SHARED_KEPT in store.meta else {}),
+        **{name: store.meta[name] for name in (SHARED_KEPT, CURATION) if name in store.meta},
     }
 
 

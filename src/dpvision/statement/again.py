@@ -32,10 +32,12 @@ COARSE = 0.10
 _DECLARED = re.compile(
     r"run_id|recipe|settings\b.*|scores\b.*|hashes\b.*|versions\b.*|phrases|guarantee\.accountant\.software"
     r"|mechanism\.steps_executed|history\.(steps_in_weights|restarts|(tuning|stop)\.declared|other_runs\.(?!text).*|audits\.runs\b.*)"
-    r"|history\.lineage\[\d+\]\.(store_id|visibility|run_id|licence|declared(\.(by|name|source))?|deduplicated(\.(against|methods)\b.*)?)"
+    r"|history\.lineage\[\d+\]\.(store_id|visibility|run_id|licence|declared(\.(by|name|source))?|deduplicated(\.(against|methods)\b.*)?|curation\.(steps|stability)\b.*)"
     r"|history\.lineage\[\d+\]\.guarantee\.plan\b.*|released_scores\[\d+\]\.(?!text).*"
 )
 """Leaves that are facts of the statement: not computed from the plan and the steps."""
+_WITH_TEXT = ("declared", "deduplicated", "curation")
+"""Entries of a lineage's entry to which the statement adds a sentence."""
 _FIGURE = re.compile(
     r"(guarantee|other_stores\[\d+\]|history\.lineage\[\d+\]\.guarantee|released_scores\[\d+\]\.plan)"
     r"\.(?!delta$|n_times_delta$).*"
@@ -224,13 +226,9 @@ def _facts(statement: dict[str, Any]) -> Facts:
 
 def _entry(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an entry of the lineage as ledger and manifest have it, without the sentences."""
-    made = {
-        name: value
-        for name, value in entry.items()
-        if name not in ("text", "declared", "deduplicated")
-    }
-    for name in ("declared", "deduplicated"):
-        if entry[name] is not None:
+    made = {name: value for name, value in entry.items() if name not in ("text", *_WITH_TEXT)}
+    for name in _WITH_TEXT:
+        if entry.get(name) is not None:
             made[name] = {key: value for key, value in entry[name].items() if key != "text"}
     return made
 

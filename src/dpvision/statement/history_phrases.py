@@ -9,7 +9,7 @@ from typing import Any
 
 from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
 from dpvision.config.unit import Stated
-from dpvision.data.store import SHARED_KEPT
+from dpvision.data.store import CURATION, SHARED_KEPT
 from dpvision.privacy.ledger import StoreAccount
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import count, down, factor, one_in, up, up_delta
@@ -61,6 +61,11 @@ SHARED_IMAGES = (
     "Who has an image that was found under two persons: the import kept each such image for the "
     "first of them, as the operator asked. What remains of the second person depends on the "
     "first."
+)
+COMPARED = (
+    "Images of the source of a private store that was curated by comparing images with each "
+    "other ({}): the guarantee is for the curated store. Whether an image is in it depends on "
+    "others: one image of the source {}."
 )
 TWINS = (
     "Whether a public image was also among the private ones: a public store in the lineage was "
@@ -128,7 +133,44 @@ def curated(lineage: list[dict[str, Any]]) -> list[str]:
     return [
         *([SHARED_IMAGES] if any(entry.get(SHARED_KEPT) for entry in lineage) else []),
         *([TWINS] if any(entry["deduplicated"] for entry in lineage) else []),
+        *dict.fromkeys(
+            COMPARED.format(_steps(found), _changes(found["stability"]))
+            for entry in lineage
+            if entry["visibility"] == "private"
+            and (found := entry.get(CURATION)) is not None
+            and found["stability"] != 1
+        ),
     ]
+
+
+def _steps(record: dict[str, Any]) -> str:
+    return ", ".join(step["name"] for step in record["steps"])
+
+
+def _changes(stability: int | None) -> str:
+    if stability is None:
+        return "can change any number of images of the store"
+    return (
+        f"changes at most {stability} images of the store, so for it the guarantee of a group of "
+        f"{stability} holds"
+    )
+
+
+def curation(record: dict[str, Any], visibility: str) -> dict[str, Any]:
+    """Return by which steps a store was made, with a sentence.
+
+    Args:
+        record: ``curation`` of store.json.
+    """
+    text = f"The store was curated by declared steps: {_steps(record)}."
+    if visibility == "private":
+        text += (
+            " Each decides on an image alone, so the guarantee holds for images of the source too "
+            "(identical files are one image)."
+            if record["stability"] == 1
+            else f" They compare images: one of the source {_changes(record['stability'])}."
+        )
+    return record | {"text": text}
 
 
 def declared(by: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import unit
+from dpvision.data.store import CURATION
 from dpvision.dp import rounding
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
@@ -500,6 +501,9 @@ def _lineage(facts: Facts, guarantee: dict[str, Any] | None) -> list[dict[str, A
         }
         for entry in entries
     ]
+    for entry, beside in zip(entries, more, strict=True):
+        if CURATION in entry:
+            beside[CURATION] = history_phrases.curation(entry[CURATION], entry["visibility"])
     last = len(entries) - 1
     joined = [entry | beside for entry, beside in zip(entries, more, strict=True)]
     return [

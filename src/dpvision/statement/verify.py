@@ -393,12 +393,10 @@ def check_lineage(statement: dict[str, Any], root: Path, ledger: LedgerContents 
     for field in ("visibility", "licence"):
         digests.append((f"{field} of this run's store", stated[-1][field], own.get(field)))
     for said, kept in zip(stated, [*ledger.lineage, own], strict=False):
-        for field in ("licence", "declared", "deduplicated"):
-            plain = (
-                said[field]
-                if not isinstance(said[field], dict)
-                else {k: v for k, v in said[field].items() if k != "text"}
-            )
+        for field in ("licence", "declared", "deduplicated", "curation"):
+            plain = said.get(field)
+            if isinstance(plain, dict):
+                plain = {k: v for k, v in plain.items() if k != "text"}
             digests.append(
                 (
                     f"{field} of {str(kept['store_id'])[:16]}",
