@@ -1,8 +1,8 @@
 """Curation: records a second of each step and pass, memory by the number of shards, and the bill
 for 233,804,767 pairs.
 
-    python benchmarks/curate_rate.py [--quick] [--shards N] [--steps STEPS] [--work FOLDER]
-    [--json FILE] [--page FILE]
+    python benchmarks/curate_rate.py [--quick] [--shards N] [--steps STEPS] [--also STEP=RATE ...]
+    [--work FOLDER] [--json FILE] [--page FILE]
 
 Part 1, "flickr8k": the steps over flickr8k's tars by one process, three rounds: images_per_s of
 each step (counts.json: seconds include the decoding that the first step causes), and of the whole
@@ -11,8 +11,10 @@ command by pass.
 Part 2, "shards": N / 10 and N tars of 10 tiny records each (4 x 2 pixels): seconds of the command,
 peak_mb of the process, ms_a_shard of each pass; fsync_ms is what one fsync of a small file takes.
 
---page writes the bill: core hours of each step for the papers' 233,804,767 pairs, and hours on 10
-to 100 machines of 64 cores, whose cores are as fast as this one, with nothing lost to waiting.
+--page writes the bill: core hours of each step for the papers' 233,804,767 pairs, and minutes on 10
+to 100 machines of 64 cores, whose cores are as fast as this one, with nothing lost to waiting. With
+--also, it has steps whose images a second and core were measured elsewhere. --shards 0 leaves the
+second part out; on a --work in memory, that part shows memory without the time of fsync.
 """
 
 import argparse
@@ -126,7 +128,7 @@ def fsync_ms(folder: Path, times: int = 200) -> list[float]:
 def bill(per_s: dict[str, float]) -> str:
     """The page: core hours of each part, and hours by machines."""
     machines = (10, 30, 100)
-    head = " | ".join(f"{n} machines, hours" for n in machines)
+    head = " | ".join(f"{n} machines, minutes" for n in machines)
     lines = [
         f"| part | images/s a core | core hours | share | {head} |",
         f"|---|---|---|---|{'---|' * len(machines)}",
@@ -134,11 +136,11 @@ def bill(per_s: dict[str, float]) -> str:
     hours = {name: PAIRS / rate / 3600 for name, rate in per_s.items()}
     total = sum(hours.values())
     for name, needed in hours.items():
-        by = " | ".join(f"{needed / n / CORES:.2f}" for n in machines)
+        by = " | ".join(f"{60 * needed / n / CORES:.1f}" for n in machines)
         lines.append(
             f"| {name} | {per_s[name]:,.0f} | {needed:,.0f} | {needed / total:.0%} | {by} |"
         )
-    by = " | ".join(f"**{total / n / CORES:.2f}**" for n in machines)
+    by = " | ".join(f"**{60 * total / n / CORES:.1f}**" for n in machines)
     lines.append(f"| **sum** | {PAIRS / total / 3600:,.0f} | **{total:,.0f}** | | {by} |")
     read_tb = 2 * PAIRS * IMAGE_BYTES / 1e12
     lines += [
@@ -150,11 +152,16 @@ def bill(per_s: dict[str, float]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _split(text: str) -> tuple[str, str, str]:
+    return text.partition("=")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--shards", type=int, default=10_000)
     parser.add_argument("--steps", default="size,caption")
+    parser.add_argument("--also", nargs="*", default=())
     parser.add_argument("--source", default=str(SHARED / "flickr8k" / "train-*.tar"))
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", type=Path)
@@ -178,10 +185,10 @@ def main() -> None:
         rates.setdefault("whole command", []).append(seen / found["seconds"])
     for name, values in rates.items():
         rows.append(row("flickr8k", name, "images_per_s", values))
-    write_tiny(work / "src", shards)
     rows.append(row("disk", "100 bytes", "fsync_ms", fsync_ms(work)))
+    write_tiny(work / "src", shards)
     peaks = list[float]()
-    for num in (shards // 10, shards):
+    for num in (shards // 10, shards) if shards else ():
         names = sorted((work / "src").iterdir())
         few = work / f"some-{num}"
         few.mkdir()
@@ -196,11 +203,13 @@ def main() -> None:
         rows.append(row("shards", variant, "seconds", [found["seconds"]]))
         for name, seconds in found["spent"].items():
             rows.append(row("shards", f"{variant}: {name}", "ms_a_shard", [1000 * seconds / num]))
-    rows.append(row("shards", "all / a tenth", "peak_ratio", [peaks[1] / peaks[0]]))
+    if peaks:
+        rows.append(row("shards", "all / a tenth", "peak_ratio", [peaks[1] / peaks[0]]))
     write_result(args.json, "curate_rate", rows, packages=["numpy", "pillow"])
     if args.page:
         parts = {name: sorted(v)[len(v) // 2] for name, v in rates.items()}
         del parts["whole command"]
+        parts |= {f"step {step}": float(rate) for step, _, rate in map(_split, args.also)}
         args.page.write_text(bill(parts))
     shutil.rmtree(work)
 

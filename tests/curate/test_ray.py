@@ -1,7 +1,7 @@
 """A Ray cluster makes the store of one process, also after kills; a machine of it that sees other
 files or has other software stops the curation.
 
-Ray is no part of the extra dev: those that start it skip without it (pip install '.[curate]').
+Ray is no part of the extra dev: those that start it skip without it (CONTRIBUTING.md).
 """
 
 import json

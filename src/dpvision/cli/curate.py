@@ -1,5 +1,7 @@
 """``dpvision data curate``: from a scraped source to a store, by declared steps."""
 
+import sys
+from contextlib import redirect_stdout
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -60,7 +62,8 @@ def curate(
     from dpvision.curate.passes import DOWNLOADS, FOLDER
     from dpvision.curate.passes import curate as made_by
 
-    with Console(stderr=True).status("looking") as status:
+    notes = redirect_stdout(sys.stderr)  # Ray prints what it lost to the output
+    with Console(stderr=True).status("looking") as status, notes:
         made = made_by(
             source,
             store,

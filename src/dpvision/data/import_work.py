@@ -371,7 +371,8 @@ def _complete(job: _Job) -> Part | None:
     except (OSError, ValueError):
         return None
     whole = isinstance(about, dict) and about.get("stamp") == job.stamp
-    return Part(job.folder, about) if whole else None
+    # the job's stamp, which shares its settings with all others: kilobytes for each file otherwise
+    return Part(job.folder, about | {"stamp": job.stamp}) if whole else None
 
 
 def software() -> dict[str, str | None]:
