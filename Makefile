@@ -61,6 +61,7 @@ prove-long: setup
 	$(BIN)/python benchmarks/crashes.py --work runs/bench/crashes --points 200 --full --others --json runs/bench/crashes.json
 	$(BIN)/python benchmarks/hostile_files.py --processes 2 --json runs/bench/hostile_files.json
 	$(BIN)/python benchmarks/memorisation.py --work runs/bench/memorisation --json runs/bench/memorisation.json
+	$(BIN)/python benchmarks/mutation_sample.py --json runs/bench/mutation_sample.json
 	$(MAKE) mutants
 
 gpu-rehearsal: setup

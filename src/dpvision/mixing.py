@@ -5,9 +5,14 @@ For everything that has to be well spread and reproducible: masks, crops, proced
 for secrets (docs/privacy.md).
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
 """Step of the counter: 2^64 over the golden ratio."""
@@ -38,6 +43,8 @@ def uniform_torch(start: Tensor, count: int) -> Tensor:
     """Uniform float32 in [0, 1), multiples of 2^-24, of shape (..., count): the counter's first
     ``count`` values from int64 ``start``.
     """
+    import torch  # not above: processes that read images do without it
+
     counter = torch.arange(1, count + 1, device=start.device, dtype=torch.int64) * signed(GOLDEN)
     bits = mix_torch(start[..., None] + counter) & ((1 << 63) - 1)
     return (bits >> 39).float() * 2.0**-24

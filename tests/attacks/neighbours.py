@@ -1,5 +1,5 @@
-"""Worlds that differ in one private record, for ``test_nothing_leaves.py``: stores, commands and
-what is public of them.
+"""Worlds that differ in one private record or person, for ``test_nothing_leaves.py``: stores,
+commands and what is public of them.
 
 In a world the keys, ids and store keys that come from the operating system follow from a counter,
 and each release is its noise alone: ``dp.noise`` adds it to zeros in place of the private sum. What
@@ -27,6 +27,7 @@ from PIL import Image
 from dpvision.cli import main
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples
+from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.dp import noise
 from dpvision.errors import OPERATOR_ONLY
@@ -81,6 +82,29 @@ def damaged(samples: list[Sample]) -> list[Sample]:
     return [*samples[:17], odd, *samples[18:]]
 
 
+def _of_person(person: int, first: int, num: int) -> list[Sample]:
+    """Images of one person, who is named by a token."""
+    return [
+        _sample(n, TOKENS[0], TOKENS[1])._replace(
+            fields={"label": n % 4, "person": f"{TOKENS[1]} {person}"}
+        )
+        for n in range(first, first + num)
+    ]
+
+
+def people_samples(first: int) -> list[Sample]:
+    """100 people of two images each."""
+    return [s for p in range(NUM // 2) for s in _of_person(p, first + 2 * p, 2)]
+
+
+PEOPLE_CHANGES: dict[str, Change] = {
+    "one person less": lambda samples: samples[:16] + samples[18:],
+    "one image less": less,
+    "an image damaged": damaged,
+    "two images of a person more": lambda samples: [*samples, *_of_person(8, 5000, 2)],
+}
+"""Changes of one person's images: images 16 and 17 are those of person 8."""
+
 _ROUNDING = re.compile(r"(?<=largest difference from the run's outputs ).*")
 """How far an exported model is from the run's on pixels of a fixed seed, which libraries round by
 where arrays lie in memory. ``export.write._difference`` sees the weights alone.
@@ -98,12 +122,18 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def write_stores(change: Change) -> None:
-    """Write the stores and other inputs of a world into the working directory."""
+def write_stores(change: Change, people: bool) -> None:
+    """Write the stores and other inputs of a world into the working directory.
+
+    Args:
+        people: whether the private stores name persons; the change is then one of
+            ``PEOPLE_CHANGES``.
+    """
     names = [*COLOURS]
     for name, first in zip(PRIVATE_STORES, (0, 400), strict=True):
-        samples = change(private_samples(first, NUM))
-        import_samples(samples, f"stores/{name}", labels=LabelRule(classes=names), workers=1)
+        samples = change(people_samples(first) if people else private_samples(first, NUM))
+        rule, persons = LabelRule(classes=names), PersonRule("person" if people else None)
+        import_samples(samples, f"stores/{name}", people=persons, labels=rule, workers=1)
     public = [_sample(n, "open", image(n)[1]) for n in range(1000, 1060)]
     rule = LabelRule(classes=names)
     import_samples(public, "stores/open", public=True, labels=rule, workers=1)
@@ -215,7 +245,7 @@ class World:
     files: dict[str, tuple[int, bytes]]
 
 
-def live(change: Change, commands: Sequence[Sequence[str]]) -> World:
+def live(change: Change, commands: Sequence[Sequence[str]], people: bool = False) -> World:
     """Make a world in a folder of the working directory, run commands in it, and remove it: the
     next one has the same paths.
     """
@@ -224,7 +254,7 @@ def live(change: Change, commands: Sequence[Sequence[str]]) -> World:
     try:
         with contextlib.chdir(folder):
             with fixed(0):
-                write_stores(change)
+                write_stores(change, people)
             said = []
             for number, command in enumerate(commands, 1):
                 with fixed(number):

@@ -203,7 +203,9 @@ def test_a_figure_without_accounting_is_null_with_its_reason() -> None:
     )
     assert found.unit_epsilon is None and "belong to one person" in found.reasons["unit_epsilon"]
     pair = curve(parts, FPRS)
-    assert pair.profile is None and all(fpr < tpr <= 1 for fpr, tpr in pair.tpr_at_fpr.items())
+    best = {fpr: min(DELTA + np.exp(found.epsilon) * fpr, 1.0) for fpr in FPRS}
+    assert pair.profile is None and pair.tpr_at_fpr == pytest.approx(best) and best[FPRS[0]] < 1
+    assert 0.5 < pair.coin_accuracy < 1 and 0.5 < pair.auc < 1
     two = replace(truncated.unit, max_records=2, num_people=RECORDS // 2)
     sampler = replace(truncated.sampler, unit=two)
     units = replace(truncated, sampler=sampler, unit_epsilon=1.0)  # ``make_plan`` refuses it
@@ -425,3 +427,36 @@ def test_an_entry_without_its_plan_is_refused(runs: tuple[Path, Path]) -> None:
     }
     with pytest.raises(PrivacyError, match="without its plan"):
         runs_on([without], entry["store_id"])
+
+
+def test_the_curve_of_chosen_runs_is_at_the_smallest_delta_and_ends_at_1e_10(
+    plans: tuple[DPPlan, DPPlan],
+) -> None:
+    """Both of what the statement prints: its order and divergence are those of the filter."""
+    loose = make_plan(replace(CHILD, delta=1e-8))
+    parts = parts_of([(plans[0], 10), (loose, 4)])
+    found = curve(parts, FPRS)
+    bound = filter_bound([plan.event(steps) for plan, steps in parts], 1e-8)
+    assert bound is not None and found.profile is not None
+    _, order, divergence = bound
+    largest = divergence + np.log1p(-1 / order) - np.log(order * 1e-10) / (order - 1)
+    assert found.profile[0][0] == 0 and found.profile[-1] == pytest.approx((largest, 1e-10))
+
+
+def test_two_selections_have_a_total_that_is_less_than_twice_one() -> None:
+    config = replace(CHILD, noise_multiplier=20.0, max_records_per_unit=1, num_units=None)
+    plan = make_plan(config, ask_selection(config))
+    parts = parts_of([(plan, 1), (plan, 1)])
+    one, _, _ = total_epsilon(parts[:1])
+    for fixed, method in ((False, "filter"), (True, "renyi")):
+        both, delta, found = total_epsilon(parts, fixed=fixed)
+        assert one < both < 2 * one and (delta, found) == (DELTA, method)
+
+
+def test_runs_that_drew_people_have_no_total_with_runs_that_drew_records(
+    plans: tuple[DPPlan, DPPlan],
+) -> None:
+    people = make_plan(replace(CHILD, sampling_unit="person", expected_batch_size=RECORDS // 2))
+    check_total(((people, 1), (people, 1)))
+    with pytest.raises(PrivacyError, match="some drew people and others records"):
+        check_total(((people, 1), (plans[1], 1)))

@@ -1,6 +1,6 @@
-"""Nothing private leaves: in worlds that differ in one private record, all that commands write
-outside ``confidential/`` and print is the same, byte for byte, once the releases themselves are
-made equal (``neighbours``); and it has none of the words planted in the private images' names,
+"""Nothing private leaves: in worlds that differ in one private record or person, all that commands
+write outside ``confidential/`` and print is the same, byte for byte, once the releases themselves
+are made equal (``neighbours``); and it has none of the words planted in the private images' names,
 captions and paths.
 
 Not compared, because it is the operator's or the caller's own: lines that are marked "operator
@@ -25,7 +25,7 @@ from PIL import Image, PngImagePlugin
 
 from dpvision.runs.run import Run
 
-from .neighbours import CHANGES, PRIVATE_STORES, TOKENS, World, live
+from .neighbours import CHANGES, PEOPLE_CHANGES, PRIVATE_STORES, TOKENS, World, live
 
 pytestmark = pytest.mark.usefixtures("gates_once")
 
@@ -118,6 +118,55 @@ LONG = [
 ]
 
 
+PEOPLE = ("--privacy.num-units", "100")
+TWO_EACH = (*PEOPLE, "--privacy.max-records-per-unit", "2")
+DRAWN = (*TWO_EACH, "--privacy.sampling-unit", "person")
+PEOPLE_QUICK = [
+    (*HEAD, *DRAWN, "--head", "one_step", "--name", "auto", "--test", TESTS),
+    scored("auto", "--test", TESTS, *RELEASE, *PEOPLE),
+    ("report", "runs/auto"),
+]
+PEOPLE_LONG = [
+    (*MAE, *DRAWN, "--privacy.expected-batch-size", "20", "--name", "mae"),
+    (*SUPERVISED, *TWO_EACH, "--name", "sup", "--json"),
+    *[(*HEAD, *DRAWN, "--head", head, "--name", head) for head in ALL_HEADS],
+    *[(*HEAD, *TWO_EACH, "--head", head, "--name", f"{head}-two") for head in ALL_HEADS],
+    (*ON_RUN, *DRAWN, "--head", "one_step", "--name", "on-mae", "--test", TESTS),
+    scored("on-mae", "--test", TESTS, *RELEASE, *PEOPLE, "--per-class", "--json"),
+    *[("report", f"runs/{run}") for run in ("mae", "sup", "on-mae")],
+    *[("export", f"runs/{run}", f"exported/{run}", "--to", "onnx") for run in ("mae", "on-mae")],
+    ("verify", "runs/on-mae/statement.json", "--run", "runs/on-mae", "--store", MINE),
+    ("data", "overlap", "stores/open", MINE),
+    ("data", "split", MINE, "stores/half-a", "stores/half-b"),
+    ("ledger", MINE),
+    (*HEAD, *DRAWN, "--privacy.num-units", "40", "--name", "refused"),  # fewer than there are
+]
+TUNE = (
+    *("tune", "transfer.many_steps", "--data", MINE, *DECLARED, "--encoder", "pixels"),
+    *("--model.encoder.image-size", "8", "--privacy.steps", "2", "--trials", "2"),
+)
+RATES, RANGE = "optim.learning_rate=3,30", "optim.learning_rate=log 1..100"
+CHARGED = (*TUNE, "--how", "charged", "--test", "stores/open", "--space", RANGE)
+SIMULATED = (*TUNE, "--how", "simulated", "--simulate", "4", "--space", RANGE, "--test")
+CHOSEN = (*TUNE, "--how", "private-selection", "--space", RATES, "--name", "chosen", "--json")
+STUDY_QUICK = [
+    (*CHARGED, "--name", "study", "--trials", "1"),
+    ("report", "runs/study/trial-000", "--tuning", "charged"),
+]
+STUDIES = [
+    (*CHARGED, "--name", "study"),
+    (*CHARGED, "--name", "study", "--resume", "--json"),
+    ("report", "runs/study/trial-001", "--tuning", "charged"),
+    (*CHARGED, "--name", "dry", "--dry-run", "--json"),
+    (*SIMULATED, TESTS, "--name", "simulated"),
+    (*SIMULATED, "stores/open", "--name", "simulated-again", "--json"),
+    ("report", "runs/simulated/trial-000"),
+    CHOSEN,
+    ("report", "runs/chosen"),
+    ("ledger", MINE),
+]
+
+
 REFUSED = {
     *("features.npz", "predictions.csv", "runs/free"),  # private outputs
     *("peft", "timm", "transformers", "safetensors"),  # formats that cannot hold the model
@@ -181,10 +230,13 @@ def check_words(world: World) -> None:
             assert not words_in(content), name
 
 
-def live_through(commands: list[tuple[str, ...]], change: str | None = None) -> World:
-    """A world of this module's place, with or without a change."""
-    changed = (lambda samples: samples) if change is None else CHANGES[change]
-    return live(changed, commands)
+def live_through(
+    commands: list[tuple[str, ...]], change: str | None = None, people: bool = False
+) -> World:
+    """A world of this module's place, with or without a change, of records or of people."""
+    changes = PEOPLE_CHANGES if people else CHANGES
+    changed = (lambda samples: samples) if change is None else changes[change]
+    return live(changed, commands, people)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -234,6 +286,54 @@ def test_nor_does_any_command(change: str, usual_long: World) -> None:
     assert refused == REFUSED and all(said.status in (0, 2) for said in usual_long.said)
     check_words(usual_long)
     assert differences(usual_long, live_through(LONG, change)) == []
+
+
+@pytest.fixture(scope="module")
+def of_people() -> World:
+    return live_through(PEOPLE_QUICK, people=True)
+
+
+FIRST, *MORE_PEOPLE = PEOPLE_CHANGES
+
+
+@pytest.mark.parametrize("change", [FIRST, *[pytest.param(c, marks=SLOW) for c in MORE_PEOPLE]])
+def test_one_person_changes_no_byte_that_leaves(change: str, of_people: World) -> None:
+    assert [said.status for said in of_people.said] == [0] * len(PEOPLE_QUICK), of_people.said
+    assert {"runs/auto/statement.json", "runs/auto/released_scores.json"} <= of_people.files.keys()
+    check_words(of_people)
+    assert differences(of_people, live_through(PEOPLE_QUICK, change, people=True)) == []
+
+
+@SLOW
+@pytest.mark.parametrize("change", list(PEOPLE_CHANGES))
+def test_nor_does_a_person_in_any_run(change: str) -> None:
+    usual = live_through(PEOPLE_LONG, people=True)
+    statuses = [said.status for said in usual.said]
+    assert statuses == [0] * (len(PEOPLE_LONG) - 1) + [2], usual.said
+    check_words(usual)
+    assert differences(usual, live_through(PEOPLE_LONG, change, people=True)) == []
+
+
+def test_a_study_of_trials_shows_no_private_record() -> None:
+    usual = live_through(STUDY_QUICK)
+    assert [said.status for said in usual.said] == [0, 0], usual.said
+    assert "runs/study/trial-000/statement.json" in usual.files
+    check_words(usual)
+    assert differences(usual, live_through(STUDY_QUICK, "less")) == []
+
+
+@SLOW
+@pytest.mark.parametrize("people", [False, True])
+def test_nor_does_any_study(people: bool) -> None:
+    """Simulations have no report, and a selection has no accounting for several images."""
+    unit = DRAWN if people else ()
+    commands = [(*study, *(unit if study[0] == "tune" else ())) for study in STUDIES]
+    usual = live_through(commands, people=people)
+    refused = [at for at, said in enumerate(usual.said) if said.status]
+    assert refused == ([6, 7, 8] if people else [6]), usual.said
+    check_words(usual)
+    for change in (FIRST, "one image less") if people else ("less", "damaged"):
+        assert differences(usual, live_through(commands, change, people)) == []
 
 
 def test_the_comparison_sees_a_count_in_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def _started(commands: list[list[str]], folder: Path, run: str = RUN) -> list[St
 
 
 WITHIN = {
-    "data": ["import", "inspect", "split", "scenes", "tokenizer", "overlap"],
+    "data": ["import", "inspect", "split", "curate", "scenes", "tokenizer", "overlap"],
     "evaluate": ["captioner", "detection", "segmentation"],
     "train": ["vip.micro"],
 }

@@ -2,39 +2,37 @@
 
 import json
 import os
-import random
 import signal
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from dpvision.curate.exact_duplicates import ExactDuplicates
 from dpvision.curate.look import marked
-from dpvision.curate.near_duplicates import NearDuplicates
+from dpvision.curate.near_duplicates import NearDuplicates, PublicDuplicates
 from dpvision.curate.passes import curate
 from dpvision.curate.pipeline import Pipeline, Settings
-from dpvision.curate.record import Duplicates, Record, with_captions
+from dpvision.curate.record import about, with_captions
 from dpvision.curate.semantic_duplicates import SemanticDuplicates
 from dpvision.curate.size import Size
 from dpvision.curate.text import Caption
 from dpvision.data import import_work
 from dpvision.data.decode import BadImage, decode
+from dpvision.data.import_labels import LabelRule
 from dpvision.data.importer import import_samples
 from dpvision.data.merge import merge_stores
 from dpvision.data.open import open_store
 from dpvision.data.person_names import PersonRule
+from dpvision.data.sample import Sample
 from dpvision.data.sources import open_source
+from dpvision.data.split import split_store
 from dpvision.errors import ConfigError, DataError
 
 from ..data.image_files import encode, js, noise, png, write_folder, write_tar
-
-KEY = bytes(range(32))
-SETTINGS = Settings(size=Size(min_side_px=10, max_aspect=2.0), caption=Caption(min_words=2))
+from .doubles import DOUBLES, KEY, SETTINGS, Dim, SameMean, content, records, write_tars
 
 
 @pytest.fixture(autouse=True)
@@ -43,82 +41,6 @@ def one_key(monkeypatch):
     monkeypatch.setattr("dpvision.data.store_writer.secrets.token_bytes", lambda n: KEY)
     monkeypatch.setattr("dpvision.data.importer.secrets.token_hex", lambda n: "ab" * n)
     monkeypatch.setattr(import_work, "_WORTH_PROCESSES_BYTES", 0)
-
-
-@dataclass(frozen=True)
-class Dim:
-    """Test double of a step that changes images: every bright one is made darker."""
-
-    name: ClassVar[str] = "dim"
-    decodes: ClassVar[bool] = True
-
-    def opened(self) -> Callable[[Sequence[Record]], None]:
-        return self._apply
-
-    def _apply(self, records: Sequence[Record]) -> None:
-        for record in records:
-            if record.pixels().mean() > 127:
-                record.change_image(encode(record.pixels() // 2))
-
-
-@dataclass(frozen=True)
-class _Mean:
-    name: ClassVar[str] = "mean"
-    decodes: ClassVar[bool] = True
-
-    def opened(self) -> Callable[[Sequence[Record]], None]:
-        return self._apply
-
-    def _apply(self, records: Sequence[Record]) -> None:
-        for record in records:
-            record.facts["mean"] = np.array([record.pixels().mean() // 1], dtype="<f4")
-
-
-@dataclass(frozen=True)
-class SameMean:
-    """Test double of a step across records: equal mean colours, rounded."""
-
-    name: ClassVar[str] = "same_mean"
-    fact: ClassVar[str] = "mean"
-    stability: ClassVar[int] = 2
-
-    def facts(self) -> _Mean:
-        return _Mean()
-
-    def duplicates(self, column_N, alive_N, work, progress) -> Duplicates:
-        first: dict[float, int] = {}
-        pairs = []
-        for row, value in enumerate(column_N[:, 0].tolist()):
-            if alive_N[row] and first.setdefault(value, row) != row:
-                pairs.append((row, first[value]))
-        found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        return Duplicates(found[:, 0], found[:, 1])
-
-
-DOUBLES = Pipeline((SETTINGS.size, Dim(), SETTINGS.caption, SameMean()))
-
-
-def records(seed: int, num: int) -> list[tuple[bytes, dict]]:
-    """Images of many sizes and captions of many lengths, damaged ones, repeats."""
-    rng = random.Random(seed)
-    made = []
-    for i in range(num):
-        high, wide = rng.choice([(8, 20), (12, 16), (12, 30), (14, 14)])
-        number = rng.choice([1000 * seed + i, rng.randrange(9)])
-        data = encode(noise(number, high, wide) // 2 + 7 * number % 128)
-        words = [" ".join(["w"] * rng.randrange(4)) for _ in range(rng.randrange(3))]
-        made.append((data[:50] if rng.random() < 0.1 else data, {"captions": words, "other": i}))
-    return made
-
-
-def write_tars(folder: Path, num: int = 4, each: int = 40) -> Path:
-    folder.mkdir()
-    for t in range(num):
-        members = {}
-        for i, (data, fields) in enumerate(records(t, each)):
-            members |= {f"{t}-{i:03}.png": data, f"{t}-{i:03}.json": js(**fields)}
-        write_tar(folder / f"s{t}.tar", members)
-    return folder
 
 
 def plain_loop(source: Path, pipeline: Pipeline) -> list:
@@ -154,18 +76,6 @@ def plain_loop(source: Path, pipeline: Pipeline) -> list:
         else:
             made.append(sample)
     return made
-
-
-def content(store: Path) -> dict[str, bytes]:
-    """The files of a store but for its marks, which have its place, and the curation's own."""
-    made = {
-        path.relative_to(store).as_posix(): path.read_bytes()
-        for path in sorted(store.rglob("*"))
-        if path.is_file() and path.name != "ledger_marks.json" and path.parent.name != "curation"
-    }
-    about = json.loads(made["store.json"])
-    about.pop("curation", None)
-    return made | {"store.json": json.dumps(about).encode()}
 
 
 @pytest.mark.parametrize(
@@ -369,6 +279,24 @@ def test_steps_that_compare_images_are_refused_for_persons(tmp_path):
     assert Pipeline.of(["exact-duplicates"], Settings()).steps == (ExactDuplicates(),)
 
 
+@pytest.mark.parametrize("field", ["text", "caption", "captions"])
+def test_captions_do_not_replace_the_field_of_persons_or_labels(tmp_path, field):
+    source = write_tar(tmp_path / "a.tar", {"0.png": png(0), "0.json": js(**{field: "a b"})})
+    pipeline = Pipeline((Caption(),))
+    for rules in ({"people": PersonRule(field, "own-person")}, {"labels": LabelRule(field)}):
+        with pytest.raises(ConfigError, match=f"{field} as the field of persons or labels"):
+            curate(source, tmp_path / "s", pipeline, **rules)
+
+
+def test_halves_of_a_public_store_are_stated_as_different(tmp_path):
+    store = import_samples(
+        [Sample(f"{i}", png(i), {}) for i in range(8)], tmp_path / "whole", public=True
+    )
+    halves = split_store(store.path, tmp_path / "a", tmp_path / "b", 0.5, 0)
+    said = [about(PublicDuplicates((half.path,))) for half in (store, *halves)]
+    assert len({json.dumps(one) for one in said}) == 3 and str(tmp_path) not in str(said)
+
+
 def test_settings_that_are_refused():
     for wrong in (dict(min_side_px=0), dict(max_aspect=float("nan")), dict(max_aspect=0.5)):
         with pytest.raises(ConfigError, match="size"):
@@ -445,9 +373,9 @@ def test_when_nothing_is_left_the_error_says_which_step_left_it_out(tmp_path):
 def test_what_a_store_says_of_its_curation_has_no_path_and_no_count(tmp_path):
     source = write_tars(tmp_path / "src", 2)
     store = curate(source, tmp_path / "store", DOUBLES, workers=1)
-    about = open_store(store.path).meta["curation"]
-    assert about == DOUBLES.about() and about["stability"] == 2
-    assert [step["name"] for step in about["steps"]] == ["size", "dim", "caption", "same_mean"]
+    said = open_store(store.path).meta["curation"]
+    assert said == DOUBLES.about() and said["stability"] == 2
+    assert [step["name"] for step in said["steps"]] == ["size", "dim", "caption", "same_mean"]
     other = import_samples(open_source(source), tmp_path / "other")
     meta = json.loads((other.path / "store.json").read_text()) | {"store_id": "cd" * 16}
     (other.path / "store.json").write_text(json.dumps(meta))

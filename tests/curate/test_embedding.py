@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 import dpvision
-from dpvision.curate import embedding
 from dpvision.curate.embedding import NUM_ROWS, Embedding, unit
 from dpvision.curate.record import about
 from dpvision.curate.semantic_duplicates import SemanticDuplicates
+from dpvision.encoders import open as encoders_open
 from dpvision.encoders.identity import weights_digest
 from dpvision.encoders.open import open_encoder, open_frozen
 from dpvision.errors import ConfigError
@@ -54,7 +54,7 @@ def test_an_embedding_is_the_same_alone_in_company_and_on_any_number_of_threads(
 
 def test_every_pass_has_the_same_number_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits of a matrix product follow the number of rows, on some machines."""
-    real, seen = embedding.open_frozen, []
+    real, seen = encoders_open.open_frozen, []
 
     def opened(*args):
         encoder, config = real(*args)
@@ -62,7 +62,7 @@ def test_every_pass_has_the_same_number_of_images(monkeypatch: pytest.MonkeyPatc
             encoder, poolings=lambda x: seen.append(len(x)) or encoder.poolings(x)
         ), config
 
-    monkeypatch.setattr(embedding, "open_frozen", opened)
+    monkeypatch.setattr(encoders_open, "open_frozen", opened)
     embedded(FILES, Embedding(), 5)
     embedded(FILES[:1], Embedding(), 1)
     assert len(seen) > 5 and set(seen) == {NUM_ROWS}
@@ -104,7 +104,7 @@ def test_an_encoder_that_has_seen_private_images_is_refused(monkeypatch) -> None
         encoder, config = open_frozen(*args)
         return replace(encoder, lineage=({"visibility": "private"},)), config
 
-    monkeypatch.setattr("dpvision.curate.embedding.open_frozen", seen)
+    monkeypatch.setattr("dpvision.encoders.open.open_frozen", seen)
     for step in (Embedding(), SemanticDuplicates()):
         with pytest.raises(ConfigError, match="has seen private images"):
             about(step)

@@ -161,7 +161,7 @@ def test_an_image_without_a_hash_matches_no_public_image(
     """Not even one whose hash is near the zeros that stand for none."""
     few = np.ones((1, 2, 2), dtype=np.uint64)
     found = Signatures(few[:, 0, 0], few[:, 0, 0], few, few[:, 0, 0] > 0, few[:, 0, 0] > 0)
-    monkeypatch.setattr(near, "signatures", lambda store: found)
+    monkeypatch.setattr("dpvision.data.overlap.signatures", lambda store: found)
     flat = records([encode(np.full((30, 30, 3), 90, dtype=np.uint8))])
     PublicDuplicates((public,)).opened()(flat)
     assert flat[0].reason is None

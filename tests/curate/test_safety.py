@@ -1,18 +1,21 @@
 """The step that leaves out unsafe images: probabilities of ``dpvision.predict``, image by image."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import dpvision
+from dpvision.checkpoint import load_checkpoint
 from dpvision.cli import main
 from dpvision.curate.passes import curate
 from dpvision.curate.pipeline import Pipeline
-from dpvision.curate.record import Record
+from dpvision.curate.record import Record, about
 from dpvision.curate.safety import Safety
 from dpvision.data.sample import Sample
+from dpvision.encoders.calibration import Calibration, save_calibration, weights_of
 from dpvision.errors import CheckpointError, ConfigError
 
 from ..data.image_files import encode, noise, write_folder, write_tar
@@ -77,6 +80,17 @@ def test_the_store_has_what_is_left_and_says_no_path(run, tmp_path):
     about = json.loads((store.path / "store.json").read_text())["curation"]
     assert about["stability"] == 1 and str(tmp_path) not in json.dumps(about)
     assert about["steps"][0]["run"].startswith("sha256 ")
+
+
+def test_another_calibration_is_another_classifier(run, tmp_path):
+    copy = tmp_path / "runs" / "safety"
+    shutil.copytree(run, copy)
+    before = about(Safety(copy))
+    assert before == about(Safety(run))
+    checkpoint = load_checkpoint(copy)
+    made = Calibration(weights_of(checkpoint, False), 9.0, 0.0, None, None, {}, 1.0, 0.5)
+    save_calibration(checkpoint, made)
+    assert about(Safety(copy)) != before
 
 
 def test_classifiers_that_are_refused(run, tmp_path):

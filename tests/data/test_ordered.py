@@ -75,3 +75,24 @@ def test_processes_end_with_a_killed_parent(tmp_path, how):
         except subprocess.TimeoutExpired:
             os.killpg(parent.pid, signal.SIGKILL)
             pytest.fail("workers are alive a minute after their parent")
+
+
+CLOSED = """
+import multiprocessing, os, signal, time
+from dpvision.data.ordered import ordered_map
+if __name__ == "__main__":
+    calls = ordered_map(time.sleep, [0.1, 0.1, 900, 900], workers=2, ahead=1, processes=True)
+    next(calls)
+    time.sleep(1)
+    for process in multiprocessing.active_children():
+        os.kill(process.pid, signal.SIGKILL)
+    calls.close()
+"""
+
+
+def test_a_map_whose_processes_were_ended_first_can_be_closed(tmp_path):
+    """As at Ctrl-C, which reaches the processes and their parent at once."""
+    program = Path(tmp_path, "program.py")
+    program.write_text(CLOSED)
+    done = subprocess.run([sys.executable, str(program)], timeout=120)
+    assert done.returncode == 0

@@ -14,7 +14,7 @@ from per_record_loop import clipped_sum_loop, flat, middle_norm, per_record_grad
 from torch import nn
 from zoo import KEY, GradientIsImage, class_losses, image_losses, make_batch, rows
 
-from dpvision.data.batch import Batch
+from dpvision.data.batch import Batch, HostRows
 from dpvision.dp.clip import METHODS, ClippedSum, clipped_sum
 from dpvision.dp.rounding import RESERVE
 from dpvision.errors import ConfigError, PrivacyError
@@ -425,6 +425,7 @@ def test_running_statistics_take_nothing_from_the_data():
         {"max_grad_norm": float("inf")},
         {"max_grad_norm": 1e-20},
         {"chunk_size": 0},
+        {"rows": 0},
     ],
 )
 def test_unknown_settings_are_refused(setting):
@@ -466,3 +467,16 @@ def test_sums_with_different_clip_norms_do_not_add_up():
         ClippedSum.zeros(model, 0.5) + clipped_sum(
             image_losses, model, make_batch(2), KEY, max_grad_norm=None
         )
+
+
+def test_host_rows_are_those_of_the_batch():
+    batch, model = make_batch(4), zoo.Bare()
+    host = HostRows(batch.record_id_B, batch.valid_B)
+    sums = [
+        clipped_sum(class_losses, model, batch, KEY, max_grad_norm=1.0, host=given).grads
+        for given in (None, host)
+    ]
+    assert torch.equal(flat(sums[0]), flat(sums[1]))
+    fewer = HostRows(host.record_id_B[:3], host.valid_B[:3])
+    with pytest.raises(PrivacyError, match="host= has other ids"):
+        clipped_sum(class_losses, model, batch, KEY, max_grad_norm=1.0, host=fewer)

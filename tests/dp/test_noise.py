@@ -246,11 +246,11 @@ def test_noise_is_added_once_whatever_the_number_of_physical_batches():
 
 
 def test_without_guarantee_only_the_division_happens():
-    total = made_sum({"a": torch.tensor([8.0, 1.0]), "b": torch.tensor(3.0)}, 5, None)
-    gradient = privatize(total, plan(guarantee="none"), 0, key())
-    torch.testing.assert_close(
-        gradient.grads, {"a": torch.tensor([0.2, 0.025]), "b": torch.tensor(0.075)}
-    )
+    """Nothing is rounded to a grid either."""
+    total = made_sum({"a": torch.tensor([8.0, 1 / 3]), "b": torch.tensor(3.0)}, 5, None)
+    gradient = privatize(total, plan(guarantee="none"), 0, key(), dtype=torch.float64)
+    third = float(torch.tensor(1 / 3))
+    assert gradient.grads["a"].tolist() == [0.2, third / 40] and gradient.grads["b"] == 0.075
 
 
 def test_secret_sum_is_not_written_to():
@@ -289,3 +289,13 @@ def test_a_sum_of_another_clip_norm_than_the_plans_is_refused(max_grad_norm):
     assert privatize(zeros(a=3), plan(), 0, key()).grads["a"].any()
     with pytest.raises(PrivacyError, match="plan with max_grad_norm=None"):
         privatize(zeros(a=3), plan(guarantee="none"), 0, key())
+
+
+def test_a_sum_without_rows_is_released_without_a_guarantee_only():
+    for guarantee in ("dp", "none"):
+        total = changed(zeros(a=3), rows=None, max_grad_norm=CLIP if guarantee == "dp" else None)
+        if guarantee == "none":
+            assert privatize(total, plan(guarantee), 0, key()).grads["a"].shape == (3,)
+            continue
+        with pytest.raises(PrivacyError, match="without rows="):
+            privatize(total, plan(guarantee), 0, key())

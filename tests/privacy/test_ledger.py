@@ -495,3 +495,47 @@ def test_a_caps_delta_makes_no_total_smaller(store: Path) -> None:
 def test_a_senseless_cap_is_refused(store: Path, epsilon: float, delta: float) -> None:
     with pytest.raises(ConfigError, match="cap"):
         set_cap(store, epsilon, delta)
+
+
+def test_every_line_says_what_is_charged_up_to_it(store: Path, plan: DPPlan) -> None:
+    run(store, plan, 2)
+    path = run(store, plan, 1, resume=True)
+    lines, found = path.read_bytes().splitlines(), read_ledger(path)
+    charged = [found.at(hashlib.sha256(line).hexdigest()) for line in lines]
+    assert charged == [(0, 0), (0, 0), (1, 0), (2, 0), (2, 1), (3, 1)]
+    assert found.at("0" * 64) is None
+    with path.open("ab") as file:
+        file.write(b"torn")
+    torn = read_ledger(path)
+    assert torn.at(torn.digest) == (torn.steps, 1) and torn.steps == 4
+    assert torn.at(found.digest) == (3, 1)
+
+
+def test_a_sealed_line_counts_once_whatever_follows_it(store: Path, plan: DPPlan) -> None:
+    path = run(store, plan, 2)
+    with path.open("ab") as file:
+        file.write(b"torn")
+    run(store, plan, 3, resume=True)
+    run(store, plan, 1, resume=True)
+    assert (read_ledger(path).steps, read_ledger(path).restarts) == (7, 2)
+
+
+@pytest.mark.parametrize("first", [b"", b"no JSON", b"[]", b"null"])
+def test_a_file_that_does_not_begin_with_a_header_is_no_ledger(
+    store: Path, plan: DPPlan, first: bytes
+) -> None:
+    path = run(store, plan, 1)
+    path.write_bytes(b"\n".join([first, *path.read_bytes().split(b"\n")[1:]]))
+    with pytest.raises(PrivacyError, match="line 1"):
+        read_ledger(path)
+
+
+def test_a_total_is_asked_of_new_runs_alone(store: Path, plan: DPPlan) -> None:
+    assert plan.epsilon is not None
+    total = 1.2 * plan.epsilon
+    with Ledger.open(store, "a", plan, resume=False, total=total) as ledger:
+        ledger.append()
+    with pytest.raises(PrivacyError, match="total_epsilon="):
+        Ledger.open(store, "b", plan, resume=False, total=total)
+    with Ledger.open(store, "a", plan, resume=True, total=0.1) as ledger:
+        assert ledger.steps == 1

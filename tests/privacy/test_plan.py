@@ -11,7 +11,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.errors import ConfigError, PrivacyError
 from dpvision.privacy import accountant
 from dpvision.privacy.events import Gaussian, NonPrivate
-from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
+from dpvision.privacy.plan import DPPlan, ask_selection, draft_plan, make_plan
 from dpvision.privacy.planner import what_if
 
 SMALL = PrivacyConfig(
@@ -121,8 +121,8 @@ def test_a_person_of_several_records_is_dearer_than_a_record_but_not_more_than_g
     spent = plan.spent(20)
     assert plan.epsilon == make_plan(SMALL).epsilon and plan.unit_epsilon == spent.unit_epsilon
     assert make_plan(SMALL).spent(20).unit_epsilon is None
-    # Group privacy (Vadhan, lemma 2.2): (3 e, delta (1 + exp(e) + exp(2 e))) at the record's (e,
-    # delta).
+    # Group privacy, by the definition three times: (3 e, delta (1 + exp(e) + exp(2 e))) at the
+    # record's (e, delta).
     tight = accountant.epsilon(plan.event(20), 1e-8)
     slack = 1e-8 * (1 + math.exp(tight) + math.exp(2 * tight))
     assert slack < plan.delta
@@ -224,3 +224,47 @@ def test_pld_is_below_rdp_and_below_no_amplification(
     assert (
         spent.epsilon <= spent.epsilon_unamplified * (1 + 1e-3) + 1e-4
     )  # the grid's pessimism; the right side is exact
+
+
+OTHER_SETTINGS = {
+    "guarantee": "none",
+    "sampling": "full_batch",
+    "sampling_unit": "person",
+    "dataset_size": 1001,
+    "num_units": 401,
+    "max_records_per_unit": 2,
+    "expected_batch_size": 101,
+    "max_batch_size": 300,
+    "max_grad_norm": 0.2,
+    "clipping": "automatic",
+    "steps": 21,
+    "delta": 1e-4,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
+def test_settings_of_another_plan_are_refused_each_by_its_name(name: str) -> None:
+    cfg = dataclasses.replace(SMALL, num_units=1000, max_records_per_unit=1)
+    plan = make_plan(cfg)
+    plan.require_settings(cfg, "config.json")
+    other = dataclasses.replace(cfg)
+    object.__setattr__(other, name, OTHER_SETTINGS[name])  # without the rules between settings
+    with pytest.raises(PrivacyError, match=rf"config.json: {name}=.*; expected"):
+        plan.require_settings(other, "config.json")
+
+
+def test_a_selections_steps_are_its_runs_and_all_else_is_compared() -> None:
+    cfg = dataclasses.replace(SMALL, noise_multiplier=5.0)
+    plan = make_plan(cfg, ask_selection(cfg))
+    plan.require_settings(cfg, "config.json")
+    with pytest.raises(PrivacyError, match=r"max_grad_norm=0\.2"):
+        plan.require_settings(dataclasses.replace(cfg, max_grad_norm=0.2), "config.json")
+
+
+@pytest.mark.parametrize("without", ["people", "accounting"])
+def test_a_persons_target_needs_people_and_an_accounting_for_them(without: str) -> None:
+    truncated = {"sampling": "truncated_poisson", "max_batch_size": 180, "num_units": 1000}
+    more = {"max_records_per_unit": 1} | ({} if without == "people" else truncated)
+    cfg = dataclasses.replace(SMALL, noise_multiplier=None, target_unit_epsilon=3.0, **more)
+    with pytest.raises(ConfigError, match=r"target_unit_epsilon=3\.0 with num_units="):
+        make_plan(cfg)

@@ -1,6 +1,8 @@
 """``dpvision data curate``: from a scraped source to a store, by declared steps."""
 
-from typing import Annotated, Any
+import sys
+from contextlib import redirect_stdout
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -24,6 +26,7 @@ def curate(
     range: Annotated[Range, FLAT] = Range(),
     licence: str | None = None,
     workers: int | None = None,
+    engine: Literal["local", "ray"] = "local",
     json: bool = False,
 ) -> None:
     """Make a store of what declared steps leave of a source: tars (img2dataset's too), parquet
@@ -37,7 +40,9 @@ def curate(
     confidential/curation/. After a crash the same command goes on.
 
     Args:
-        source: Tar, parquet file, folder or pattern such as 'scraped/*.tar'; also a URL.
+        source: Tar, parquet file, folder or pattern such as 'scraped/*.tar'; also a URL. Captions
+            are those in it: KEY.txt, KEY.json, or a column. A separate file of captions is not
+            read.
         store: New folder for the store.
         steps: Names of steps in order, with commas: size,caption,faces,exact_duplicates.
         settings: The settings of the steps.
@@ -47,15 +52,18 @@ def curate(
         range: The values of images of more than 8 bits, for steps and store.
         licence: Licence of public images, for the statement.
         workers: Processes that read the files of a source of several, else threads; if None, the
-            cores of this machine.
+            cores of this machine, or of the cluster.
+        engine: What reads the files: processes of this machine, or ray: the cluster at RAY_ADDRESS,
+            or one of this machine alone. The same store.
         json: Print JSON.
     """
     check_source(source)
     pipeline = Pipeline.of([name.strip() for name in steps.split(",") if name.strip()], settings)
-    from dpvision.curate.passes import FOLDER
+    from dpvision.curate.passes import DOWNLOADS, FOLDER
     from dpvision.curate.passes import curate as made_by
 
-    with Console(stderr=True).status("looking") as status:
+    notes = redirect_stdout(sys.stderr)  # Ray prints what it lost to the output
+    with Console(stderr=True).status("looking") as status, notes:
         made = made_by(
             source,
             store,
@@ -66,15 +74,29 @@ def curate(
             window=range.declared("data curate"),
             licence=licence,
             workers=workers,
+            engine=engine,
             progress=lambda what, n: status.update(f"{what}: {n:,} images"),
         )
     out = made.path / "confidential" / FOLDER
     counts = parse_json((out / "counts.json").read_text())
     by_step = {name: found for name, found in counts.items() if name in pipeline.names}
-    more = by_step if json else {name: _row(found) for name, found in by_step.items()}
-    found = {"seen": counts["seen"], "curation": more, "curation_files": str(out)}
-    dropped = counts.get("captions_dropped", {})
-    said(made, json, found | ({"curation_captions_dropped": dropped} if dropped else {}))
+    more: dict[str, Any] = {"seen": counts["seen"], "curation": by_step, "curation_files": str(out)}
+    if not json:
+        more["curation"] = {name: _row(found) for name, found in by_step.items()}
+    if (came := counts.get(DOWNLOADS)) is not None:
+        more = {DOWNLOADS: came if json else _downloads(came)} | more
+    if dropped := counts.get("captions_dropped"):
+        more["curation_captions_dropped"] = dropped
+    said(made, json, more)
+
+
+def _downloads(found: dict[str, Any]) -> str:
+    reasons = ", ".join(f"{num:,} {reason}" for reason, num in list(found["reasons"].items())[:3])
+    return (
+        f"{found['count']:,} addresses tried; {found['successes']:,} came; failed: "
+        f"{found['failed_to_download']:,} to download, {found['failed_to_resize']:,} to resize"
+        f"{f' (most often: {reasons})' if reasons else ''}"
+    )
 
 
 def _row(found: dict[str, Any]) -> str:

@@ -10,18 +10,15 @@ Legend: B images, D embedding dimension.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
 
-from dpvision.config import FrozenEncoderConfig
 from dpvision.curate.record import Record
-from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.identity import check_places, weights_digest
-from dpvision.encoders.open import open_frozen
 from dpvision.errors import ConfigError
-from dpvision.threads import one_thread
+
+if TYPE_CHECKING:
+    from dpvision.encoders.encoder import Encoder
 
 NUM_ROWS = 32
 """Images of a pass."""
@@ -51,11 +48,17 @@ class Embedding:
 
     @cached_property
     def _encoder_text(self) -> str:
+        from dpvision.encoders.identity import weights_digest
+
         encoder, _ = self._open()
         digest = weights_digest(encoder)
         return encoder.name if digest is None else f"{encoder.name}, sha256 {digest}"
 
-    def _open(self) -> tuple[Encoder, str]:
+    def _open(self) -> "tuple[Encoder, str]":
+        from dpvision.config import FrozenEncoderConfig
+        from dpvision.encoders.open import open_frozen
+        from dpvision.threads import one_thread
+
         with one_thread():
             config = FrozenEncoderConfig(spec=self.encoder, pooling=self.pooling)
             encoder, config = open_frozen(config, self.device)
@@ -75,21 +78,29 @@ class Embedding:
                 or features that do not depend on one image alone. CheckpointError: it cannot be
                 read.
         """
+        from dpvision.encoders.identity import check_places
+        from dpvision.threads import one_thread
+
         encoder, pooling = self._open()
         with one_thread():
             check_places(encoder, pooling, NUM_ROWS, self.device)
         return partial(_add_embeddings, encoder, pooling, self.device)
 
 
-@torch.inference_mode()
-def _add_embeddings(encoder: Encoder, pooling: str, device: str, records: Sequence[Record]) -> None:
+def _add_embeddings(
+    encoder: "Encoder", pooling: str, device: str, records: Sequence[Record]
+) -> None:
+    import torch
+
+    from dpvision.threads import one_thread
+
     seen = [(record, encoder.preprocess(record.pixels())) for record in records]
     for start in range(0, len(seen), NUM_ROWS):
         part = seen[start : start + NUM_ROWS]
         x_BCHW = torch.zeros(NUM_ROWS, *part[0][1].shape)
         for b, (_, x_CHW) in enumerate(part):
             x_BCHW[b] = torch.from_numpy(x_CHW)
-        with one_thread():
+        with torch.inference_mode(), one_thread():
             x_BD = encoder(x_BCHW.to(device), pooling).float().cpu().numpy()
         for (record, _), x_D in zip(part, x_BD, strict=False):
             record.facts[Embedding.name] = unit(x_D)

@@ -22,6 +22,7 @@ from dpvision.curate.look import IN, LEFT_OUT, LOOK_ROW
 from dpvision.curate.record import AcrossStep, about, with_captions
 from dpvision.curate.sheet import EXAMPLES, Example, Examples
 from dpvision.data.decode import decode
+from dpvision.data.dicom import is_dicom
 from dpvision.data.import_part import Part
 from dpvision.data.sample import Sample, SourcePart
 from dpvision.errors import ConfigError, DataError
@@ -31,6 +32,7 @@ from dpvision.strict_json import parse_json
 Said = Callable[[str, int], None] | None
 """Called with what is done and how many records so far."""
 _COPIED_AT_ONCE = 1 << 24
+_NO_STEP = "DICOM, which steps cannot read"
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,10 @@ class CuratedPart:
                     break
                 state, image, size, text, text_size = rows[num - 1].item()
                 if state != IN:
-                    if state != LEFT_OUT:
-                        yield sample
+                    if state != LEFT_OUT:  # the import can render DICOM, which no step has seen
+                        yield (
+                            sample._replace(problem=_NO_STEP) if is_dicom(sample.image) else sample
+                        )
                     continue
                 if image >= 0:
                     sample = sample._replace(image=os.pread(changed, size, image), place=None)

@@ -24,8 +24,6 @@ import numpy as np
 from dpvision.curate.equal_keys import find_equal
 from dpvision.curate.pairs import Pairs
 from dpvision.curate.record import Duplicates, Record
-from dpvision.data.open import open_store
-from dpvision.data.overlap import signatures
 from dpvision.data.perceptual import (
     NUM_BITS,
     RADIUS,
@@ -141,8 +139,12 @@ class PublicDuplicates:
         """
         if not self.against:
             raise ConfigError(
-                f"{self.name}: no store; expected public ones. Give --{self.name}.against STORE."
+                f"{self.name}: no store; expected public ones. Give --public-duplicates.against "
+                "STORE."
             )
+        from dpvision.data.open import open_store
+        from dpvision.data.overlap import signatures
+
         parts = [np.zeros((0, 2, 2), dtype=np.uint64)]
         for path in self.against:
             store = open_store(path)

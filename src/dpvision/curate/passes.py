@@ -5,6 +5,7 @@ and the same call goes on from there. No image is copied between the passes: the
 source again, so tars stay in place where nothing of an image is changed.
 """
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,17 +13,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from dpvision.curate.downloads import downloads
 from dpvision.curate.kept import CuratedPart, Kept, add_shown, compare, shown_pairs
 from dpvision.curate.look import LookPart
 from dpvision.curate.pipeline import Pipeline
+from dpvision.curate.ray_engine import ray_cluster
 from dpvision.curate.record import about
 from dpvision.curate.sheet import Examples
-from dpvision.data.captions import CaptionRule
+from dpvision.curate.text import Caption
+from dpvision.data.captions import CAPTION_FIELDS, CaptionRule
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.import_part import Part, ReadRule
-from dpvision.data.import_work import COMPARED, read_parts
+from dpvision.data.import_work import COMPARED, Spread, read_parts
 from dpvision.data.importer import import_source
 from dpvision.data.ordered import checked_workers
 from dpvision.data.person_names import PersonRule
@@ -35,9 +39,13 @@ from dpvision.strict_json import parse_json
 
 FOLDER = "curation"
 """Folder under a curated store's confidential/: counts, names of what was left out, sheets."""
+DOWNLOADS = "downloads"
+"""Entry of counts.json: what img2dataset counted."""
 _SOFTWARE = ("torch", "torchvision", "timm", "onnxruntime", "faiss-cpu", "imagehash", "py3langid")
 """Packages that decide what steps do, beside those that read images."""
 
+Engine = Literal["local", "ray"]
+"""What reads the files: processes of this machine, or a Ray cluster."""
 Said = Callable[[str, int], None] | None
 """Called with what is done, and with how many records so far."""
 
@@ -53,18 +61,21 @@ def curate(
     window: Window | None = None,
     licence: str | None = None,
     workers: int | None = None,
+    engine: Engine = "local",
     progress: Said = None,
 ) -> Store:
     """Make a store of what the steps leave of a source.
 
     The store's ``confidential/curation`` holds ``counts.json`` (by step: records that came, those
-    left out by reason, changed, seconds), ``left_out.jsonl`` with their names, and a contact sheet
-    for each step that left out or changed anything.
+    left out by reason, changed, seconds; what img2dataset counted), ``left_out.jsonl`` with their
+    names, and a contact sheet for each step that left out or changed anything.
 
     Args:
         source: tars or parquet files, also at a URL, or a folder of images, which is read as one
             file.
         public, people, labels, window, licence, workers: as for ``import_source``.
+        engine: "ray" spreads the files over a Ray cluster (``ray_engine``), at most ``workers`` at
+            once; it changes no byte.
         progress: called from time to time.
 
     Raises:
@@ -72,7 +83,7 @@ def curate(
             images of persons.
         DataError: as ``import_source``. What was read is kept for the same call.
     """
-    workers = checked_workers(workers)
+    checked_workers(workers)
     if people is not None and people.unit_from is not None and pipeline.across:
         raise ConfigError(
             f"data curate: {pipeline.across[0].name} with persons ({people.unit_from}); expected "
@@ -80,20 +91,30 @@ def curate(
             "of others stay, and the guarantee is for persons. Leave it out, or compare with "
             "public images only: --steps public_duplicates."
         )
-    passes = _Passes(pipeline, workers, progress)
-    return import_source(
-        source,
-        store_dir,
-        public=public,
-        people=people or PersonRule(),
-        labels=labels or LabelRule(),
-        captions=CaptionRule(),
-        licence=licence,
-        window=window,
-        workers=workers,
-        progress=None if progress is None else partial(progress, "importing"),
-        passes=passes,
-    )
+    fields = [people.unit_from if people else None, labels.label_from if labels else None]
+    if any(isinstance(step, Caption) for step in pipeline.steps):
+        for name in (name for name in fields if name in CAPTION_FIELDS):
+            raise ConfigError(
+                f"data curate: caption, and {name} as the field of persons or labels; expected "
+                "another field, because captions are replaced. Rename it in the source, or leave "
+                "caption out."
+            )
+    with contextlib.ExitStack() as stack:
+        spread = stack.enter_context(ray_cluster(workers)) if engine == "ray" else None
+        return import_source(
+            source,
+            store_dir,
+            public=public,
+            people=people or PersonRule(),
+            labels=labels or LabelRule(),
+            captions=CaptionRule(),
+            licence=licence,
+            window=window,
+            dicom=None,
+            workers=workers,
+            progress=None if progress is None else partial(progress, "importing"),
+            passes=_Passes(pipeline, checked_workers(workers), spread, progress),
+        )
 
 
 @dataclass
@@ -102,10 +123,12 @@ class _Passes:
 
     pipeline: Pipeline
     workers: int
+    spread: Spread | None
     said: Said
     where: str = "data curate"
     _looked: list[Part] = field(default_factory=list)
     _kept: Kept | None = None
+    _downloads: dict[str, Any] | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -119,12 +142,13 @@ class _Passes:
 
     def before(self, parts: Sequence[SourcePart], work: Path, rule: ReadRule) -> list[SourcePart]:
         """Run both passes."""
+        self._downloads = downloads([part.name for part in parts])
         threads = self.workers if len(parts) == 1 else 1
         steps = self.pipeline.of_one_record
         stated = [{"name": step.name, **about(step)} for step in steps]
         looks = [LookPart(part, steps, stated, rule.window, threads) for part in parts]
         done = 0
-        for look in read_parts("look", looks, work, rule, self.workers):
+        for look in read_parts("look", looks, work, rule, self.workers, self.spread):
             self._looked.append(look)
             done += look.about["seen"]
             if self.said is not None:
@@ -154,6 +178,8 @@ class _Passes:
         out.mkdir(parents=True)
         assert self._kept is not None, "before() ran"
         counts = _counts(self.pipeline, self._looked, self._kept)
+        if self._downloads is not None:
+            counts = {DOWNLOADS: self._downloads, **counts}
         (out / "counts.json").write_text(json.dumps(counts, indent=1))
         with (out / "left_out.jsonl").open("w", encoding="utf-8") as file:
             for line in _left_out(self.pipeline, self._looked, self._kept):

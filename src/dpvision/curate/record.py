@@ -159,7 +159,9 @@ def _plain(value: Any, step: str) -> Any:
         return value
     try:
         if value.is_dir():
-            return f"store {parse_json((value / 'store.json').read_text())['store_id']}"
+            store_id = parse_json((value / "store.json").read_text())["store_id"]
+            index = sha256((value / "index.npy").read_bytes()).hexdigest()  # halves share the id
+            return f"store {store_id}, index sha256 {index}"
         return f"sha256 {sha256(value.read_bytes()).hexdigest()}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(

@@ -12,10 +12,14 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+import socket
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -28,6 +32,7 @@ from dpvision.data.ordered import ordered_map
 from dpvision.data.rows import keyed_hash
 from dpvision.data.sample import SourcePart, StoredPart, check_unchanged
 from dpvision.data.shard_writer import ShardWriter
+from dpvision.data.store_writer import read_key
 from dpvision.errors import DataError, remedy_for
 from dpvision.files import CONFIDENTIAL, hide_folder, name_folder, partial_name, sync
 from dpvision.strict_json import parse_json
@@ -47,6 +52,8 @@ _READERS = ("numpy", "pillow", "pillow-heif", "pyarrow", "pydicom", "python-gdcm
 """Packages that decide what is read."""
 _WORTH_PROCESSES_BYTES = 1 << 26
 """A process takes half a second to start, in which one core reads about as much."""
+_SEEN_WITHIN_S = 120.0
+"""Machines that mount one disk see names that others gave a minute later, at the latest."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,10 @@ class _Job:
     """What decides the part, beside the rule."""
     rule: ReadRule
     threads: int
+
+
+Spread = Callable[[Callable[[_Job], Path], Sequence[_Job]], Generator[Path, None, None]]
+"""Calls a function for each job, on any machine, and yields the results in the order of jobs."""
 
 
 @contextlib.contextmanager
@@ -225,11 +236,13 @@ def read_parts(
     work: Path,
     rule: ReadRule,
     workers: int,
+    spread: Spread | None = None,
 ) -> Iterator[Part]:
     """Yield each part of a source, in order; processes read those that are not complete.
 
     Args:
         workers: processes; where they are not worth starting, threads of this one.
+        spread: reads several files in place of these processes.
 
     Raises:
         DataError: a file is damaged or was changed meanwhile, or as ``write_part``.
@@ -238,15 +251,19 @@ def read_parts(
     jobs, todo = [], []
     for part in parts:
         stamp = [*part.stamp, part.settings]
-        name = f"{kind}-{keyed_hash(rule.key, os.fsencode(part.name)):016x}"
-        job = _Job(kind, part, work / CONFIDENTIAL / name, stamp, rule, threads=workers)
+        folder = work / CONFIDENTIAL / _name(kind, part, rule.key)
+        job = _Job(kind, part, folder, stamp, rule, threads=workers)
         jobs.append(job)
         if _complete(job) is None:
             (job.folder / "part.json").unlink(missing_ok=True)  # first, as above
             shutil.rmtree(job.folder, ignore_errors=True)
             todo.append(job)
-    processes = workers > 1 and len(todo) > 1 and all(job.part.shared for job in todo)
-    if processes and sum(job.part.stamp[0] for job in todo) >= _WORTH_PROCESSES_BYTES:
+    several = len(todo) > 1 and all(job.part.shared for job in todo)
+    processes = workers > 1 and several
+    if spread is not None and several:  # the key stays on the disk, where no cluster logs it
+        sent = replace(rule, key=b"")
+        done = spread(do_elsewhere, [replace(job, threads=1, rule=sent) for job in todo])
+    elif processes and sum(job.part.stamp[0] for job in todo) >= _WORTH_PROCESSES_BYTES:
         todo = [replace(job, threads=1) for job in todo]
         count = min(workers, len(todo))
         done = ordered_map(_do, todo, workers=count, ahead=2 * count, processes=True)
@@ -257,17 +274,65 @@ def read_parts(
         for job in jobs:
             if job.folder in waiting:
                 next(done)
-            found = _complete(job)
+            found = _complete(job) or (None if spread is None else _seen_later(job))
             assert found is not None, "just written"
             if not isinstance(job.part, StoredPart):
                 job.part.check(found.about["noted"], seen)
             yield found
 
 
+def _name(kind: Kind, part: SourcePart | StoredPart, key: bytes) -> str:
+    return f"{kind}-{keyed_hash(key, os.fsencode(part.name)):016x}"
+
+
+def do_elsewhere(job: _Job) -> Path:
+    """Do a job, whose rule has no key, in a process that may be on another machine.
+
+    Raises:
+        DataError: as the import; the machine does not have the folder or the same software.
+    """
+    work, key, settings = job.folder.parents[1], b"", dict[str, Any]()
+    with contextlib.suppress(DataError, OSError, ValueError):
+        settings = parse_json((job.folder.parent / "settings.json").read_text())
+        key = read_key(work)
+    where = f"data curate: {work}: machine {socket.gethostname()} of the cluster"
+    if job.folder.name != _name(job.kind, job.part, key):
+        raise DataError(
+            f"{where} does not find the folder of this curation; expected a disk that all machines "
+            "mount at the same path, and the same user. Put the store on one, or use --engine "
+            "local."
+        )
+    wanted = {**settings["software"], **settings.get("curation_software", {})}
+    found = {"code": _code_once(), **{name: _version(name) for name in wanted if name != "code"}}
+    if odd := [name for name in wanted if wanted[name] != found[name]]:
+        raise DataError(
+            f"{where} has other versions ("
+            + ", ".join(f"{name} {found[name]}" for name in odd)
+            + "); expected those of the machine where the command runs ("
+            + ", ".join(f"{name} {wanted[name]}" for name in odd)
+            + "), because they decide what is read. Install the same, then run the same command."
+        )
+    return _do(replace(job, rule=replace(job.rule, key=key)))
+
+
+def _seen_later(job: _Job) -> Part | None:
+    """Return a part that another machine wrote, as soon as this one sees it."""
+    end = time.monotonic() + _SEEN_WITHIN_S
+    while (found := _complete(job)) is None:
+        if time.monotonic() > end:
+            raise DataError(
+                f"data curate: {job.folder}: not here, where another machine wrote it; expected "
+                "one disk that all machines mount at the same path. Put the store on one, or use "
+                "--engine local."
+            )
+        os.listdir(job.folder.parent)  # asks the disk's server for names anew
+        time.sleep(0.1)
+    return found
+
+
 def _do(job: _Job) -> Path:
     """Read a file, write its part, and return its folder."""
-    made = job.folder.with_name(f"{job.folder.name}.{os.getpid()}")
-    shutil.rmtree(made, ignore_errors=True)
+    made = job.folder.with_name(f"{job.folder.name}.{secrets.randbits(48)}")  # of no other machine
     made.mkdir()
     noted: dict[str, Any] = {}
     tables: dict[str, Any]
@@ -306,18 +371,29 @@ def _complete(job: _Job) -> Part | None:
     except (OSError, ValueError):
         return None
     whole = isinstance(about, dict) and about.get("stamp") == job.stamp
-    return Part(job.folder, about) if whole else None
+    # the job's stamp, which shares its settings with all others: kilobytes for each file otherwise
+    return Part(job.folder, about | {"stamp": job.stamp}) if whole else None
 
 
 def software() -> dict[str, str | None]:
     """Versions of all code that reads; None if it is not installed."""
-    found: dict[str, str | None] = {"code": code_digest(Path(__file__).parents[1])}
-    for name in _READERS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"code": _code(), **{name: _version(name) for name in _READERS}}
+
+
+def _code() -> str:
+    return code_digest(Path(__file__).parents[1])
+
+
+@cache
+def _code_once() -> str:
+    return _code()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def settings_of(rule: ReadRule) -> dict[str, Any]:

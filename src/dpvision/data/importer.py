@@ -25,7 +25,14 @@ from dpvision.data.import_labels import LabelRule, with_classes
 from dpvision.data.import_merge import write_store
 from dpvision.data.import_part import Part, ReadRule, write_part
 from dpvision.data.import_people import write_people
-from dpvision.data.import_work import read_parts, retire, scratch_folder, settings_of, work_folder
+from dpvision.data.import_work import (
+    Spread,
+    read_parts,
+    retire,
+    scratch_folder,
+    settings_of,
+    work_folder,
+)
 from dpvision.data.open import open_store
 from dpvision.data.ordered import checked_workers
 from dpvision.data.person_check import check_persons
@@ -58,7 +65,7 @@ def import_source(
     captions: CaptionRule = CaptionRule(),
     licence: str | None = None,
     window: Window | None = None,
-    dicom: DicomRule = DicomRule(),
+    dicom: DicomRule | None = DicomRule(),
     workers: int | None = None,
     progress: Callable[[int], None] | None = None,
     passes: "Passes | None" = None,
@@ -84,7 +91,7 @@ def import_source(
         window: the values that become black and white in images of more than 8 bits, which are
             stored as 8-bit PNG; images of tars are then copied too.
         dicom: which DICOM files and frames. Their field PatientID names the person unless
-            ``people`` names another.
+            ``people`` names another. If None, such files are refused.
         workers: processes that read the files of a source of several, else threads that decode; if
             None, the cores of this process. It changes no byte of the store.
         progress: called from time to time with the number of images checked so far.
@@ -241,6 +248,8 @@ class Passes(Protocol):
 
     where: str
     """The command, for messages."""
+    spread: Spread | None
+    """Reads the files of a source of several, if not processes of this machine."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -266,8 +275,9 @@ def _import_parts(
 ) -> Store:
     """Import each file by itself; what is complete is kept if the import fails."""
     source, rule = making.source, making.rule
-    where, settings = "data import", settings_of(rule)
+    where, settings, spread = "data import", settings_of(rule), None
     if passes is not None:
+        spread = passes.spread
         where, settings = passes.where, settings | passes.settings
         making = replace(making, about=making.about | passes.about)
     with work_folder(target, settings, where) as work:
@@ -275,13 +285,13 @@ def _import_parts(
         files = source.parts if passes is None else passes.before(source.parts, work, rule)
         if rule.people.checked_first:
             check_persons(
-                list(read_parts("people", files, work, rule, workers)),
+                list(read_parts("people", files, work, rule, workers, spread)),
                 rule.people,
                 rule.key,
                 lambda some: _samples_of([files[i] for i in some], work),
             )
         parts, done = list[Part](), 0
-        for part in read_parts("read", files, work, rule, workers):
+        for part in read_parts("read", files, work, rule, workers, spread):
             parts.append(part)
             done += part.about["seen"]
             if progress is not None:

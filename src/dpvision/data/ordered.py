@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from multiprocessing.synchronize import Event
+from functools import partial
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import TypeVar
 
@@ -51,13 +52,13 @@ def ordered_map(
     checked_workers(workers)
     pending: deque[Future[R]] = deque()
     context = multiprocessing.get_context("spawn")  # a fork would inherit others' locks
-    stopped = context.Event() if processes else None
+    stopped = context.Pipe(duplex=False) if processes else None
     pool: Executor = (
         ProcessPoolExecutor(
             workers,
             mp_context=context,
             initializer=_end_with_parent,
-            initargs=(stopped,),
+            initargs=(stopped[0],),
         )
         if stopped is not None
         else ThreadPoolExecutor(workers)
@@ -72,10 +73,12 @@ def ordered_map(
             yield pending.popleft().result()
     except (GeneratorExit, KeyboardInterrupt):
         if stopped is not None:
-            stopped.set()  # a call may take hours
+            stopped[1].send_bytes(b"\0")  # a call may take hours
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        for end in stopped or ():
+            end.close()
 
 
 @contextmanager
@@ -91,12 +94,13 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _end_with_parent(stopped: Event) -> None:
-    """End this process when its parent ends, when ``stopped`` is set, and at Ctrl-C, about which
-    the parent prints a message.
+def _end_with_parent(stopped: Connection) -> None:
+    """End this process when its parent ends, when ``stopped`` has a byte, which nobody takes, and
+    at Ctrl-C, about which the parent prints a message.
 
     Without this, the workers of a killed process would wait for work forever, since each holds both
-    ends of the pool's queue.
+    ends of the pool's queue. It is a pipe because to set an Event waits for those that wait for it,
+    forever for a process that Ctrl-C has ended.
     """
     signal.signal(signal.SIGINT, lambda *_: os._exit(1))
     parent = multiprocessing.parent_process()
@@ -106,5 +110,5 @@ def _end_with_parent(stopped: Event) -> None:
         wait()
         os._exit(1)
 
-    for wait in (parent.join, stopped.wait):
+    for wait in (parent.join, partial(stopped.poll, None)):
         threading.Thread(target=after, args=(wait,), daemon=True).start()

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from dpvision.data.captions import CAPTION_FIELDS
 from dpvision.data.decode import HEAD_BYTES, may_be_image
+from dpvision.data.img2dataset import STATUS, has_status
 from dpvision.data.table_files import require_fields
 from dpvision.errors import DataError, remedy_for
 from dpvision.strict_json import parse_json
@@ -170,7 +171,8 @@ def parquet_layout(
     schema = _schema(path, file)
     image, others = image_column(schema, path, file)
     require_fields(wanted, set(schema.names) - {image}, path)
-    useful = {label, *wanted, *CAPTION_FIELDS} - {image}
+    status = {STATUS} if has_status(schema.names) else set()
+    useful = {label, *wanted, *CAPTION_FIELDS, *status} - {image}
     columns = [image, *sorted(useful & set(schema.names))]
     names = _class_names(schema, label)
     return Layout(path, image, columns, frozenset(useful), label, names), others

@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 from dpvision.data.beside import check_packed, is_hidden
 from dpvision.data.folders import is_image
+from dpvision.data.img2dataset import rows_only, stats_of
 from dpvision.data.parquet_files import Layout, parquet_layout
 from dpvision.data.sample import Sample, SourcePart
 from dpvision.data.tarindex import check_ended
@@ -290,6 +291,9 @@ def list_files(url: str) -> tuple[str, list[RemoteFile]]:
         if path.is_relative_to(top) and not any(map(is_hidden, path.relative_to(top).parts))
     ]
     packed = [path for path in seen if path.suffix in _KINDS]
+    counted = set(map(stats_of, packed)) & set(seen)
+    if len({path.suffix for path in packed}) == 2 and rows_only(url, packed, counted):
+        packed = [path for path in packed if path.suffix == ".tar"]
     kinds = {path.suffix for path in packed}
     others = [path for path in seen if is_image(path.name)]
     if len(kinds) != 1 or others or (pattern and len(packed) < len(seen)):

@@ -40,6 +40,7 @@ from dpvision.data.folders import (
     refuse_unless_hidden,
     refuse_unreadable,
 )
+from dpvision.data.img2dataset import STATUS, failure, rows_only, stats_of
 from dpvision.data.ordered import ordered_map
 from dpvision.data.parquet_files import Layout, parquet_layout, parquet_rows
 from dpvision.data.remote import is_url, layout_of, list_files, remote_parts
@@ -61,7 +62,7 @@ def open_source(
     label_separator: str | None = None,
     for_import: bool = True,
     workers: int = 2,
-    dicom: DicomRule = EVERYTHING,
+    dicom: DicomRule | None = EVERYTHING,
 ) -> Source:
     """Open an image folder, parquet files, WebDataset tars or DICOM files.
 
@@ -76,7 +77,8 @@ def open_source(
         for_import: refuse also what would be lost or wrong in a data set: tables below the source,
             tars of class folders. Splits, and masks beside images, are always refused (``beside``).
         workers: threads that scan tars.
-        dicom: which DICOM files and frames; refused where there are none.
+        dicom: which DICOM files and frames; refused where there are none. If None, DICOM files are
+            refused.
 
     Raises:
         DataError: ``source`` does not exist or is of no known kind, or a field does not exist in
@@ -87,8 +89,13 @@ def open_source(
     wanted = [name for name in (unit_from, label_from) if name is not None]
     separated = label_separator is not None
     if kind == "dicom":
+        if dicom is None:
+            raise DataError(
+                f"source: {source}: DICOM files; expected tars, parquet files or a folder of "
+                "images. Import them with dpvision data import."
+            )
         return dicom_source(paths[0], unit_from, label_from, separated, dicom)
-    if (dicom.series, dicom.frames) != (EVERYTHING.series, EVERYTHING.frames):
+    if dicom is not None and (dicom.series, dicom.frames) != (EVERYTHING.series, EVERYTHING.frames):
         raise DataError(
             f"source: {source}: no DICOM files; expected some with --series or --frames. Drop "
             "these options, or give the folder of the DICOM files."
@@ -107,6 +114,10 @@ def open_source(
 def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
     if source.is_dir():
         image, dicom, tars, parquets, nifti = _survey(source, for_import)
+        if tars and parquets:
+            packed = [*tars, *parquets]
+            counted = {path for path in map(stats_of, packed) if Path(path).exists()}
+            parquets = [] if rows_only(source, packed, counted) else parquets
         if tars and parquets:
             raise DataError(
                 f"source: {source}: tars and parquet files; expected one kind. Name them, e.g. "
@@ -422,7 +433,8 @@ class ParquetPart(_FilePart):
     def samples(self, noted: dict[str, Any], scratch: Path) -> Iterator[Sample]:
         """Yield the samples of the file; ``noted`` stays as it is."""
         for key, data, row in parquet_rows(self.path, self.layout):
-            yield Sample(key, data, row) if data else Sample(key, b"", row, problem="no image")
+            problem = None if data else failure(row.get(STATUS))
+            yield Sample(key, data or b"", row, problem=problem)
 
     def check(self, noted: dict[str, Any], seen: set[str]) -> None:
         """Every file is checked by itself."""

@@ -45,11 +45,12 @@ def tail(num: int, guesses: int, right: int, epsilon: float, delta: float) -> fl
     the law P of the right guesses of G. Privacy then says that the sum over j of the positive parts
     x_j of (j + 1) P_(j+1) - e^epsilon (G - j) P_j is at most M delta. The tail is affine in the x_j
     and falls in none, so all of M delta is at one of them. With all of them 0, P is binomial, b,
-    of probability e^epsilon / (1 + e^epsilon), as Theorem 5.1 of Steinke et al. has it. With
+    of probability e^epsilon / (1 + e^epsilon), as in Steinke et al. With
     B_i = P[W >= i]: c_i = B_v (1 - B_i) / (i b_i) for i up to v; above v no c_i is larger.
 
-    The form of their Theorem 5.2, B_v + 2 M delta max_i P[v - i <= W < v] / i, is larger where the
-    tail is small, and too small for some mechanisms where it is large (docs/log).
+    The form of their Theorem 5.2 for guesses and abstentions (Corollary 5.4), B_v + 2 M delta max_i
+    P[v - i <= W < v] / i, is larger where the tail is small, and too small for some mechanisms
+    where it is large (docs/log).
 
     Args:
         num: canaries M, at least ``guesses``.

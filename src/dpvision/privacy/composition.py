@@ -282,7 +282,9 @@ def _curve_of_renyi(
 
 
 def _curve_of_pair(epsilon: float, delta: float, fprs: tuple[float, ...]) -> Curve:
-    """Curve from one pair (epsilon, delta) (Dong, Roth, Su, arXiv 1905.02383, proposition 2.4)."""
+    """Curve from one pair (epsilon, delta): the trade-off function of ``accountant.tpr_of_profile``
+    (Dong, Roth, Su, arXiv 1905.02383).
+    """
     grown = math.exp(min(epsilon, 700.0))
 
     def tpr(fpr: float) -> float:

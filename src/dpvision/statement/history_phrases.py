@@ -166,7 +166,7 @@ def curation(record: dict[str, Any], visibility: str) -> dict[str, Any]:
     if visibility == "private":
         text += (
             " Each decides on an image alone, so the guarantee holds for images of the source too "
-            "(identical files are one image)."
+            "(files stored as the same bytes are one image)."
             if record["stability"] == 1
             else f" They compare images: one of the source {_changes(record['stability'])}."
         )
