@@ -4,6 +4,9 @@ after kills.
     python benchmarks/curate_engines.py [--quick] [--records N] [--kills N] [--no-ray] [--seed N]
     [--work FOLDER] [--json FILE]
 
+The environment gives the steps: CURATE_STEPS (names with commas), CURATE_FACES (weights of the
+detector), CURATE_SAFETY (run of a classifier).
+
 The source is 5,000 real and synthetic images in 25 tars: flickr8k, pets, eurosat, photographs that
 are hard to read, procedural noise; planted exact copies, truncated files, captions that are left
 out. Names and captions of a record say nothing of where it came from.
@@ -41,6 +44,7 @@ from common import ROOT, row, write_result
 SHARED = ROOT.parent / "shared" / "data"
 KEY = bytes(range(32))
 STEPS = os.environ.get("CURATE_STEPS", "size,caption")
+FACES, SAFETY = os.environ.get("CURATE_FACES"), os.environ.get("CURATE_SAFETY")
 
 
 def pictures(num: int, rng: random.Random) -> list[bytes]:
@@ -112,8 +116,10 @@ def curate_once(source: str, store: str, engine: str, workers: int) -> None:
     """Curate in this process, with a fixed key and id."""
     from unittest import mock
 
+    from dpvision.curate.faces import Faces
     from dpvision.curate.passes import curate
     from dpvision.curate.pipeline import Pipeline, Settings
+    from dpvision.curate.safety import Safety
     from dpvision.data import import_work
 
     with (
@@ -121,7 +127,11 @@ def curate_once(source: str, store: str, engine: str, workers: int) -> None:
         mock.patch("dpvision.data.importer.secrets.token_hex", lambda n: "ab" * n),
         mock.patch.object(import_work, "_WORTH_PROCESSES_BYTES", 0),
     ):
-        pipeline = Pipeline.of(STEPS.split(","), Settings())
+        settings = Settings(
+            faces=Faces(Path(FACES)) if FACES else Faces(),
+            safety=Safety(Path(SAFETY)) if SAFETY else Safety(),
+        )
+        pipeline = Pipeline.of(STEPS.split(","), settings)
         curate(source, store, pipeline, engine=engine, workers=workers)
 
 

@@ -136,8 +136,8 @@ def curated(lineage: list[dict[str, Any]]) -> list[str]:
         *dict.fromkeys(
             COMPARED.format(_steps(found), _changes(found["stability"]))
             for entry in lineage
-            if entry["visibility"] == "private"
-            and (found := entry.get(CURATION)) is not None
+            if (found := entry.get(CURATION)) is not None
+            and entry["visibility"] == "private"
             and found["stability"] != 1
         ),
     ]
