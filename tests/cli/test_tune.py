@@ -12,6 +12,9 @@ import pytest
 
 from dpvision.cli import main
 from dpvision.config.resolve import candidate_name, with_candidate
+from dpvision.data.importer import import_samples
+from dpvision.data.person_names import PersonRule
+from dpvision.data.sample import Sample
 from dpvision.data.store import Store
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.errors import ConfigError
@@ -23,6 +26,7 @@ from dpvision.tune.space import Range, grid, parse_space
 
 from ..adapt.lineage_runs import untrained_run
 from ..adapt.runs_of_heads import write_digits
+from ..data.image_files import png
 from ..statement.test_statement import problems
 
 pytestmark = pytest.mark.usefixtures("gates_once")
@@ -71,6 +75,23 @@ def runs_of(store: Store) -> list[tuple[str, int]]:
         (found.plan.guarantee, found.steps)
         for found in StoreLedgers.of(store.path).read_all().values()
     )
+
+
+def test_counts_that_no_trial_could_use_are_refused_before_the_price(
+    public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = [Sample(f"{i}", png(i), {"label": i % 10, "who": f"p{i // 2}"}) for i in range(200)]
+    people = import_samples(samples, tmp_path / "stores" / "people", people=PersonRule("who"))
+    for more, words in (
+        ((), "num_units is not declared"),
+        (("--privacy.num-units", "90"), "num_units=90"),
+    ):
+        argv = tune_argv(people, "charged", "--test", str(public.path), *SPACE, *more)
+        for last in ((), ("--dry-run",)):
+            assert main([*argv, *last]) == 2
+            said = capsys.readouterr()
+            assert words in said.err and said.out == ""
+    assert runs_of(people) == [] and not (tmp_path / "runs").exists()
 
 
 def test_the_price_printed_beforehand_is_what_the_ledgers_say(

@@ -154,7 +154,7 @@ def plan_study(
         ConfigError: the question contradicts itself, the recipe or the stores, or Optuna is
             missing.
         CheckpointError: ``root`` is taken, or holds no study to resume.
-        DataError: there is no store.
+        DataError: there is no store, or, of the charged way, its counts are not those declared.
     """
     objective, how = _objective(asked, config, resume), asked.how
     assert how is not None and config.data.store is not None, "checked"
@@ -186,8 +186,12 @@ def plan_study(
     if asked.simulate is not None:
         simulated(config.privacy, asked.simulate)  # raises with the reason
     plan = plan_of(config)
-    if how == "charged" and (reason := _charged_refusal(plan)):
-        raise ConfigError(reason)
+    if how == "charged":
+        if reason := _charged_refusal(plan):
+            raise ConfigError(reason)
+        from dpvision.runs.store_checks import check_store, rows_to_draw
+
+        check_store(plan, store, rows_to_draw(store, plan.unit, config.seed))  # as each trial does
     price = _price(asked, config, plan, candidates, private=private)
     if selects:
         assert isinstance(config.model, HeadConfig), "checked"
