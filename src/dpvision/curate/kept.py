@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from dpvision.curate.look import IN, LEFT_OUT, LOOK_ROW
+from dpvision.curate.look import IN, LEFT_OUT, LOOK_ROW, OfFile
 from dpvision.curate.record import AcrossStep, about, with_captions
-from dpvision.curate.sheet import EXAMPLES, Example, Examples
+from dpvision.curate.sheet import EXAMPLES, Example, Examples, thumbnail
 from dpvision.data.decode import decode
 from dpvision.data.dicom import is_dicom
 from dpvision.data.import_part import Part
-from dpvision.data.sample import Sample, SourcePart
-from dpvision.errors import ConfigError, DataError
+from dpvision.data.sample import Sample
+from dpvision.errors import DataError
 from dpvision.files import name_folder
 from dpvision.strict_json import parse_json
 
@@ -72,7 +72,7 @@ def compare(
         said: called from time to time with the step and the number of records.
 
     Raises:
-        ConfigError: no step computes what one of them compares, or settings do not go together.
+        DataError: as the steps.
     """
     asked = [part.about["stamp"] for part in parts], [about(step) for step in steps]
     digest = sha256(json.dumps(asked).encode()).hexdigest()
@@ -83,12 +83,12 @@ def compare(
     for stale in (folder, made):
         shutil.rmtree(stale, ignore_errors=True)
     made.mkdir()
-    num = sum(_num_in(part) for part in parts)
+    num = sum(part.about["in"] for part in parts)
     alive_N = np.ones(num, dtype=bool)
     columns = dict[str, np.ndarray]()
     for step in steps:
         if num and step.fact not in columns:
-            columns[step.fact] = _column(parts, step.fact, made / f"column-{step.fact}", step.name)
+            columns[step.fact] = _column(parts, step.fact, made / f"column-{step.fact}")
         rows, twins = np.zeros((2, 0), dtype=np.int64)
         if num:
             (made / "work").mkdir()
@@ -111,19 +111,10 @@ def compare(
     return Kept(folder)
 
 
-def _num_in(part: Part) -> int:
-    return part.about["in"]
-
-
-def _column(parts: Sequence[Part], name: str, path: Path, step: str) -> np.ndarray:
-    """Write the column of all parts into one file, and map it."""
-    found = {json.dumps(p.about["columns"].get(name)) for p in parts if _num_in(p)}
-    if found == {"null"}:
-        raise ConfigError(
-            f"data curate: {step} compares what no step computes ({name}); expected one before it. "
-            f"Add {name} to --steps."
-        )
-    (only,) = found
+def _column(parts: Sequence[Part], name: str, path: Path) -> np.ndarray:
+    """Write the column of all parts, which have some record, into one file, and map it."""
+    about = (part.about for part in parts)
+    (only,) = {json.dumps(found["columns"][name]) for found in about if found["in"]}
     kind, shape = parse_json(only)
     with path.open("wb") as file:
         for part in parts:
@@ -136,10 +127,9 @@ def _column(parts: Sequence[Part], name: str, path: Path, step: str) -> np.ndarr
 
 
 @dataclass(frozen=True)
-class CuratedPart:
+class CuratedPart(OfFile):
     """One file of the source with what the curation left of it: for the import."""
 
-    part: SourcePart
     look: Path
     """Folder that the first pass wrote."""
     kept: Kept
@@ -149,25 +139,6 @@ class CuratedPart:
     """By row: step, order and side (0 before, 1 after) of the contact sheets that show it."""
     result: str
     """What decides the samples besides the file: the second pass's digest."""
-
-    @property
-    def name(self) -> str:
-        """The file."""
-        return self.part.name
-
-    @property
-    def stamp(self) -> list[Any]:
-        """Of the file."""
-        return self.part.stamp
-
-    @property
-    def shared(self) -> bool:
-        """Whether other processes can read it."""
-        return self.part.shared
-
-    def now(self) -> list[Any]:
-        """Of the file."""
-        return self.part.now()
 
     @property
     def settings(self) -> list[Any]:
@@ -203,7 +174,7 @@ class CuratedPart:
                 if text >= 0:
                     sample = with_captions(sample, parse_json(os.pread(changed, text_size, text)))
                 if at in self.shown:
-                    _show(sample, at, self.shown[at], scratch)
+                    _show(sample, self.shown[at], scratch)
                 if alive_N[at]:
                     yield sample
                 at += 1
@@ -226,11 +197,11 @@ def shown_pairs(kept: Kept, steps: Sequence[AcrossStep]) -> dict[int, list[tuple
     return shown
 
 
-def _show(sample: Sample, row: int, sheets: list[tuple[str, int, int]], folder: Path) -> None:
-    """Write the image of a row for the sheets."""
-    image = decode(sample.image)
+def _show(sample: Sample, sheets: list[tuple[str, int, int]], folder: Path) -> None:
+    """Write the image for the sheets that show it."""
+    small = thumbnail(decode(sample.image))
     for step, order, side in sheets:
-        np.save(folder / f"shown-{side}-{order}-{step}.npy", Example(image, None).small())
+        np.save(folder / f"shown-{side}-{order}-{step}.npy", small)
 
 
 def add_shown(parts: Sequence[Part], examples: Examples) -> None:

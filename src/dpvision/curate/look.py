@@ -54,17 +54,10 @@ _Apply = Callable[[Sequence[Record]], None]
 
 
 @dataclass(frozen=True)
-class LookPart:
-    """One file of the source, of which the first pass writes a part."""
+class OfFile:
+    """What stands for one file of the source."""
 
     part: SourcePart
-    steps: tuple[RecordStep, ...]
-    stated: list[dict[str, Any]]
-    """``about`` each step, asked once for all files."""
-    window: Window | None = None
-    """Declared range of samples of more than 8 bits."""
-    threads: int = 1
-    """Threads that run the steps; they change no byte."""
 
     @property
     def name(self) -> str:
@@ -84,6 +77,19 @@ class LookPart:
     def now(self) -> list[Any]:
         """Of the file."""
         return self.part.now()
+
+
+@dataclass(frozen=True)
+class LookPart(OfFile):
+    """One file of the source, of which the first pass writes a part."""
+
+    steps: tuple[RecordStep, ...]
+    stated: list[dict[str, Any]]
+    """``about`` each step, asked once for all files."""
+    window: Window | None = None
+    """Declared range of samples of more than 8 bits."""
+    threads: int = 1
+    """Threads that run the steps; they change no byte."""
 
     @property
     def settings(self) -> list[Any]:
@@ -271,14 +277,6 @@ class _Look:
         assert (value.dtype.str, value.shape) == (kind, shape), f"column {name} changes its type"
         file.write(np.ascontiguousarray(value).tobytes())
 
-    def _reasons(self) -> dict[str, int]:
-        return {
-            f"{step} ({reason})": num
-            for step, counts in self._counts.items()
-            for reason, num in counts.items()
-            if reason != "changed"
-        }
-
     def finish(self) -> dict[str, Any]:
         """Write the examples; return the entries of part.json."""
         self._examples.write(self._folder)
@@ -286,7 +284,6 @@ class _Look:
             "seen": self._num,
             "in": self._num_in,
             "counts": self._counts,
-            "reasons": self._reasons(),
             "captions_dropped": self._dropped,
             "came": self._came,
             "seconds": self._seconds,

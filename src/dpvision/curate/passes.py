@@ -8,15 +8,14 @@ source again, so tars stay in place where nothing of an image is changed.
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from dpvision.curate.downloads import downloads
-from dpvision.curate.kept import CuratedPart, Kept, add_shown, compare, shown_pairs
+from dpvision.curate.kept import CuratedPart, Kept, Said, add_shown, compare, shown_pairs
 from dpvision.curate.look import LookPart
 from dpvision.curate.pipeline import Pipeline
 from dpvision.curate.ray_engine import ray_cluster
@@ -26,7 +25,7 @@ from dpvision.curate.text import Caption
 from dpvision.data.captions import CAPTION_FIELDS, CaptionRule
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.import_part import Part, ReadRule
-from dpvision.data.import_work import COMPARED, Spread, read_parts
+from dpvision.data.import_work import COMPARED, Spread, read_parts, versions
 from dpvision.data.importer import import_source
 from dpvision.data.ordered import checked_workers
 from dpvision.data.person_names import PersonRule
@@ -46,8 +45,6 @@ _SOFTWARE = ("torch", "torchvision", "timm", "onnxruntime", "faiss-cpu", "imageh
 
 Engine = Literal["local", "ray"]
 """What reads the files: processes of this machine, or a Ray cluster."""
-Said = Callable[[str, int], None] | None
-"""Called with what is done, and with how many records so far."""
 
 
 def curate(
@@ -133,7 +130,7 @@ class _Passes:
     @property
     def settings(self) -> dict[str, Any]:
         """The steps, and the packages that they use."""
-        return {"curation": self.pipeline.about(), "curation_software": software()}
+        return {"curation": self.pipeline.about(), "curation_software": versions(_SOFTWARE)}
 
     @property
     def about(self) -> dict[str, Any]:
@@ -154,10 +151,9 @@ class _Passes:
             if self.said is not None:
                 self.said("looking", done)
         check_unchanged(parts)
-        counts = sum((Counter(look.about["reasons"]) for look in self._looked), Counter[str]())
-        if counts and not sum(look.about["in"] for look in self._looked):
+        if not sum(look.about["in"] for look in self._looked) and (why := _reasons(self._looked)):
             raise DataError(
-                f"data curate: the steps left out all images: {_said(counts)}; expected some that "
+                f"data curate: the steps left out all images: {why}; expected some that "
                 "stay. Change the settings of that step, or leave it out."
             )
         kept = compare(
@@ -196,7 +192,13 @@ class _Passes:
             sheet.save(out / f"{step}.png")
 
 
-def _said(counts: Counter[str]) -> str:
+def _reasons(looked: Sequence[Part]) -> str:
+    """Say why images were left out, by step; empty if none were."""
+    counts = Counter[str]()
+    for part in looked:
+        for step, found in part.about["counts"].items():
+            found.pop("changed", None)
+            counts.update({f"{step} ({reason})": num for reason, num in found.items()})
     return ", ".join(f"{num:,} {reason}" for reason, num in counts.most_common())
 
 
@@ -251,14 +253,3 @@ def _pairs(step: str, rows: list[int], twins: list[int], looked: Sequence[Part])
     for row, twin in zip(rows, twins, strict=True):
         line = name[row] | {"step": step, "reason": "duplicate", "of": name[twin]}
         yield json.dumps(line) + "\n"
-
-
-def software() -> dict[str, str | None]:
-    """Versions of the packages that decide what steps do; None if one is not installed."""
-    found: dict[str, str | None] = {}
-    for name in _SOFTWARE:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found

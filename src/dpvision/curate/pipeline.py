@@ -96,8 +96,7 @@ class Pipeline:
     def of_one_record(self) -> tuple[RecordStep, ...]:
         """The steps of one record, with those that compute what the others compare."""
         ours = [step for step in self.steps if isinstance(step, RecordStep)]
-        needed = (step.facts() for step in self.across)
-        return (*ours, *(step for step in needed if step is not None))
+        return (*ours, *(step.facts() for step in self.across))
 
     @property
     def names(self) -> set[str]:

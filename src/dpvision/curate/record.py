@@ -117,8 +117,8 @@ class AcrossStep(Protocol):
     def stability(self) -> int | None:
         """How many records of the result one record of the source changes; None for no bound."""
 
-    def facts(self) -> RecordStep | None:
-        """The step that computes the column, or None where a step of the pipeline must have."""
+    def facts(self) -> RecordStep:
+        """The step that computes the column."""
 
     def duplicates(
         self,

@@ -43,9 +43,7 @@ class Safety:
             )
 
     def stated(self) -> dict[str, str]:
-        """Return the digest of the checkpoint's manifest, which has that of the weights, and of its
-        calibration, if it has one.
-        """
+        """Return one digest of the run's manifest, which names its weights, and its calibration."""
         from dpvision.checkpoint import load_checkpoint
         from dpvision.encoders.calibration import calibration_path
 

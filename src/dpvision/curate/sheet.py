@@ -25,10 +25,6 @@ class Example(NamedTuple):
     after: np.ndarray | None
     """None if it is left out."""
 
-    def small(self) -> np.ndarray:
-        """Return the thumbnail of the first."""
-        return thumbnail(self.before)
-
 
 class Examples:
     """The ``EXAMPLES`` records of each step that come first in an order."""

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -303,7 +303,7 @@ def do_elsewhere(job: _Job) -> Path:
             "local."
         )
     wanted = {**settings["software"], **settings.get("curation_software", {})}
-    found = {"code": _code_once(), **{name: _version(name) for name in wanted if name != "code"}}
+    found = {"code": _code_once(), **versions(name for name in wanted if name != "code")}
     if odd := [name for name in wanted if wanted[name] != found[name]]:
         raise DataError(
             f"{where} has other versions ("
@@ -377,7 +377,12 @@ def _complete(job: _Job) -> Part | None:
 
 def software() -> dict[str, str | None]:
     """Versions of all code that reads; None if it is not installed."""
-    return {"code": _code(), **{name: _version(name) for name in _READERS}}
+    return {"code": _code(), **versions(_READERS)}
+
+
+def versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Versions of packages; None of one that is not installed."""
+    return {name: _version(name) for name in names}
 
 
 def _code() -> str:

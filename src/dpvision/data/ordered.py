@@ -95,8 +95,8 @@ def _without_main() -> Iterator[None]:
 
 
 def _end_with_parent(stopped: Connection) -> None:
-    """End this process when its parent ends, when ``stopped`` has a byte, which nobody takes, and
-    at Ctrl-C, about which the parent prints a message.
+    """End this process when its parent ends, when a byte arrives in ``stopped``, and at Ctrl-C,
+    about which the parent prints a message. The byte is never read, so that every process sees it.
 
     Without this, the workers of a killed process would wait for work forever, since each holds both
     ends of the pool's queue. It is a pipe because to set an Event waits for those that wait for it,
