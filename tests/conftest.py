@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +20,49 @@ sys.path.insert(0, str(Path(__file__).parent / "oracles"))
 torch.set_num_threads(1)
 
 _PASSED: dict[Any, Any] = {}
+
+_KEYS: dict[str, Any] = {"of": "", "drawn": 0, "pid": os.getpid()}
+"""Which test or fixture draws keys now, and how many it drew."""
+
+
+def _key_bytes(size: int) -> bytes:
+    """Bytes in place of the operating system's: other ones at each call, the same in each run, so
+    that a check with a false alarm of one in a thousand does not fail one run in a thousand.
+    """
+    _KEYS["drawn"] += 1
+    forked = os.getpid() if os.getpid() != _KEYS["pid"] else ""
+    return hashlib.shake_256(f"{_KEYS['of']} {_KEYS['drawn']} {forked}".encode()).digest(size)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_keys() -> Iterator[None]:
+    """The keys of this process are functions of the test, or of the shared fixture, and of how many
+    it drew. Processes that a test starts have fresh ones.
+    """
+    from dpvision.privacy import stream
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "os", SimpleNamespace(urandom=_key_bytes))
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _KEYS.update(of=item.nodeid, drawn=0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Any:
+    """A fixture that tests share draws the same keys whichever of them comes first."""
+    before = dict(_KEYS)
+    if fixturedef.scope != "function":
+        place = request.param_index if hasattr(request, "param_index") else 0
+        _KEYS.update(of=f"{fixturedef.baseid} {fixturedef.argname} {place}", drawn=0)
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            _KEYS.update(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

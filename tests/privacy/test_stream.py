@@ -5,6 +5,7 @@ subkeys, and the laws of the draws.
 import copy
 import hashlib
 import itertools
+import os
 import pickle
 
 import numpy as np
@@ -165,6 +166,7 @@ def test_a_key_that_was_handed_over_is_dead_and_the_other_one_is_the_same() -> N
 
 
 def test_keys_come_fresh_from_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "os", os)
     keys = {new_key().secret() for _ in range(100)}
     assert len(keys) == 100 and {len(key) for key in keys} == {32}
     monkeypatch.setattr(stream_module.os, "urandom", lambda size: b"s" * size)
