@@ -381,3 +381,33 @@ def test_what_a_store_says_of_its_curation_has_no_path_and_no_count(tmp_path):
     (other.path / "store.json").write_text(json.dumps(meta))
     with pytest.raises(DataError, match="a curated store, whose steps did not see"):
         merge_stores([store.path, other.path], tmp_path / "c")
+
+
+def test_pairs_are_named_with_their_files(tmp_path):
+    """Of files without a record that stays for the comparison, too, and with keys in two files."""
+    source, small = tmp_path / "src", png(0, 4, 4)
+    source.mkdir()
+    image_of = {}
+    for t, numbers in enumerate([(1, 2, 3), (), (2, 4, 2), (), (5, 1, 3)]):
+        images = [png(number, 64, 64) for number in numbers] or [small]
+        write_tar(
+            source / f"{t}.tar",
+            {f"{i}é.png": data for i, data in enumerate(images)}
+            | {f"{i}é.txt": b"two words" for i in range(len(images))},
+        )
+        image_of |= {(f"{t}.tar", f"{i}é"): data for i, data in enumerate(images)}
+    store = curate(source, tmp_path / "store", Pipeline((Size(), ExactDuplicates())))
+    lines = (store.path / "confidential/curation/left_out.jsonl").read_text().splitlines()
+    pairs = [
+        ((line["tar"], line["key"]), (line["of"]["tar"], line["of"]["key"]))
+        for line in map(json.loads, lines)
+        if line["step"] == "exact_duplicates"
+    ]
+    assert [row for row, _ in pairs] == [
+        ("2.tar", "0é"),
+        ("2.tar", "2é"),
+        ("4.tar", "1é"),
+        ("4.tar", "2é"),
+    ]
+    assert all(image_of[row] == image_of[twin] and twin < row for row, twin in pairs)
+    assert len(lines) == len(pairs) + 2, "the two small images"

@@ -4,7 +4,6 @@ files or has other software stops the curation.
 Ray is no part of the extra dev: those that start it skip without it (CONTRIBUTING.md).
 """
 
-import json
 import os
 import random
 import signal
@@ -173,8 +172,9 @@ def jobs_of(folder: Path) -> tuple[Path, list, ReadRule]:
 
     def spread(function, jobs):
         assert function is do_elsewhere
-        sent.extend(jobs)
-        yield from map(function, jobs)
+        for job in jobs:
+            sent.append(job)
+            yield function(job)
 
     settings = {"software": software(), "curation_software": {"pillow": software()["pillow"]}}
     with work_folder(folder / "s", settings) as work:
@@ -216,11 +216,12 @@ def test_a_part_that_another_machine_wrote_may_be_seen_later(tmp_path, monkeypat
     written = about.read_text()
     about.unlink()
     threading.Timer(0.3, lambda: about.write_text(written)).start()
-    assert import_work._seen_later(job).about == json.loads(written)
+    import_work._wait_for(job, True)
+    assert about.read_text() == written
     about.unlink()
     monkeypatch.setattr(import_work, "_SEEN_WITHIN_S", 0.2)
     with pytest.raises(DataError, match=r"not here, where another machine wrote it"):
-        import_work._seen_later(job)
+        import_work._wait_for(job, True)
 
 
 class _FakeRay:

@@ -12,6 +12,8 @@ import signal
 import stat
 import tarfile
 import time
+import weakref
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,10 +25,12 @@ import pytest
 from dpvision import files
 from dpvision.data import import_merge, import_part, import_work, importer
 from dpvision.data.import_labels import LabelRule
+from dpvision.data.import_part import ReadRule
 from dpvision.data.importer import import_samples, import_source
 from dpvision.data.open import open_store
 from dpvision.data.person_names import PersonRule
 from dpvision.data.rows import keyed_hash
+from dpvision.data.sample import SourcePart
 from dpvision.data.sorted_runs import ENTRY, Run, in_order, write_run
 from dpvision.data.sources import open_source
 from dpvision.data.store_writer import read_key
@@ -170,6 +174,29 @@ def test_shared_images_are_refused_as_of_one_stream(tmp_path):
     assert str(many.value).partition(";")[0].split(" files ")[0] in str(one.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".many.importing", "src"]
     assert not parts(tmp_path / ".many.importing"), "no image was decoded yet"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_file_is_held_only_while_it_is_read(tmp_path, workers):
+    """Memory does not grow with the number of files, but for what lists them."""
+    files = open_source(write_tars(tmp_path / "src", 24, 2)).parts
+    living, most = dict[int, object](), 0
+
+    def made(at: int) -> SourcePart:
+        nonlocal most
+        held = replace(files[at])
+        living[id(held)] = weakref.finalize(held, living.pop, id(held))
+        most = max(most, len(living))
+        return held
+
+    rule = ReadRule(KEY, True, PersonRule(), LabelRule(), None, False, None)
+    seen = []
+    with import_work.work_folder(tmp_path / "store", {}) as work:
+        parts = import_work.Each(len(files), made)
+        found = import_work.read_parts("read", parts, work, rule, workers, None, seen.append)
+        assert [part.about["seen"] for part in found] == [2] * 24
+    assert seen == list(range(2, 50, 2))
+    assert 1 <= most <= 4 * workers + 2
 
 
 def test_after_a_refused_person_only_the_corrected_file_is_read_again(tmp_path):

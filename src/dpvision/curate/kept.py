@@ -74,8 +74,12 @@ def compare(
     Raises:
         DataError: as the steps.
     """
-    asked = [part.about["stamp"] for part in parts], [about(step) for step in steps]
-    digest = sha256(json.dumps(asked).encode()).hexdigest()
+    asked, num = sha256(json.dumps([about(step) for step in steps]).encode()), 0
+    for part in parts:
+        found = part.about
+        asked.update(json.dumps(found["stamp"]).encode())
+        num += found["in"]
+    digest = asked.hexdigest()
     with contextlib.suppress(OSError, ValueError):
         if Kept(folder).digest == digest:
             return Kept(folder)
@@ -83,7 +87,6 @@ def compare(
     for stale in (folder, made):
         shutil.rmtree(stale, ignore_errors=True)
     made.mkdir()
-    num = sum(part.about["in"] for part in parts)
     alive_N = np.ones(num, dtype=bool)
     columns = dict[str, np.ndarray]()
     for step in steps:

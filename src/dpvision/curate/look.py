@@ -4,7 +4,8 @@ It writes, into a folder that ``data.import_work`` completes and keeps::
 
     part.json           counts by step and reason, seconds by step
     rows                LOOK_ROW of each sample, in order
-    keys                lines {"key", "tar"} of each record that is in; no tar for others
+    keys, places        lines {"key", "tar"} of each record that is in (no tar for others), and
+                        where each begins, int64
     column-NAME         what steps across records compare, for these records
     changed             image files, and captions, that replace the source's
     left_out            lines {"key", "tar", "step", "reason"}
@@ -210,9 +211,9 @@ class _Look:
 
     def __init__(self, folder: Path, files: ExitStack, key: bytes) -> None:
         self._folder, self._files, self._key = folder, files, key
-        self._rows, self._keys, self._changed, self._left_out, self._dropped_lines = (
+        self._rows, self._keys, self._places, self._changed, self._left_out, self._dropped_lines = (
             files.enter_context((folder / name).open("wb"))
-            for name in ("rows", "keys", "changed", "left_out", "captions_dropped")
+            for name in ("rows", "keys", "places", "changed", "left_out", "captions_dropped")
         )
         self._columns: dict[str, tuple[BinaryIO, str, tuple[int, ...]]] = {}
         self._examples = Examples()
@@ -251,6 +252,7 @@ class _Look:
                     self._examples.offer(step, order, Example(record.pixels(), None), record.reason)
             return LEFT_OUT, -1, 0, -1, 0
         self._num_in += 1
+        self._places.write(self._keys.tell().to_bytes(8, "little"))
         _write_line(self._keys, named)
         for name, value in record.facts.items():
             self._column(name, value)

@@ -10,9 +10,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from dpvision.curate.downloads import downloads
 from dpvision.curate.kept import CuratedPart, Kept, Said, add_shown, compare, shown_pairs
@@ -25,7 +28,7 @@ from dpvision.curate.text import Caption
 from dpvision.data.captions import CAPTION_FIELDS, CaptionRule
 from dpvision.data.import_labels import LabelRule
 from dpvision.data.import_part import Part, ReadRule
-from dpvision.data.import_work import COMPARED, Spread, read_parts, versions
+from dpvision.data.import_work import COMPARED, Each, Spread, read_parts, versions
 from dpvision.data.importer import import_source
 from dpvision.data.ordered import checked_workers
 from dpvision.data.person_names import PersonRule
@@ -123,7 +126,9 @@ class _Passes:
     spread: Spread | None
     said: Said
     where: str = "data curate"
-    _looked: list[Part] = field(default_factory=list)
+    _looked: Sequence[Part] = ()
+    _first_P: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+    """Records of the parts before each, and of all."""
     _kept: Kept | None = None
     _downloads: dict[str, Any] | None = None
 
@@ -137,36 +142,37 @@ class _Passes:
         """The steps."""
         return {CURATION: self.pipeline.about()}
 
-    def before(self, parts: Sequence[SourcePart], work: Path, rule: ReadRule) -> list[SourcePart]:
+    def before(
+        self, parts: Sequence[SourcePart], work: Path, rule: ReadRule
+    ) -> Sequence[SourcePart]:
         """Run both passes."""
         self._downloads = downloads([part.name for part in parts])
         threads = self.workers if len(parts) == 1 else 1
         steps = self.pipeline.of_one_record
         stated = [{"name": step.name, **about(step)} for step in steps]
-        looks = [LookPart(part, steps, stated, rule.window, threads) for part in parts]
-        done = 0
-        for look in read_parts("look", looks, work, rule, self.workers, self.spread):
-            self._looked.append(look)
-            done += look.about["seen"]
-            if self.said is not None:
-                self.said("looking", done)
+        looks = Each(
+            len(parts), lambda at: LookPart(parts[at], steps, stated, rule.window, threads)
+        )
+        said = None if self.said is None else partial(self.said, "looking")
+        looked = read_parts("look", looks, work, rule, self.workers, self.spread, said)
         check_unchanged(parts)
-        if not sum(look.about["in"] for look in self._looked) and (why := _reasons(self._looked)):
+        first_P = np.cumsum([0, *(look.about["in"] for look in looked)])
+        self._looked, self._first_P = looked, first_P
+        if not first_P[-1] and (why := _reasons(looked)):
             raise DataError(
                 f"data curate: the steps left out all images: {why}; expected some that "
                 "stay. Change the settings of that step, or leave it out."
             )
-        kept = compare(
-            self._looked, self.pipeline.across, work / CONFIDENTIAL / COMPARED, self.said
-        )
-        self._kept, shown, first = kept, shown_pairs(kept, self.pipeline.across), 0
-        made: list[SourcePart] = []
-        for part, look in zip(parts, self._looked, strict=True):
-            last = first + look.about["in"]
-            here = {row: at for row, at in shown.items() if first <= row < last}
-            made.append(CuratedPart(part, look.folder, kept, first, here, kept.digest))
-            first = last
-        return made
+        kept = compare(looked, self.pipeline.across, work / CONFIDENTIAL / COMPARED, self.said)
+        self._kept, shown = kept, shown_pairs(kept, self.pipeline.across)
+        digest = kept.digest
+
+        def curated(at: int) -> CuratedPart:
+            first, last = first_P[at : at + 2].tolist()
+            here = {row: sides for row, sides in shown.items() if first <= row < last}
+            return CuratedPart(parts[at], looked[at].folder, kept, first, here, digest)
+
+        return Each(len(parts), curated)
 
     def after(self, parts: Sequence[Part], folder: Path) -> None:
         """Write counts, names and sheets."""
@@ -174,12 +180,17 @@ class _Passes:
         out.mkdir(parents=True)
         assert self._kept is not None, "before() ran"
         counts = _counts(self.pipeline, self._looked, self._kept)
+        names = _Names(self._looked, self._first_P)
         if self._downloads is not None:
             counts = {DOWNLOADS: self._downloads, **counts}
         (out / "counts.json").write_text(json.dumps(counts, indent=1))
         with (out / "left_out.jsonl").open("w", encoding="utf-8") as file:
-            for line in _left_out(self.pipeline, self._looked, self._kept):
-                file.write(line)
+            for part in self._looked:
+                file.writelines(_lines(part, "left_out"))
+            for step in self.pipeline.across:
+                for row, twin in zip(*self._kept.duplicates(step.name), strict=True):
+                    line = {"step": step.name, "reason": "duplicate", "of": names.of(twin)}
+                    file.write(json.dumps(names.of(row) | line) + "\n")
         if counts["captions_dropped"]:
             with (out / "captions_dropped.jsonl").open("w", encoding="utf-8") as file:
                 for part in self._looked:
@@ -188,8 +199,8 @@ class _Passes:
         for part in self._looked:
             examples.read(part.folder)
         add_shown(parts, examples)
-        for step, sheet in examples.sheets():
-            sheet.save(out / f"{step}.png")
+        for name, sheet in examples.sheets():
+            sheet.save(out / f"{name}.png")
 
 
 def _reasons(looked: Sequence[Part]) -> str:
@@ -230,15 +241,6 @@ def _counts(pipeline: Pipeline, looked: Sequence[Part], kept: Kept) -> dict[str,
     return found | {"captions_dropped": dict(sorted(dropped.items())), "to_import": num}
 
 
-def _left_out(pipeline: Pipeline, looked: Sequence[Part], kept: Kept) -> Iterator[str]:
-    """Yield lines of left_out.jsonl: by file for steps of one record, then by step."""
-    for part in looked:
-        yield from _lines(part, "left_out")
-    for step in pipeline.across:
-        rows, twins = kept.duplicates(step.name)
-        yield from _pairs(step.name, rows.tolist(), twins.tolist(), looked)
-
-
 def _lines(part: Part, name: str) -> Iterator[str]:
     path = part.folder / name
     if path.exists():
@@ -246,10 +248,22 @@ def _lines(part: Part, name: str) -> Iterator[str]:
             yield from file
 
 
-def _pairs(step: str, rows: list[int], twins: list[int], looked: Sequence[Part]) -> Iterator[str]:
-    wanted = {*rows, *twins}
-    keys = (line for part in looked for line in _lines(part, "keys"))
-    name = {row: parse_json(line) for row, line in enumerate(keys) if row in wanted}
-    for row, twin in zip(rows, twins, strict=True):
-        line = name[row] | {"step": step, "reason": "duplicate", "of": name[twin]}
-        yield json.dumps(line) + "\n"
+class _Names:
+    """Names of records that the first pass kept, read when they are asked for."""
+
+    def __init__(self, looked: Sequence[Part], first_P: np.ndarray) -> None:
+        self._looked, self._first_P = looked, first_P
+        self._opened = lru_cache(64)(self._open)
+
+    def _open(self, place: int) -> tuple[mmap, np.ndarray]:
+        folder = self._looked[place].folder
+        with (folder / "keys").open("rb") as file:
+            keys = mmap(file.fileno(), 0, access=ACCESS_READ)
+        return keys, np.memmap(folder / "places", np.int64, mode="r")
+
+    def of(self, row: int) -> dict[str, str]:
+        """Return the entries "key" and "tar" of a record."""
+        place = int(np.searchsorted(self._first_P, row, side="right")) - 1
+        keys, start_N = self._opened(place)
+        start = int(start_N[row - self._first_P[place]])
+        return parse_json(keys[start : keys.find(b"\n", start)])

@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -97,20 +97,23 @@ def ray_cluster(workers: int | None) -> Iterator[Spread]:
 
 
 def _spread(
-    ray: Any, workers: int | None, function: Callable[[T], R], items: Sequence[T]
+    ray: Any, workers: int | None, function: Callable[[T], R], items: Iterable[T]
 ) -> Generator[R, None, None]:
     """Yield ``function(item)`` in the order of the items; see ``import_work.Spread``."""
     call = ray.remote(num_cpus=1, max_retries=_RETRIES, retry_exceptions=False)(function)
-    waiting, asked, running = deque(items), deque[tuple[T, Any]](), dict[Any, None]()
-    limit, counted = 0, -_COUNTED_EVERY_S
+    waiting, asked, running = iter(items), deque[tuple[T, Any]](), dict[Any, None]()
+    limit, counted, more = 0, -_COUNTED_EVERY_S, True
     try:
-        while waiting or asked:
+        while more or asked:
             if time.monotonic() - counted >= _COUNTED_EVERY_S:
                 cores = int(ray.cluster_resources().get("CPU", 1))
                 limit = workers or _AHEAD * max(1, cores)
                 counted = time.monotonic()
-            while waiting and len(running) < limit:
-                item = waiting.popleft()
+            while more and len(running) < limit:
+                item = next(waiting, None)
+                if item is None:
+                    more = False
+                    break
                 ref = call.remote(item)
                 asked.append((item, ref))
                 running[ref] = None

@@ -59,13 +59,10 @@ class Totals:
             DataError: no part has a field, persons are missing, alike or known, no image is left,
                 or labels of different parts do not go together.
         """
-        self.seen = sum(part.about["seen"] for part in parts)
-        self.rows = sum(sum(part.about["runs"]) for part in parts)
-        self.without_row = sum(part.about["without_row"] for part in parts)
-        self.num_unknown = sum(part.about.get("classes_not_declared", 0) for part in parts)
-        """Of stores that were imported before."""
+        self.seen = self.rows = self.without_row = self.num_unknown = 0
+        """num_unknown: of stores that were imported before."""
         self.counts = {
-            name: sum((Counter(part.about[name]) for part in parts), Counter[str]())
+            name: Counter[str]()
             for name in ("left_out", "dropped", "suspicious", "largest", "dicom", "number")
         }
         self.name_of_unit: dict[int, str] = {}
@@ -73,9 +70,15 @@ class Totals:
         """For each part, the provisional number of each of its labels, and -1 for none."""
         fields, no_person = set[str](), WithoutPerson()
         for part in parts:
-            fields.update(part.about["fields"])
-            no_person.add_all(*part.about["without_person"])
-            tables = part.tables()
+            about, tables = part.about, part.tables()
+            self.seen += about["seen"]
+            self.rows += sum(about["runs"])
+            self.without_row += about["without_row"]
+            self.num_unknown += about.get("classes_not_declared", 0)
+            for what in self.counts:
+                self.counts[what] += Counter(about[what])
+            fields.update(about["fields"])
+            no_person.add_all(*about["without_person"])
             self.name_of_unit.update(tables["persons"])
             numbers = [labels.number(*entry) for entry in tables["labels"]]
             self.label_of.append(np.array([*numbers, -1], dtype=np.int32))

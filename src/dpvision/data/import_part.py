@@ -20,7 +20,6 @@ This module and what it imports do without torch, so that processes start in hal
 
 import contextlib
 import json
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -89,28 +88,23 @@ class ReadRule:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Part:
-    """A complete part. Its entries are kept compressed: a source may have 100,000 files, and the
-    dictionaries of one take five kilobytes.
-    """
+    """A complete part. Its files are read anew each time: a source may have 100,000 parts."""
 
-    __slots__ = ("_entries", "folder")
-
-    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
-        self.folder = folder
-        self._entries = zlib.compress(json.dumps(about).encode(), 1)
+    folder: Path
 
     @property
     def about(self) -> dict[str, Any]:
-        """The content of part.json, read anew."""
-        return parse_json(zlib.decompress(self._entries), nan=True)
+        """The content of part.json."""
+        return parse_json((self.folder / "part.json").read_text(), nan=True)
 
     @classmethod
     def write(cls, folder: Path, about: dict[str, Any], tables: dict[str, Any]) -> "Part":
         """Write the two JSON files of a part."""
         (folder / "tables.json").write_text(json.dumps(tables))
         (folder / "part.json").write_text(json.dumps(about))
-        return cls(folder, about)
+        return cls(folder)
 
     def tables(self) -> dict[str, Any]:
         """Return the content of tables.json."""

@@ -16,13 +16,16 @@ import secrets
 import shutil
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
+
+import numpy as np
 
 from dpvision.code_digest import code_digest
 from dpvision.data.import_labels import with_classes
@@ -36,6 +39,8 @@ from dpvision.data.store_writer import read_key
 from dpvision.errors import DataError, remedy_for
 from dpvision.files import CONFIDENTIAL, hide_folder, name_folder, partial_name, sync
 from dpvision.strict_json import parse_json
+
+T = TypeVar("T")
 
 Kind = Literal["people", "read", "store", "look"]
 """What is done with a file: ``write_people`` or ``write_part``. A ``StoredPart`` writes itself."""
@@ -70,7 +75,7 @@ class _Job:
     threads: int
 
 
-Spread = Callable[[Callable[[_Job], Path], Sequence[_Job]], Generator[Path, None, None]]
+Spread = Callable[[Callable[[_Job], Path], Iterable[_Job]], Generator[Path, None, None]]
 """Calls a function for each job, on any machine, and yields the results in the order of jobs."""
 
 
@@ -230,6 +235,19 @@ def _keep_only(work: Path, settings: dict[str, Any]) -> None:
         sync(file)
 
 
+class Each(Sequence[T]):
+    """Values that are made from their places when they are asked for, not kept."""
+
+    def __init__(self, num: int, make: Callable[[int], T]) -> None:
+        self._places, self._make = range(num), make
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._make(self._places[at])
+
+
 def read_parts(
     kind: Kind,
     parts: Sequence[SourcePart | StoredPart],
@@ -237,52 +255,76 @@ def read_parts(
     rule: ReadRule,
     workers: int,
     spread: Spread | None = None,
-) -> Iterator[Part]:
-    """Yield each part of a source, in order; processes read those that are not complete.
+    progress: Callable[[int], None] | None = None,
+) -> Sequence[Part]:
+    """Return the parts of a source, in order; processes read those that are not complete.
 
     Args:
+        parts: may be made when they are asked for; each is held only while it is read.
         workers: processes; where they are not worth starting, threads of this one.
         spread: reads several files in place of these processes.
+        progress: called after each part with the number of images so far.
 
     Raises:
         DataError: a file is damaged or was changed meanwhile, or as ``write_part``.
     """
-    seen: set[str] = set()
-    jobs, todo = [], []
-    for part in parts:
-        stamp = [*part.stamp, part.settings]
-        folder = work / CONFIDENTIAL / _name(kind, part, rule.key)
-        job = _Job(kind, part, folder, stamp, rule, threads=workers)
-        jobs.append(job)
-        if _complete(job) is None:
-            (job.folder / "part.json").unlink(missing_ok=True)  # first, as above
-            shutil.rmtree(job.folder, ignore_errors=True)
-            todo.append(job)
-    several = len(todo) > 1 and all(job.part.shared for job in todo)
-    processes = workers > 1 and several
+    inner, seen, size, shared = work / CONFIDENTIAL, set[str](), 0, True
+    number_P = np.array([_number(part, rule.key) for part in parts], dtype=np.int64)
+    todo_P = np.zeros(len(parts), dtype=bool)
+
+    def job_of(place: int, threads: int) -> _Job:
+        part = parts[place]
+        folder = inner / _name(kind, number_P[place])
+        return _Job(kind, part, folder, [*part.stamp, part.settings], rule, threads)
+
+    for place in range(len(parts)):
+        job = job_of(place, 1)
+        if _complete(job):
+            continue
+        (job.folder / "part.json").unlink(missing_ok=True)  # first, as above
+        shutil.rmtree(job.folder, ignore_errors=True)
+        todo_P[place] = True
+        size, shared = size + job.part.stamp[0], shared and job.part.shared
+    several = shared and bool(todo_P.sum() > 1)
+    processes = workers > 1 and several and size >= _WORTH_PROCESSES_BYTES
+    begun = deque[_Job]()
+
+    def jobs() -> Iterator[_Job]:
+        elsewhere = several and (processes or spread is not None)
+        for place in np.flatnonzero(todo_P).tolist():
+            begun.append(job_of(place, 1 if elsewhere else workers))
+            yield begun[-1]
+
     if spread is not None and several:  # the key stays on the disk, where no cluster logs it
         sent = replace(rule, key=b"")
-        done = spread(do_elsewhere, [replace(job, threads=1, rule=sent) for job in todo])
-    elif processes and sum(job.part.stamp[0] for job in todo) >= _WORTH_PROCESSES_BYTES:
-        todo = [replace(job, threads=1) for job in todo]
-        count = min(workers, len(todo))
-        done = ordered_map(_do, todo, workers=count, ahead=2 * count, processes=True)
+        done = spread(do_elsewhere, (replace(job, rule=sent) for job in jobs()))
+    elif processes:
+        count = min(workers, int(todo_P.sum()))
+        done = ordered_map(_do, jobs(), workers=count, ahead=2 * count, processes=True)
     else:
-        done = (made for made in map(_do, todo))
-    waiting = {job.folder for job in todo}
+        done = (made for made in map(_do, jobs()))
+    made = Each(len(parts), lambda place: Part(inner / _name(kind, number_P[place])))
+    num = 0
     with contextlib.closing(done):
-        for job in jobs:
-            if job.folder in waiting:
+        for part, found, new in zip(parts, made, todo_P.tolist(), strict=True):
+            if new:
                 next(done)
-            found = _complete(job) or (None if spread is None else _seen_later(job))
-            assert found is not None, "just written"
-            if not isinstance(job.part, StoredPart):
-                job.part.check(found.about["noted"], seen)
-            yield found
+                _wait_for(begun.popleft(), spread is not None)
+            about = found.about
+            if not isinstance(part, StoredPart):
+                part.check(about["noted"], seen)
+            if progress is not None:
+                num += sum(about["runs"]) if kind == "store" else about["seen"]
+                progress(num)
+    return made
 
 
-def _name(kind: Kind, part: SourcePart | StoredPart, key: bytes) -> str:
-    return f"{kind}-{keyed_hash(key, os.fsencode(part.name)):016x}"
+def _number(part: SourcePart | StoredPart, key: bytes) -> int:
+    return keyed_hash(key, os.fsencode(part.name))
+
+
+def _name(kind: Kind, number: int) -> str:
+    return f"{kind}-{number:016x}"
 
 
 def do_elsewhere(job: _Job) -> Path:
@@ -296,7 +338,7 @@ def do_elsewhere(job: _Job) -> Path:
         settings = parse_json((job.folder.parent / "settings.json").read_text())
         key = read_key(work)
     where = f"data curate: {work}: machine {socket.gethostname()} of the cluster"
-    if job.folder.name != _name(job.kind, job.part, key):
+    if job.folder.name != _name(job.kind, _number(job.part, key)):
         raise DataError(
             f"{where} does not find the folder of this curation; expected a disk that all machines "
             "mount at the same path, and the same user. Put the store on one, or use --engine "
@@ -315,10 +357,11 @@ def do_elsewhere(job: _Job) -> Path:
     return _do(replace(job, rule=replace(job.rule, key=key)))
 
 
-def _seen_later(job: _Job) -> Part | None:
-    """Return a part that another machine wrote, as soon as this one sees it."""
+def _wait_for(job: _Job, elsewhere: bool) -> None:
+    """Return as soon as this machine sees a part that another one may have written."""
     end = time.monotonic() + _SEEN_WITHIN_S
-    while (found := _complete(job)) is None:
+    while not _complete(job):
+        assert elsewhere, "just written"
         if time.monotonic() > end:
             raise DataError(
                 f"data curate: {job.folder}: not here, where another machine wrote it; expected "
@@ -327,7 +370,6 @@ def _seen_later(job: _Job) -> Part | None:
             )
         os.listdir(job.folder.parent)  # asks the disk's server for names anew
         time.sleep(0.1)
-    return found
 
 
 def _do(job: _Job) -> Path:
@@ -359,20 +401,18 @@ def _do(job: _Job) -> Path:
     try:
         name_folder(made, job.folder)
     except OSError:
-        if _complete(job) is None:
+        if not _complete(job):
             raise
         shutil.rmtree(made)  # a process of a killed import was as fast
     return job.folder
 
 
-def _complete(job: _Job) -> Part | None:
+def _complete(job: _Job) -> bool:
     try:
-        about = parse_json((job.folder / "part.json").read_text(), nan=True)
+        about = Part(job.folder).about
     except (OSError, ValueError):
-        return None
-    whole = isinstance(about, dict) and about.get("stamp") == job.stamp
-    # the job's stamp, which shares its settings with all others: kilobytes for each file otherwise
-    return Part(job.folder, about | {"stamp": job.stamp}) if whole else None
+        return False
+    return isinstance(about, dict) and about.get("stamp") == job.stamp
 
 
 def software() -> dict[str, str | None]:

@@ -259,7 +259,9 @@ class Passes(Protocol):
     def about(self) -> dict[str, Any]:
         """Entries of store.json."""
 
-    def before(self, parts: Sequence[SourcePart], work: Path, rule: ReadRule) -> list[SourcePart]:
+    def before(
+        self, parts: Sequence[SourcePart], work: Path, rule: ReadRule
+    ) -> Sequence[SourcePart]:
         """Return what is read in place of the files."""
 
     def after(self, parts: Sequence[Part], folder: Path) -> None:
@@ -285,17 +287,12 @@ def _import_parts(
         files = source.parts if passes is None else passes.before(source.parts, work, rule)
         if rule.people.checked_first:
             check_persons(
-                list(read_parts("people", files, work, rule, workers, spread)),
+                read_parts("people", files, work, rule, workers, spread),
                 rule.people,
                 rule.key,
                 lambda some: _samples_of([files[i] for i in some], work),
             )
-        parts, done = list[Part](), 0
-        for part in read_parts("read", files, work, rule, workers, spread):
-            parts.append(part)
-            done += part.about["seen"]
-            if progress is not None:
-                progress(done)
+        parts = read_parts("read", files, work, rule, workers, spread, progress)
         check_unchanged(source.parts)
 
         def last(folder: Path) -> None:

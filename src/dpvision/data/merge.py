@@ -87,12 +87,7 @@ def merge_stores(
     sources = [part for store in opened for part in parts_of(store)]
     with work_folder(target, {"merge": True, "software": software()}, "data merge") as work:
         rule = ReadRule(durable_key(work), public, PersonRule(), labels, None, False, None)
-        parts, done = [], 0
-        for part in read_parts("store", sources, work, rule, workers):
-            parts.append(part)
-            done += sum(part.about["runs"])
-            if progress is not None:
-                progress(done)
+        parts = read_parts("store", sources, work, rule, workers, progress=progress)
 
         def last(folder: Path) -> None:
             check_unchanged([part for part in sources if part.start == 0])
