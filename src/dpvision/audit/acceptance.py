@@ -43,6 +43,8 @@ class Check:
     value: float
     low: float
     high: float
+    false_alarm: float = FALSE_ALARM
+    """Probability, at most, with which the plan's own mechanism is not accepted."""
 
     @property
     def passed(self) -> bool:
@@ -155,7 +157,7 @@ def sampling_checks(size_T: np.ndarray, count_N: np.ndarray, rate: float) -> dic
     num_steps, num = len(size_T), len(count_N)
     coins = num_steps * num
     low, high = stats.binom.ppf([RARE_ALARM / 2, 1 - RARE_ALARM / 2], coins, rate) / (coins * rate)
-    checks = {"draws": Check(float(size_T.sum() / (coins * rate)), float(low), float(high))}
+    checks = {"draws": Check(float(size_T.sum() / (coins * rate)), float(low), float(high), RARE_ALARM)}
     if rate < 1:
         checks["batch_sizes"] = _spread(size_T, num, rate)
         checks["record_draws"] = _spread(count_N, num_steps, rate)
@@ -174,4 +176,4 @@ def _spread(counts: np.ndarray, coins: int, rate: float) -> Check:
     degrees = len(counts) / scale
     low, high = stats.chi2.ppf([RARE_ALARM / 2, 1 - RARE_ALARM / 2], degrees) / degrees
     # A few whole numbers are all equal by chance more often than that law has it.
-    return Check(ratio, float(low) if degrees >= _FEW else 0.0, float(high))
+    return Check(ratio, float(low) if degrees >= _FEW else 0.0, float(high), RARE_ALARM)
