@@ -8,7 +8,6 @@ record has the same gradient in every step.
 Legend: N records, P coordinates of all trained parameters, B rows, V views, L tokens.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

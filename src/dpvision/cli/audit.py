@@ -211,9 +211,7 @@ def _black_box_text(result: dict[str, Any]) -> str:
             f"many canaries show no epsilon above {up(bound['epsilon_low_at_most'])}, whatever "
             "the mechanism."
             if result["passed"]
-            else _failed(
-                "the weights give away more than the plan allows", result["false_alarm"]
-            ),
+            else _failed("the weights give away more than the plan allows", result["false_alarm"]),
         ]
     )
 
