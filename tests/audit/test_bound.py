@@ -3,6 +3,7 @@ it makes of the real step.
 """
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from scipy import stats
 
 from dpvision.audit import bound
+from dpvision.audit.acceptance import FALSE_ALARM
 from dpvision.audit.bound import (
     AIM,
     FLOOR,
@@ -168,6 +170,9 @@ def test_the_real_step_is_within_the_bound(config: RunConfig, plan: DPPlan) -> N
     assert found["passed"] and found["scores"] == num_scores(plan)
     assert found["floor"] <= found["epsilon_low"] <= plan.epsilon
     assert all(check["passed"] for check in found["checks"].values())
+    alarm = found["false_alarm"] + sum(check["false_alarm"] for check in found["checks"].values())
+    often = f"at most one audit in {int(1 / (alarm + 3 * FALSE_ALARM))}"
+    assert often in (Path(__file__).parents[2] / "docs" / "audits.md").read_text()
 
 
 def test_half_the_noise_is_beyond_the_bound(
