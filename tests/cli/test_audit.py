@@ -55,7 +55,14 @@ def test_a_fault_ends_with_status_1(
         main(["audit", str(run), "--white-box"])
     assert stopped.value.code == 1
     said = capsys.readouterr().out
-    assert "FAILED: what runs is not the mechanism of the plan" in said
+    assert "FAILED: what runs is not the mechanism of the plan. Do not train with it." in said
+    assert "fails at most one audit in 188: audit again" in said
+    made = json.loads((run / "audit.json").read_text())
+    checks = [made["bound"], *made["bound"]["checks"].values()]
+    checks += [made["mechanism"][name] for name in ("noise", "shift", "parameter")]
+    assert made["false_alarm"] == pytest.approx(sum(check["false_alarm"] for check in checks))
+    # Of full batches six checks, three of them of all steps, and the two sides of the bound.
+    assert made["false_alarm"] == pytest.approx(5 * 1e-3 + 3 * 1e-4)
 
 
 def test_a_recipe_is_audited_at_another_epsilon(capsys: pytest.CaptureFixture[str]) -> None:

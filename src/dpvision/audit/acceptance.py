@@ -43,6 +43,8 @@ class Check:
     value: float
     low: float
     high: float
+    false_alarm: float = FALSE_ALARM
+    """Probability, at most, with which the plan's own mechanism is not accepted."""
 
     @property
     def passed(self) -> bool:
@@ -120,24 +122,34 @@ def _regression(run: CanaryRun, say: Say) -> tuple[Check, Check, Check, str]:
         gram_33 += score_K3.T @ score_K3
         gram_G33 += [column_P3[part].T @ column_P3[part] for part in parts]
         say("mechanism", step + 1, plan.steps)
-    # Least squares of the release on the two known sums, by their inner products.
-    inverse_22 = np.linalg.inv(gram_33[1:, 1:])
-    fitted_2 = inverse_22 @ gram_33[1:, 0]
-    residual_3 = np.array([1.0, *-fitted_2])
+    inverse_22, residual_3 = _least_squares(gram_33)
     num = run.num_canaries * plan.steps - 2
     noise = math.sqrt(residual_3 @ gram_33 @ residual_3 / num)
     reach = float(stats.norm.isf(FALSE_ALARM / 2)) * math.sqrt(inverse_22[0, 0])
-    square_G = np.einsum("i,gij,j->g", residual_3, gram_G33, residual_3)
+    # On all coordinates: the other records' sum lies mostly outside the canaries' directions.
+    _, residual_all_3 = _least_squares(gram_G33.sum(0))
+    square_G = np.einsum("i,gij,j->g", residual_all_3, gram_G33, residual_all_3)
     num_G = np.array([(part.stop - part.start) * plan.steps for part in parts])
     tail_G = np.minimum(stats.chi2.cdf(square_G, num_G), stats.chi2.sf(square_G, num_G))
     least = int(np.argmin(tail_G))
     of_least = noise_interval(int(num_G[least]), FALSE_ALARM / len(parts))
     return (
-        Check(float(fitted_2[0]), 1 - reach, 1 + reach),
+        Check(float(-residual_3[1]), 1 - reach, 1 + reach),
         Check(noise, *noise_interval(num)),
         Check(math.sqrt(square_G[least] / num_G[least]), *of_least),
         list(run.parameters)[least],
     )
+
+
+def _least_squares(gram_33: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fit the release to the two known sums, by the inner products of the three.
+
+    Returns:
+        The coefficients' covariance, for noise of variance 1, and the combination of the three that
+        is the residual.
+    """
+    inverse_22 = np.linalg.inv(gram_33[1:, 1:])
+    return inverse_22, np.array([1.0, *-(inverse_22 @ gram_33[1:, 0])])
 
 
 def sampling_checks(size_T: np.ndarray, count_N: np.ndarray, rate: float) -> dict[str, Check]:
@@ -155,7 +167,9 @@ def sampling_checks(size_T: np.ndarray, count_N: np.ndarray, rate: float) -> dic
     num_steps, num = len(size_T), len(count_N)
     coins = num_steps * num
     low, high = stats.binom.ppf([RARE_ALARM / 2, 1 - RARE_ALARM / 2], coins, rate) / (coins * rate)
-    checks = {"draws": Check(float(size_T.sum() / (coins * rate)), float(low), float(high))}
+    checks = {
+        "draws": Check(float(size_T.sum() / (coins * rate)), float(low), float(high), RARE_ALARM)
+    }
     if rate < 1:
         checks["batch_sizes"] = _spread(size_T, num, rate)
         checks["record_draws"] = _spread(count_N, num_steps, rate)
@@ -174,4 +188,4 @@ def _spread(counts: np.ndarray, coins: int, rate: float) -> Check:
     degrees = len(counts) / scale
     low, high = stats.chi2.ppf([RARE_ALARM / 2, 1 - RARE_ALARM / 2], degrees) / degrees
     # A few whole numbers are all equal by chance more often than that law has it.
-    return Check(ratio, float(low) if degrees >= _FEW else 0.0, float(high))
+    return Check(ratio, float(low) if degrees >= _FEW else 0.0, float(high), RARE_ALARM)

@@ -32,6 +32,7 @@ from dpvision.data.loader import physical_batches
 from dpvision.data.open import open_store
 from dpvision.data.tokenizer import scene_captions, train_tokenizer
 from dpvision.errors import ConfigError, RunStopped
+from dpvision.privacy.coin_guesses import FALSE_ALARM
 from dpvision.privacy.composition import curve
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
 from dpvision.runs.run import code_versions
@@ -92,6 +93,7 @@ def black_box(
         "format": FORMAT,
         "kind": "black-box",
         "passed": max(bound["epsilon_low"], bound["epsilon_low_of_plan"]) <= bound["epsilon"],
+        "false_alarm": 2 * FALSE_ALARM,
         "recipe": config.recipe,
         "plan": plan.to_dict(),
         "executed": executed.to_dict(),

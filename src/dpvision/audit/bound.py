@@ -34,25 +34,49 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.train.distributed import Group
 
 CONFIDENCE = 1 - FALSE_ALARM
-FLOOR = 0.6
-"""Share of epsilon that the bound must reach."""
-_MOST, _LEAST, _FALL = 40_000, 2_000, 1.2
-"""Scores: 40,000 at epsilon 1, 17,412 at 2, 3,300 at 8. A canary is one weight: cheap."""
+FLOOR, AIM = 0.6, 0.7
+"""Share of epsilon that the bound must reach, and the one that the scores suffice for."""
+_LEAST, _MOST = 2_000, 1_000_000
+"""Scores. A canary is one weight: cheap."""
+_WORK, _OF_DRAW, _ANYHOW = 3e9, 120, 40_000
+"""Scores times steps that take about two minutes of an idle core; a score's share of the draws
+costs ``_OF_DRAW`` times its rate more; scores that are affordable whatever the steps.
+"""
 _EPSILONS = 2001
 
 
-def num_scores(epsilon: float) -> int:
-    """Return the number of scores, half of them of canaries in the data. The bound is expected to
-    reach 0.8 of an ``epsilon`` of 1 or more where canaries are drawn often (20 times, say).
+def num_scores(plan: DPPlan) -> int:
+    """Return the number of scores, half of them of canaries in the data: the fewest with which the
+    bound of a correct mechanism is ``AIM`` of epsilon or more except with probability
+    ``FALSE_ALARM``, as far as time allows.
+
+    An estimated area is low by z standard deviations at most, with that probability, and refutes
+    what is z standard deviations below (``wilson_low``).
     """
-    wanted = _MOST * max(epsilon, 1.0) ** -_FALL
-    return 2 * math.ceil(max(_LEAST, wanted) / 2)
+    area, refuted = area_allowed(plan, plan.noise.multiplier), _area_of_epsilon(plan)
+    work = plan.steps * (1 + _OF_DRAW * plan.sample_rate)
+    most = min(_MOST, max(_ANYHOW, _WORK / work))
+    if not area > refuted:  # of an epsilon so large that all areas are 1
+        return 2 * math.ceil(most / 2)
+    reach = math.sqrt(area * (1 - area)) + math.sqrt(refuted * (1 - refuted))
+    inside = (float(stats.norm.isf(FALSE_ALARM)) * reach / (area - refuted)) ** 2
+    return 2 * math.ceil(min(max(_LEAST, 2 * inside), most) / 2)
 
 
-def bound_plan(plan: DPPlan) -> PrivacyConfig:
-    """Return the settings of ``plan`` on the canaries of the bound."""
+def _area_of_epsilon(plan: DPPlan) -> float:
+    """Return the area that the noise multiplier allows at which epsilon is ``AIM`` of the plan's,
+    to about 0.001 of epsilon.
+    """
     assert plan.epsilon is not None
-    return on_records(plan, num_scores(plan.epsilon) // 2)
+    noise, wanted = plan.noise.multiplier, AIM * plan.epsilon
+
+    def excess(log: float) -> float:
+        event = plan.sampler.event(noise * math.exp(log), plan.steps)
+        interval = 10 * accountant.discretization_interval(event, plan.delta)
+        return accountant.epsilon(event, plan.delta, interval) - wanted
+
+    log = optimize.brentq(excess, 0.0, math.log(64), xtol=1e-4)
+    return area_allowed(plan, noise * math.exp(log))
 
 
 def on_records(plan: DPPlan, num: int) -> PrivacyConfig:
@@ -81,9 +105,8 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
         The bound and what it was computed from, and the checks of all steps: noise where no canary
         is, the shift of those that are drawn, and the draws.
     """
-    settings = bound_plan(plan)
-    num = settings.dataset_size
-    run = weights_run(config, settings, num, group)
+    num = num_scores(plan) // 2
+    run = weights_run(config, on_records(plan, num), num, group)
     made, score = run.training.plan, np.zeros(2 * num)
     size_T, count_M = [], np.zeros(num, dtype=np.int64)
     moved = squares = 0.0
@@ -101,7 +124,9 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
     low, floor = epsilon_of_area(made, least_area), floor_of(made, num)
     scores = num * made.steps
     checks = {
-        "all_noise": Check(math.sqrt(squares / scores), *noise_interval(scores, RARE_ALARM)),
+        "all_noise": Check(
+            math.sqrt(squares / scores), *noise_interval(scores, RARE_ALARM), RARE_ALARM
+        ),
         **shift_check(moved / float(run.clipped_NP[0, 0]), int(count_M.sum()), made),
         **sampling_checks(np.array(size_T), count_M, made.sample_rate),
     }
@@ -112,6 +137,7 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
         "confidence": CONFIDENCE,
         "floor": floor,
         "passed": floor <= low <= made.epsilon,
+        "false_alarm": 2 * FALSE_ALARM,
         "scores": 2 * num,
         "steps": made.steps,
         "sample_rate": made.sample_rate,
@@ -128,7 +154,7 @@ def shift_check(moved: float, draws: int, plan: DPPlan) -> dict[str, Check]:
     if not draws:
         return {}
     reach = float(stats.norm.isf(RARE_ALARM / 2)) * plan.noise.multiplier / math.sqrt(draws)
-    return {"all_shift": Check(moved / draws, 1 - reach, 1 + reach)}
+    return {"all_shift": Check(moved / draws, 1 - reach, 1 + reach, RARE_ALARM)}
 
 
 def floor_of(plan: DPPlan, num: int) -> float:
@@ -193,7 +219,7 @@ def profiles(plan: DPPlan, noise_multiplier: float) -> tuple[np.ndarray, np.ndar
     of ``plan`` with another noise multiplier; from its privacy loss distribution, float64 (E,).
     """
     event = plan.sampler.event(noise_multiplier, plan.steps)
-    losses = event.losses(10 * accountant.discretization_interval(event))
+    losses = event.losses(3 * accountant.discretization_interval(event))
     epsilon_E = np.linspace(0.0, min(losses.epsilon(1e-9), 700.0), _EPSILONS)
     return epsilon_E, losses.removing.deltas(epsilon_E), losses.adding.deltas(epsilon_E)
 

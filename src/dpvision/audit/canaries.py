@@ -8,7 +8,6 @@ record has the same gradient in every step.
 Legend: N records, P coordinates of all trained parameters, B rows, V views, L tokens.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,8 +48,8 @@ NORM = 10.0
 """Norm of a canary's gradient before the clip, in clipping norms."""
 _MOST = 1_000_000
 """Coordinates of the gradients that are held, of each of 32 records in float64."""
-_ROWS = 512
-"""Rows of a pass of ``weights_run``."""
+_ROWS, _WIDTH = 2048, 64
+"""Rows of a pass of ``weights_run``, and weights in a row of its table."""
 
 
 class CanaryStore(Store):
@@ -120,18 +119,16 @@ class _Scaled:
 
 @dataclass(frozen=True)
 class _OneWeight:
-    """A loss that moves one weight of a linear layer by record: orthogonal gradients of one
-    norm.
-    """
+    """A loss that moves one weight of a table by record: orthogonal gradients of one norm."""
 
     norm: float
 
     def __call__(self, model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
-        assert isinstance(model, nn.Linear)
+        assert isinstance(model, nn.Embedding)
         place_B = (batch.record_id_B - 1).clamp(0, model.weight.numel() - 1)
-        input_BD = F.one_hot(place_B % model.in_features, model.in_features).float()
-        output_BD = F.one_hot(place_B // model.in_features, model.out_features).float()
-        return self.norm * (model(input_BD) * output_BD).sum(1)
+        width = model.embedding_dim
+        chosen_BD = F.one_hot(place_B % width, width).float()
+        return self.norm * (model(place_B // width) * chosen_BD).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,24 +206,24 @@ def network_run(
 def weights_run(
     config: RunConfig, privacy: PrivacyConfig, num_more: int, group: Group
 ) -> CanaryRun:
-    """Make a run in which each record moves one weight of a linear layer, by C after the clip.
+    """Make a run in which each record moves one weight of a table, by C after the clip. A pass
+    looks up rows of the table, so that its cost does not grow with the number of weights.
 
     Args:
         num_more: weights, after those of the records, that no record moves.
     """
     num, clip = privacy.dataset_size, float(privacy.max_grad_norm or 0.0)
-    side = math.isqrt(num + num_more - 1) + 1
     vit = ViTConfig(image_size=4, patch_size=4, depth=1, width=4, num_heads=1)
     config = _config(config, privacy, MAEConfig(encoder=vit))  # for the size of the images
     hardware = replace(config.hardware, physical_batch_size=_ROWS)
     config = replace(config, data=DataConfig(), hardware=hardware)
     store = CanaryStore(np.zeros((num, 1, 3, 4, 4), dtype=np.uint8), example_batch(config, 1))
-    layer = nn.Linear(side, side, bias=False)
-    nn.init.zeros_(layer.weight)
-    training = _training(config, store, None, layer, _OneWeight(NORM * clip), group)
+    table = nn.Embedding(-(-(num + num_more) // _WIDTH), _WIDTH)
+    nn.init.zeros_(table.weight)
+    training = _training(config, store, None, table, _OneWeight(NORM * clip), group)
     norm_N = torch.full((num,), NORM * clip, dtype=torch.float64)
     clipped_N1 = (norm_N * _factors(norm_N, privacy))[:, None].numpy()
-    return CanaryRun(training, clipped_N1, num, {"weight": slice(0, side * side)})
+    return CanaryRun(training, clipped_N1, num, {"weight": slice(0, table.weight.numel())})
 
 
 def _factors(norm_N: Tensor, privacy: PrivacyConfig) -> Tensor:

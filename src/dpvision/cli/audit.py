@@ -178,7 +178,7 @@ def _white_box_text(result: dict[str, Any]) -> str:
         "Passed. The bound is model-based: it assumes Gaussian noise, and cannot show a fault of "
         "15%; the checks of noise and shift can."
         if result["passed"]
-        else "FAILED: what runs is not the mechanism of the plan. Do not train with it.",
+        else _failed("what runs is not the mechanism of the plan", result["false_alarm"]),
     ]
     return "\n".join(lines)
 
@@ -211,8 +211,16 @@ def _black_box_text(result: dict[str, Any]) -> str:
             f"many canaries show no epsilon above {up(bound['epsilon_low_at_most'])}, whatever "
             "the mechanism."
             if result["passed"]
-            else "FAILED: the weights give away more than the plan allows. Do not train with it.",
+            else _failed("the weights give away more than the plan allows", result["false_alarm"]),
         ]
+    )
+
+
+def _failed(what: str, false_alarm: float) -> str:
+    return (
+        f"FAILED: {what}. Do not train with it. By chance alone a correct mechanism fails at most "
+        f"one audit in {int(1 / false_alarm):,}: audit again, with fresh noise. A fault fails "
+        "again."
     )
 
 
