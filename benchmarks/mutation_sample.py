@@ -1,13 +1,15 @@
 """Mutants of the accounting, the ledger, clipping and noise, drawn at random: do tests fail?
 
     python benchmarks/mutation_sample.py [--per-file 30] [--seed 0] [--minutes 75] [--json FILE]
+    python benchmarks/mutation_sample.py --after FILE [--json FILE]
     python benchmarks/mutation_sample.py --again FILE [--json FILE]
     python benchmarks/mutation_sample.py --page FILE [FILE ...]
 
 A mutant is one change of one place of a file: another comparison, operation or constant, a negated
 condition, an argument or a statement (also a refusal) left out. Annotations, texts of errors and
-code for a GPU are left alone. The tests of that file must fail within a minute. ``--again``, with
-the same ``--per-file`` and ``--seed``, tries the survivors of FILE with other tests; ``--page``
+code for a GPU are left alone. The tests of that file must fail within a minute. With the same
+``--per-file`` and ``--seed``, ``--after`` goes on where the time of FILE was over, and its result
+has the lines of FILE too; ``--again`` tries the survivors of FILE with other tests. ``--page``
 writes the table of docs/audits.md. Nothing has to be installed. Each mutant is tried on a copy of
 the tree, in a fork of a process that has imported torch, SciPy and pytest, because a new process
 for each would take most of the time.
@@ -247,15 +249,19 @@ def tried(work: Path, tests: list[str], seconds: dict[str, float], limit_s: floa
 
 
 def run(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Try the sampled mutants, file by file in turn; return a line for each."""
+    """Try the sampled mutants, file by file in turn; return a line for each, after those of
+    ``--after``.
+    """
     import dp_accounting  # noqa: F401
     import scipy.integrate  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
-    rows, end = [], time.monotonic() + 60 * asked.minutes
-    before = json.loads(asked.again.read_text())["rows"] if asked.again else []
+    end = time.monotonic() + 60 * asked.minutes
+    file = asked.again or asked.after
+    before: list[dict[str, Any]] = json.loads(file.read_text())["rows"] if file else []
     survivors = {(r["case"], r["variant"]) for r in before if r["metric"] != "killed"}
+    rows = before if asked.after else []
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         shutil.copy(ROOT / "pyproject.toml", work)
@@ -268,26 +274,31 @@ def run(asked: argparse.Namespace) -> list[dict[str, Any]]:
             sample = random.Random(asked.seed).sample(every, asked.per_file)
             if asked.again:
                 sample = [m for m in sample if (f"{name}:{m[0]}", m[1]) in survivors]
+            elif asked.after:  # mutants are tried in the order in which they are drawn
+                if row(name, "all mutants", "number", [len(every)]) not in before:
+                    sys.exit(f"{asked.after}: {name} has changed since. Begin anew.")
+                sample = sample[sum(r["case"].startswith(f"{name}:") for r in before) :]
             tests = [f"tests/{file}" for file in (MORE[name] if asked.again else files)]
             if not sample or (asked.only and name not in asked.only):
                 continue
             began = time.monotonic()
             if tried(work, tests, {}, LIMIT_AGAIN_S) != "survived":
                 sys.exit(f"{name}: its tests fail without a mutant.\n{(work / 'log').read_text()}")
-            rows.append(row(name, "no mutant", "seconds", [time.monotonic() - began]))
-            rows.append(row(name, "all mutants", "number", [len(every)]))
+            if not asked.after:
+                rows.append(row(name, "no mutant", "seconds", [time.monotonic() - began]))
+                rows.append(row(name, "all mutants", "number", [len(every)]))
             print(name, len(every), f"{time.monotonic() - began:.1f} s", flush=True)
             seconds = json.loads((work / "told.json").read_text())[0]
             queue += [(i, name, tests, seconds, mutant) for i, mutant in enumerate(sample)]
         for _, name, tests, seconds, (line, change, source) in sorted(queue, key=lambda q: q[:2]):
             if time.monotonic() > end:
                 break
-            file = work / "src" / "dpvision" / name
-            own = file.read_text()
-            file.write_text(source)
+            changed = work / "src" / "dpvision" / name
+            own = changed.read_text()
+            changed.write_text(source)
             began = time.monotonic()
             found = tried(work, tests, seconds, LIMIT_AGAIN_S if asked.again else LIMIT_S)
-            file.write_text(own)
+            changed.write_text(own)
             rows.append(row(f"{name}:{line}", change, found, [time.monotonic() - began]))
             failed = json.loads((work / "told.json").read_text())[1]
             print(f"{name}:{line}", change, found, *failed[:1], flush=True)
@@ -325,6 +336,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=75.0)
     parser.add_argument("--only", nargs="*", choices=list(TESTS))
+    parser.add_argument("--after", type=Path)
     parser.add_argument("--again", type=Path)
     parser.add_argument("--page", type=Path, nargs="+")
     parser.add_argument("--json", type=Path)
