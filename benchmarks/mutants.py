@@ -1,11 +1,12 @@
 """Planted mistakes and repeated attacks: what was planted, what caught it, how long that took.
 
-    python benchmarks/mutants.py [--json FILE]
+    python benchmarks/mutants.py [--json FILE] [--only attacks/test_noise.py ...]
     python benchmarks/mutants.py --page FILE
 
 The first form runs the files of tests/mutants, then those of tests/attacks and those that
 docs/attacks.md names, prints the tables and exits with 1 if a mistake was not caught or an attack
-succeeded. FILE is written after each file of tests. The second form writes the tables of
+succeeded. FILE is written after each file of tests; with --only, it keeps its other lines. The
+second form writes the tables of
 docs/audits.md. A case is a mistake of docs/pitfalls.md or a file of attacks; its metrics are how
 many were planted (tests of attacks), how many each kind of error caught, failures and seconds.
 """
@@ -82,7 +83,7 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, str]:
             f"{of['seconds']:.1f} |"
         )
     attacks = ["| file | tests | attacks that succeed | seconds |", "|---|---|---|---|"]
-    for name, of in groups["attack"].items():
+    for name, of in sorted(groups["attack"].items()):
         attacks.append(
             f"| `{name}` | {of['tests']:.0f} | {of['failures']:.0f} | {of['seconds']:.1f} |"
         )
@@ -102,18 +103,22 @@ def write_page(result: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", help="files under tests/")
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
     if args.page is not None:
         write_page(args.page)
         return 0
-    rows = []
+    kept = args.only and args.json is not None and args.json.exists()
+    rows = json.loads(args.json.read_text())["rows"] if kept else []
     mutants = [f"mutants/{p.name}" for p in sorted((ROOT / "tests" / "mutants").glob("test_*.py"))]
     for group, files in (("mutant", mutants), ("attack", attack_files())):
         for file in files:
-            if file.endswith("/test_catalogue.py"):
+            if file.endswith("/test_catalogue.py") or (args.only and file not in args.only):
                 continue
-            for case, of in counts(run_tests(file), file if group == "attack" else None).items():
+            found = counts(run_tests(file), file if group == "attack" else None)
+            rows = [r for r in rows if r["variant"] != group or r["case"] not in found]
+            for case, of in found.items():
                 rows += [row(case, group, metric, [value]) for metric, value in of.items()]
             with contextlib.redirect_stdout(io.StringIO()):  # the tables are printed below
                 write_result(args.json, "mutants", rows, packages=PACKAGES)
