@@ -131,7 +131,8 @@ def write_stores(change: Change, people: bool) -> None:
     """
     names = [*COLOURS]
     for name, first in zip(PRIVATE_STORES, (0, 400), strict=True):
-        samples = change(people_samples(first) if people else private_samples(first, NUM))
+        # One image less than is declared: of more, no full batch is drawn (docs/threat_model.md).
+        samples = change(people_samples(first) if people else private_samples(first, NUM - 1))
         rule, persons = LabelRule(classes=names), PersonRule("person" if people else None)
         import_samples(samples, f"stores/{name}", people=persons, labels=rule, workers=1)
     public = [_sample(n, "open", image(n)[1]) for n in range(1000, 1060)]
