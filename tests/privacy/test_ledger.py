@@ -148,6 +148,13 @@ def test_a_killed_process_never_under_counts(store: Path, plan: DPPlan, kill_aft
         assert ledger.append() >= seen + 1
 
 
+def test_the_bytes_of_a_line_are_the_shortest_and_do_not_depend_on_the_order_of_its_names() -> None:
+    for line in ({"a": 1, "b": [2, "x"]}, {"b": [2, "x"], "a": 1}):
+        assert ledger_module.encode(line) == b'{"a":1,"b":[2,"x"]}'
+    with pytest.raises(ValueError):
+        ledger_module.encode({"a": math.nan})
+
+
 def test_a_crash_at_any_byte_of_the_last_line_charges_it(
     store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
