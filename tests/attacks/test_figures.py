@@ -23,6 +23,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.account import filter_bound, store_account
 from dpvision.privacy.composition import (
+    _curve_of_renyi,
     check_total,
     curve,
     parts_of,
@@ -205,7 +206,10 @@ def test_a_figure_without_accounting_is_null_with_its_reason() -> None:
     pair = curve(parts, FPRS)
     best = {fpr: min(DELTA + np.exp(found.epsilon) * fpr, 1.0) for fpr in FPRS}
     assert pair.profile is None and pair.tpr_at_fpr == pytest.approx(best) and best[FPRS[0]] < 1
-    assert 0.5 < pair.coin_accuracy < 1 and 0.5 < pair.auc < 1
+    fpr, grown = np.linspace(0.0, 1.0, 200_001), np.exp(found.epsilon)
+    roc = np.minimum(DELTA + grown * fpr, 1 - (1 - DELTA - fpr) / grown)
+    assert pair.coin_accuracy == pytest.approx((1 + (roc - fpr).max()) / 2, rel=1e-4)
+    assert roc.mean() - 1e-5 < pair.auc < roc.mean() + 1e-3
     two = replace(truncated.unit, max_records=2, num_people=RECORDS // 2)
     sampler = replace(truncated.sampler, unit=two)
     units = replace(truncated, sampler=sampler, unit_epsilon=1.0)  # ``make_plan`` refuses it
@@ -441,6 +445,12 @@ def test_the_curve_of_chosen_runs_is_at_the_smallest_delta_and_ends_at_1e_10(
     _, order, divergence = bound
     largest = divergence + np.log1p(-1 / order) - np.log(order * 1e-10) / (order - 1)
     assert found.profile[0][0] == 0 and found.profile[-1] == pytest.approx((largest, 1e-10))
+
+
+def test_the_curve_of_hardly_any_noise_is_computed_without_overflow() -> None:
+    with np.errstate(over="raise"):
+        found = _curve_of_renyi(2.0, 1000.0, FPRS, 5)
+    assert found.tpr_at_fpr == dict.fromkeys(FPRS, 1.0) and found.auc == found.coin_accuracy == 1.0
 
 
 def test_two_selections_have_a_total_that_is_less_than_twice_one() -> None:
