@@ -8,6 +8,7 @@ part that a closed form knows.
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import dp_event, pld, rdp
+from scipy import stats
 
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.ledger import _text, _with_runs_before
@@ -445,6 +447,27 @@ def test_the_curve_of_chosen_runs_is_at_the_smallest_delta_and_ends_at_1e_10(
     _, order, divergence = bound
     largest = divergence + np.log1p(-1 / order) - np.log(order * 1e-10) / (order - 1)
     assert found.profile[0][0] == 0 and found.profile[-1] == pytest.approx((largest, 1e-10))
+
+
+def test_the_curve_of_one_full_batch_run_is_the_gaussian_mechanisms() -> None:
+    """Its trade-off function in closed form (Dong, Roth, Su, arXiv 1905.02383)."""
+    plan = make_plan(
+        PrivacyConfig(
+            dataset_size=1000,
+            expected_batch_size=1000,
+            sampling="full_batch",
+            noise_multiplier=4.0,
+            steps=4,
+        )
+    )
+    found, mu = curve(((plan, 4),), FPRS), 2 / 4.0
+    assert found.profile is not None and found.profile[-1][1] < 1e-9
+    assert found.coin_accuracy == pytest.approx(stats.norm.cdf(mu / 2), abs=1e-6)
+    assert found.auc == pytest.approx(stats.norm.cdf(mu / math.sqrt(2)), abs=2e-3)
+    for fpr in FPRS:
+        best = stats.norm.cdf(stats.norm.ppf(fpr) + mu)
+        assert best <= found.tpr_at_fpr[fpr] < 1.02 * best
+    assert curve(((plan, 4),), FPRS, of_unit=plan.epsilon).profile is None
 
 
 def test_the_curve_of_hardly_any_noise_is_computed_without_overflow() -> None:

@@ -148,6 +148,17 @@ def test_a_killed_process_never_under_counts(store: Path, plan: DPPlan, kill_aft
         assert ledger.append() >= seen + 1
 
 
+def test_a_closed_ledger_is_closed_once_and_appends_nothing(store: Path, plan: DPPlan) -> None:
+    ledger = Ledger.open(store, "a", plan, resume=False)
+    ledger.close()
+    for _ in range(2):
+        ledger.close()
+        os.fstat(1)  # is another file's, and open
+        with pytest.raises(CheckpointError, match="closed"):
+            ledger.append()
+    assert read_ledger(ledger.path).steps == 0
+
+
 def test_the_bytes_of_a_line_are_the_shortest_and_do_not_depend_on_the_order_of_its_names() -> None:
     for line in ({"a": 1, "b": [2, "x"]}, {"b": [2, "x"], "a": 1}):
         assert ledger_module.encode(line) == b'{"a":1,"b":[2,"x"]}'
