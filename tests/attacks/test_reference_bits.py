@@ -207,6 +207,17 @@ def test_a_batch_larger_than_a_pass_is_split_by_hashes() -> None:
     assert moved(model, batch, ROWS) <= proven_bound()
 
 
+def test_a_batch_of_two_passes_has_the_records_of_both() -> None:
+    model, batch = Turning(fewer_rows), vectors(ROWS + 4)
+
+    def of(part: Batch) -> ClippedSum:
+        return clipped_sum(turning_losses, model, part, KEY, max_grad_norm=1.0, rows=ROWS)
+
+    whole, alone = of(batch), [of(take(batch, [i])) for i in range(ROWS + 4)]
+    assert whole.num_records == len(whole.norms_B) == ROWS + 4
+    assert (flat(whole) - sum(map(flat, alone))).norm() < 1e-6
+
+
 def test_a_sum_whose_bits_were_not_checked_is_not_released() -> None:
     plan = make_plan(
         PrivacyConfig(

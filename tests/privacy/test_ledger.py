@@ -1,5 +1,6 @@
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -536,6 +537,10 @@ def test_a_sealed_line_counts_once_whatever_follows_it(store: Path, plan: DPPlan
     run(store, plan, 3, resume=True)
     run(store, plan, 1, resume=True)
     assert (read_ledger(path).steps, read_ledger(path).restarts) == (7, 2)
+    lines = path.read_bytes().splitlines()
+    for before, line in itertools.pairwise(lines):
+        if line != b"torn":  # every other line has the digest of the one before it
+            assert json.loads(line)["prev"] == hashlib.sha256(before).hexdigest()
 
 
 @pytest.mark.parametrize("first", [b"", b"no JSON", b"[]", b"null"])
