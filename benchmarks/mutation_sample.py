@@ -1,13 +1,15 @@
 """Mutants of the accounting, the ledger, clipping and noise, drawn at random: do tests fail?
 
     python benchmarks/mutation_sample.py [--per-file 30] [--seed 0] [--minutes 75] [--json FILE]
+    python benchmarks/mutation_sample.py --after FILE [--json FILE]
     python benchmarks/mutation_sample.py --again FILE [--json FILE]
     python benchmarks/mutation_sample.py --page FILE [FILE ...]
 
 A mutant is one change of one place of a file: another comparison, operation or constant, a negated
 condition, an argument or a statement (also a refusal) left out. Annotations, texts of errors and
-code for a GPU are left alone. The tests of that file must fail within a minute. ``--again``, with
-the same ``--per-file`` and ``--seed``, tries the survivors of FILE with other tests; ``--page``
+code for a GPU are left alone. The tests of that file must fail within a minute. With the same
+``--per-file`` and ``--seed``, ``--after`` goes on where the time of FILE was over, and its result
+has the lines of FILE too; ``--again`` tries the survivors of FILE with other tests. ``--page``
 writes the table of docs/audits.md. Nothing has to be installed. Each mutant is tried on a copy of
 the tree, in a fork of a process that has imported torch, SciPy and pytest, because a new process
 for each would take most of the time.
@@ -41,7 +43,7 @@ BEGIN, END = (
     "<!-- mutation: written by benchmarks/mutation_sample.py -->",
     "<!-- end of mutation -->",
 )
-LIMIT_S, LIMIT_AGAIN_S = 60, 600
+LIMIT_S, LIMIT_AGAIN_S, LIMIT_WHOLE_S = 60, 180, 600
 """Of processor time; four times as long by the clock, for a test that waits. The slowest tests are
 left out, so that the others take at most half of it.
 """
@@ -54,11 +56,13 @@ NOISE = ("privacy/test_mechanism.py", "dp/test_noise.py", "mutants/test_noise_mu
 CLIP = ("dp/test_clip.py", "dp/test_clip_rounding.py", "mutants/test_clip_mutants.py")
 PLAN = ("privacy/test_plan.py", "privacy/test_sampling.py", "privacy/test_selection.py")
 TOTALS = ("attacks/test_figures.py", "attacks/test_lineage.py", "attacks/test_stopping.py")
+ACCOUNTANT = "privacy/test_accountant.py"
+MISUSE = "attacks/test_misuse.py"
 COMPOSE = "privacy/test_second_accountant.py::test_runs_of_different_kinds_compose"
 TESTS = {
     "privacy/plan.py": (*PLAN, "privacy/test_loss_distribution.py"),
     "privacy/dp_plan.py": (*PLAN, *NOISE[:2], "attacks/test_stopping.py"),
-    "privacy/accountant.py": (*PLAN, "privacy/test_accountant.py", "privacy/test_claims.py"),
+    "privacy/accountant.py": (*PLAN, ACCOUNTANT, "privacy/test_claims.py"),
     "privacy/composition.py": (*TOTALS, COMPOSE),
     "privacy/ledger.py": LEDGER,
     "privacy/ledger_format.py": LEDGER,
@@ -66,14 +70,23 @@ TESTS = {
     "dp/noise.py": NOISE,
 }
 MORE = {
-    "privacy/plan.py": PLAN[:1],
+    "privacy/plan.py": (
+        PLAN[0],
+        PLAN[2],
+        "attacks/test_limits.py::test_the_target_of_a_person_is_kept_and_delta_is_judged_by_people",
+    ),
     "privacy/dp_plan.py": (
         *PLAN[:1],
+        "attacks/test_batches.py",
+        "attacks/test_heads.py::test_no_plan_has_a_clipping_norm_whose_bound_fails",
         f"{NOISE[2]}::test_record_in_every_sum",
         f"{NOISE[2]}::test_step_released_again",
         "mutants/test_sampling_mutants.py::test_batches_in_turn",
     ),
-    "privacy/accountant.py": TOTALS[:1],
+    "privacy/accountant.py": (
+        *(TOTALS[0], PLAN[2]),
+        f"{ACCOUNTANT}::test_a_units_epsilon_is_at_most_a_thousandth_above_that_of_a_finer_grid",
+    ),
     "privacy/composition.py": TOTALS[:1],
     "privacy/ledger.py": LEDGER[:1],
     "privacy/ledger_format.py": LEDGER[:1],
@@ -81,9 +94,13 @@ MORE = {
         f"{CLIP[0]}::test_unknown_settings_are_refused",
         f"{CLIP[0]}::test_host_rows_are_those_of_the_batch",
         "attacks/test_precision.py",
+        "attacks/test_reference_bits.py",
         "dp/test_scale.py::test_scale_is_the_largest_power_of_two_less_headroom",
     ),
-    "dp/noise.py": NOISE[1:2],
+    "dp/noise.py": (
+        NOISE[1],
+        f"{MISUSE}::test_the_sum_or_the_batch_of_a_step_is_released_in_no_other_step",
+    ),
 }
 """Tests for survivors: of other packages, and those with tests that were added for them."""
 COMPARISONS: dict[type[ast.cmpop], ast.cmpop] = {
@@ -247,15 +264,19 @@ def tried(work: Path, tests: list[str], seconds: dict[str, float], limit_s: floa
 
 
 def run(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Try the sampled mutants, file by file in turn; return a line for each."""
+    """Try the sampled mutants, file by file in turn; return a line for each, after those of
+    ``--after``.
+    """
     import dp_accounting  # noqa: F401
     import scipy.integrate  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
-    rows, end = [], time.monotonic() + 60 * asked.minutes
-    before = json.loads(asked.again.read_text())["rows"] if asked.again else []
+    end = time.monotonic() + 60 * asked.minutes
+    file = asked.again or asked.after
+    before: list[dict[str, Any]] = json.loads(file.read_text())["rows"] if file else []
     survivors = {(r["case"], r["variant"]) for r in before if r["metric"] != "killed"}
+    rows = before if asked.after else []
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         shutil.copy(ROOT / "pyproject.toml", work)
@@ -268,26 +289,31 @@ def run(asked: argparse.Namespace) -> list[dict[str, Any]]:
             sample = random.Random(asked.seed).sample(every, asked.per_file)
             if asked.again:
                 sample = [m for m in sample if (f"{name}:{m[0]}", m[1]) in survivors]
+            elif asked.after:  # mutants are tried in the order in which they are drawn
+                if row(name, "all mutants", "number", [len(every)]) not in before:
+                    sys.exit(f"{asked.after}: {name} has changed since. Begin anew.")
+                sample = sample[sum(r["case"].startswith(f"{name}:") for r in before) :]
             tests = [f"tests/{file}" for file in (MORE[name] if asked.again else files)]
             if not sample or (asked.only and name not in asked.only):
                 continue
             began = time.monotonic()
-            if tried(work, tests, {}, LIMIT_AGAIN_S) != "survived":
+            if tried(work, tests, {}, LIMIT_WHOLE_S) != "survived":
                 sys.exit(f"{name}: its tests fail without a mutant.\n{(work / 'log').read_text()}")
-            rows.append(row(name, "no mutant", "seconds", [time.monotonic() - began]))
-            rows.append(row(name, "all mutants", "number", [len(every)]))
+            if not asked.after:
+                rows.append(row(name, "no mutant", "seconds", [time.monotonic() - began]))
+                rows.append(row(name, "all mutants", "number", [len(every)]))
             print(name, len(every), f"{time.monotonic() - began:.1f} s", flush=True)
             seconds = json.loads((work / "told.json").read_text())[0]
             queue += [(i, name, tests, seconds, mutant) for i, mutant in enumerate(sample)]
         for _, name, tests, seconds, (line, change, source) in sorted(queue, key=lambda q: q[:2]):
             if time.monotonic() > end:
                 break
-            file = work / "src" / "dpvision" / name
-            own = file.read_text()
-            file.write_text(source)
+            changed = work / "src" / "dpvision" / name
+            own = changed.read_text()
+            changed.write_text(source)
             began = time.monotonic()
             found = tried(work, tests, seconds, LIMIT_AGAIN_S if asked.again else LIMIT_S)
-            file.write_text(own)
+            changed.write_text(own)
             rows.append(row(f"{name}:{line}", change, found, [time.monotonic() - began]))
             failed = json.loads((work / "told.json").read_text())[1]
             print(f"{name}:{line}", change, found, *failed[:1], flush=True)
@@ -296,7 +322,13 @@ def run(asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 def write_page(results: list[Path]) -> None:
     """Write the table: the tries of the first result, and survivors killed in the others."""
-    first, *later = [json.loads(path.read_text())["rows"] for path in results]
+    first, *again = [json.loads(path.read_text())["rows"] for path in results]
+    later = {
+        (r["case"], r["variant"])
+        for rows in again
+        for r in rows
+        if r["metric"] in ("killed", "timed out")
+    }
     lines = [
         "| file | possible | tried | killed | out of time | killed by other tests | survived |"
     ]
@@ -304,12 +336,15 @@ def write_page(results: list[Path]) -> None:
     total = Counter[str]()
     for name in TESTS:
         number = sum(r["value"] for r in first if (r["case"], r["metric"]) == (name, "number"))
-        found = Counter(r["metric"] for r in first if r["case"].startswith(name + ":"))
-        again = [r for rows in later for r in rows if r["case"].startswith(name + ":")]
-        by_others = sum(r["metric"] == "killed" for r in again)
-        tries = sum(found.values())
-        of = Counter(possible=round(number), tried=tries, killed=found["killed"])
-        of.update(late=found["timed out"], others=by_others, left=found["survived"] - by_others)
+        found = Counter(
+            "others"
+            if r["metric"] != "killed" and (r["case"], r["variant"]) in later
+            else r["metric"]
+            for r in first
+            if r["case"].startswith(name + ":")
+        )
+        of = Counter(possible=round(number), tried=found.total(), killed=found["killed"])
+        of.update(late=found["timed out"], others=found["others"], left=found["survived"])
         total.update(of)
         lines.append(f"| `{name}` | {' | '.join(map(str, of.values()))} |")
     lines.append(f"| all | {' | '.join(map(str, total.values()))} |")
@@ -325,6 +360,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=75.0)
     parser.add_argument("--only", nargs="*", choices=list(TESTS))
+    parser.add_argument("--after", type=Path)
     parser.add_argument("--again", type=Path)
     parser.add_argument("--page", type=Path, nargs="+")
     parser.add_argument("--json", type=Path)

@@ -30,6 +30,7 @@ from dpvision.data.importer import import_samples
 from dpvision.data.person_names import PersonRule
 from dpvision.data.sources import Sample
 from dpvision.dp import noise
+from dpvision.encoders import feature_file
 from dpvision.errors import OPERATOR_ONLY
 from dpvision.privacy import store_marks
 from dpvision.privacy.stream import Key
@@ -131,7 +132,8 @@ def write_stores(change: Change, people: bool) -> None:
     """
     names = [*COLOURS]
     for name, first in zip(PRIVATE_STORES, (0, 400), strict=True):
-        samples = change(people_samples(first) if people else private_samples(first, NUM))
+        # One image less than is declared: of more, no full batch is drawn (docs/threat_model.md).
+        samples = change(people_samples(first) if people else private_samples(first, NUM - 1))
         rule, persons = LabelRule(classes=names), PersonRule("person" if people else None)
         import_samples(samples, f"stores/{name}", people=persons, labels=rule, workers=1)
     public = [_sample(n, "open", image(n)[1]) for n in range(1000, 1060)]
@@ -168,6 +170,7 @@ def fixed(number: int) -> Iterator[None]:
         patch.setattr(Key, "__init__", lambda self: self._hold(token()))
         patch.setattr(noise._Release, "run", noise_alone)
         patch.setattr(time, "monotonic", lambda: 0.0)
+        patch.setattr(feature_file, "seconds_per_image", lambda encoder, device="cpu": 2.0)
         patch.setattr(store_marks, "place", lambda folder, store_id: {f"path:{folder}"})
         yield
 

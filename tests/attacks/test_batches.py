@@ -12,6 +12,7 @@ import pytest
 
 from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
+from dpvision.privacy import dp_plan
 from dpvision.privacy.dp_plan import _Batches
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.sampling import derive_rng
@@ -104,6 +105,17 @@ def test_records_shared_in_all_vary_as_the_limit_assumes() -> None:
         assert np.mean(deviations) > -0.4
         assert np.std(deviations) < 1.3 or (fixed and share < 1)
     assert lowest > -5  # of 4,800 sums; a normal variable's lowest is about -4
+
+
+def test_a_draw_is_forgotten_with_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest first, when they take too much memory."""
+    monkeypatch.setattr(dp_plan, "_REMEMBERED", 500)
+    batches, rng = _Batches(), np.random.default_rng(0)
+    for step in range(30):
+        drawn = (rng.random(NUM) < 0.1).nonzero()[0]
+        assert batches.fit(drawn, drawn, NUM), step
+        assert all(map(np.array_equal, batches._drawn, batches._released))
+    assert 300 < sum(map(len, batches._drawn)) <= 500 and np.array_equal(batches._drawn[-1], drawn)
 
 
 @pytest.mark.parametrize("batch", [10, 100, 500, 1000])

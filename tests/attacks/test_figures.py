@@ -8,6 +8,7 @@ part that a closed form knows.
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import dp_event, pld, rdp
+from scipy import stats
 
 from dpvision.checkpoint import find_checkpoint, read_manifest
 from dpvision.cli.ledger import _text, _with_runs_before
@@ -23,6 +25,7 @@ from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
 from dpvision.privacy.account import filter_bound, store_account
 from dpvision.privacy.composition import (
+    _curve_of_renyi,
     check_total,
     curve,
     parts_of,
@@ -205,7 +208,10 @@ def test_a_figure_without_accounting_is_null_with_its_reason() -> None:
     pair = curve(parts, FPRS)
     best = {fpr: min(DELTA + np.exp(found.epsilon) * fpr, 1.0) for fpr in FPRS}
     assert pair.profile is None and pair.tpr_at_fpr == pytest.approx(best) and best[FPRS[0]] < 1
-    assert 0.5 < pair.coin_accuracy < 1 and 0.5 < pair.auc < 1
+    fpr, grown = np.linspace(0.0, 1.0, 200_001), np.exp(found.epsilon)
+    roc = np.minimum(DELTA + grown * fpr, 1 - (1 - DELTA - fpr) / grown)
+    assert pair.coin_accuracy == pytest.approx((1 + (roc - fpr).max()) / 2, rel=1e-4)
+    assert roc.mean() - 1e-5 < pair.auc < roc.mean() + 1e-3
     two = replace(truncated.unit, max_records=2, num_people=RECORDS // 2)
     sampler = replace(truncated.sampler, unit=two)
     units = replace(truncated, sampler=sampler, unit_epsilon=1.0)  # ``make_plan`` refuses it
@@ -441,6 +447,33 @@ def test_the_curve_of_chosen_runs_is_at_the_smallest_delta_and_ends_at_1e_10(
     _, order, divergence = bound
     largest = divergence + np.log1p(-1 / order) - np.log(order * 1e-10) / (order - 1)
     assert found.profile[0][0] == 0 and found.profile[-1] == pytest.approx((largest, 1e-10))
+
+
+def test_the_curve_of_one_full_batch_run_is_the_gaussian_mechanisms() -> None:
+    """Its trade-off function in closed form (Dong, Roth, Su, arXiv 1905.02383)."""
+    plan = make_plan(
+        PrivacyConfig(
+            dataset_size=1000,
+            expected_batch_size=1000,
+            sampling="full_batch",
+            noise_multiplier=4.0,
+            steps=4,
+        )
+    )
+    found, mu = curve(((plan, 4),), FPRS), 2 / 4.0
+    assert found.profile is not None and found.profile[-1][1] < 1e-9
+    assert found.coin_accuracy == pytest.approx(stats.norm.cdf(mu / 2), abs=1e-6)
+    assert found.auc == pytest.approx(stats.norm.cdf(mu / math.sqrt(2)), abs=2e-3)
+    for fpr in FPRS:
+        best = stats.norm.cdf(stats.norm.ppf(fpr) + mu)
+        assert best <= found.tpr_at_fpr[fpr] < 1.02 * best
+    assert curve(((plan, 4),), FPRS, of_unit=plan.epsilon).profile is None
+
+
+def test_the_curve_of_hardly_any_noise_is_computed_without_overflow() -> None:
+    with np.errstate(over="raise"):
+        found = _curve_of_renyi(2.0, 1000.0, FPRS, 5)
+    assert found.tpr_at_fpr == dict.fromkeys(FPRS, 1.0) and found.auc == found.coin_accuracy == 1.0
 
 
 def test_two_selections_have_a_total_that_is_less_than_twice_one() -> None:

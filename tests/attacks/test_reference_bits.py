@@ -207,6 +207,17 @@ def test_a_batch_larger_than_a_pass_is_split_by_hashes() -> None:
     assert moved(model, batch, ROWS) <= proven_bound()
 
 
+def test_a_batch_of_two_passes_has_the_records_of_both() -> None:
+    model, batch = Turning(fewer_rows), vectors(ROWS + 4)
+
+    def of(part: Batch) -> ClippedSum:
+        return clipped_sum(turning_losses, model, part, KEY, max_grad_norm=1.0, rows=ROWS)
+
+    whole, alone = of(batch), [of(take(batch, [i])) for i in range(ROWS + 4)]
+    assert whole.num_records == len(whole.norms_B) == ROWS + 4
+    assert (flat(whole) - sum(map(flat, alone))).norm() < 1e-6
+
+
 def test_a_sum_whose_bits_were_not_checked_is_not_released() -> None:
     plan = make_plan(
         PrivacyConfig(
@@ -435,3 +446,19 @@ def test_bits_are_checked_again_for_a_loss_with_other_numbers() -> None:
     clipped_sum(loss_of(False), model, batch, KEY, max_grad_norm=1.0, rows=23)
     with pytest.raises(PrivacyError, match="depends on its place or on the records beside it"):
         clipped_sum(loss_of(True), model, batch, KEY, max_grad_norm=1.0, rows=23)
+
+
+def test_bits_are_checked_again_where_a_weight_chooses_other_calls() -> None:
+    """The same loss, whose first numbers no product rounds."""
+    model, batch = Turning(last_place), vectors(23)
+
+    def losses(model: nn.Module, batch: Batch, key: object) -> Tensor:
+        if float(model.head.detach()[0]) > 2:
+            return turning_losses(model, batch, key)
+        return batch.image_BVCHW.flatten(1).sum(1) * model.head.sum()
+
+    clipped_sum(losses, model, batch, KEY, max_grad_norm=1.0, rows=23)
+    with torch.no_grad():
+        model.head.fill_(3.0)
+    with pytest.raises(PrivacyError, match="depends on its place or on the records beside it"):
+        clipped_sum(losses, model, batch, KEY, max_grad_norm=1.0, rows=23)

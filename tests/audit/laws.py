@@ -6,11 +6,13 @@ Legend: T steps, P coordinates of all parameters, N records.
 import math
 from collections.abc import Iterator
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from dpvision.audit.canaries import CanaryRun
+from dpvision.config import PrivacyConfig
 
 SHIFT, RATIO = 0.0375, 1.0625
 """A mean and a variance, in standard deviations, that are rejected; a correlation of ``SHIFT``
@@ -18,6 +20,22 @@ too.
 """
 ALARM, MISS = 1e-6, 1e-3
 """Probability that a law refuses correct noise, and that it accepts SHIFT or RATIO."""
+
+LAWS = {
+    "poisson": {"sampling": "poisson", "expected_batch_size": 16.0},
+    "truncated": {
+        "sampling": "truncated_poisson",
+        "expected_batch_size": 16.0,
+        "max_batch_size": 16,
+    },
+    "full batch": {"sampling": "full_batch", "expected_batch_size": 32.0},
+}
+"""Divisors are powers of two: a release times the divisor is exact."""
+
+
+def privacy(law: str, steps: int, **more: Any) -> PrivacyConfig:
+    settings = {"dataset_size": 32, "noise_multiplier": 2.0, "max_grad_norm": 0.5, "delta": 1e-5}
+    return PrivacyConfig(**{**settings, **LAWS[law], "steps": steps, **more})
 
 
 def numbers_needed() -> int:

@@ -7,7 +7,6 @@ auditor computes by autograd, record by record.
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import torch
 from scipy import stats
 
 from dpvision.audit.canaries import CanaryRun, network_run, weights_run
-from dpvision.config import PrivacyConfig, RunConfig
+from dpvision.config import RunConfig
 from dpvision.data.people import People
 from dpvision.dp.noise import grid_of
 from dpvision.privacy.stream import Keystream
@@ -23,30 +22,17 @@ from dpvision.train.distributed import Group
 
 from ..mutants.ranks import Ranks
 from .laws import (
+    LAWS,
     RATIO,
     SHIFT,
     broken_draw_laws,
     broken_noise_laws,
     noise_of,
     numbers_needed,
+    privacy,
 )
 
 ALONE = Group(0, 1, torch.device("cpu"))
-LAWS = {
-    "poisson": {"sampling": "poisson", "expected_batch_size": 16.0},
-    "truncated": {
-        "sampling": "truncated_poisson",
-        "expected_batch_size": 16.0,
-        "max_batch_size": 16,
-    },
-    "full batch": {"sampling": "full_batch", "expected_batch_size": 32.0},
-}
-"""Divisors are powers of two: a release times the divisor is exact."""
-
-
-def privacy(law: str, steps: int, **more: Any) -> PrivacyConfig:
-    settings = {"dataset_size": 32, "noise_multiplier": 2.0, "max_grad_norm": 0.5, "delta": 1e-5}
-    return PrivacyConfig(**{**settings, **LAWS[law], "steps": steps, **more})
 
 
 def network(config: RunConfig, law: str, precision: str, group: Group = ALONE) -> CanaryRun:
@@ -63,7 +49,9 @@ def network(config: RunConfig, law: str, precision: str, group: Group = ALONE) -
         pytest.param("poisson", "bfloat16", marks=pytest.mark.slow),
         pytest.param("poisson", "float16", marks=pytest.mark.slow),
         pytest.param("truncated", "float32", marks=pytest.mark.slow),
+        pytest.param("truncated", "float16", marks=pytest.mark.slow),
         pytest.param("full batch", "float32", marks=pytest.mark.slow),
+        pytest.param("full batch", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_noise_in_a_release_is_normal_of_the_plans_scale_and_never_repeats(
@@ -73,10 +61,24 @@ def test_noise_in_a_release_is_normal_of_the_plans_scale_and_never_repeats(
     assert broken_noise_laws(noise_of(run), list(run.parameters.values())) == []
 
 
-@pytest.mark.parametrize("law", ["poisson", "full batch"])
-def test_two_ranks_release_one_noise_of_the_same_law(config: RunConfig, law: str) -> None:
+@pytest.mark.parametrize(
+    ("law", "precision"),
+    [
+        ("poisson", "float32"),
+        ("full batch", "float32"),
+        pytest.param("truncated", "float32", marks=pytest.mark.slow),
+        *(
+            pytest.param(law, precision, marks=pytest.mark.slow)
+            for law in LAWS
+            for precision in ("bfloat16", "float16")
+        ),
+    ],
+)
+def test_two_ranks_release_one_noise_of_the_same_law(
+    config: RunConfig, law: str, precision: str
+) -> None:
     def work(group: Group) -> tuple[np.ndarray, list[slice]]:
-        run = network(config, law, "float32", group)
+        run = network(config, law, precision, group)
         return noise_of(run), list(run.parameters.values())
 
     (first, parameters), (second, _) = Ranks(2).run(work)

@@ -340,3 +340,16 @@ def test_the_best_order_lies_within_the_orders_from_thousandths_to_thousands() -
         orders, divergence = accountant.rdp_curve(Gaussian(noise))  # type: ignore[misc]
         best = np.argmin(divergence + np.log1p(-1 / orders) - np.log(orders * 1e-6) / (orders - 1))
         assert 0 < best < len(orders) - 1, noise
+
+
+@pytest.mark.parametrize(
+    ("rate", "steps", "records", "noise"), [(0.1, 20, 3, 1.5), (1e-3, 100, 32, 1.0)]
+)
+def test_a_units_epsilon_is_at_most_a_thousandth_above_that_of_a_finer_grid(
+    rate: float, steps: int, records: int, noise: float
+) -> None:
+    """The grid of the largest component alone gives up to 30 times as much."""
+    event = Poisson(Unit(1), rate).event(noise, steps, records)
+    found = accountant.unit_epsilon(event, 1e-6)
+    finer = accountant.epsilon(event, 1e-6, found / 32_000)
+    assert finer * (1 - 1e-9) <= found <= 1.001 * finer

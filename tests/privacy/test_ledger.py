@@ -1,5 +1,6 @@
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -146,6 +147,24 @@ def test_a_killed_process_never_under_counts(store: Path, plan: DPPlan, kill_aft
     with Ledger.open(store, "a", plan, resume=True) as ledger:
         assert ledger.steps >= seen + 1
         assert ledger.append() >= seen + 1
+
+
+def test_a_closed_ledger_is_closed_once_and_appends_nothing(store: Path, plan: DPPlan) -> None:
+    ledger = Ledger.open(store, "a", plan, resume=False)
+    ledger.close()
+    for _ in range(2):
+        ledger.close()
+        os.fstat(1)  # is another file's, and open
+        with pytest.raises(CheckpointError, match="closed"):
+            ledger.append()
+    assert read_ledger(ledger.path).steps == 0
+
+
+def test_the_bytes_of_a_line_are_the_shortest_and_do_not_depend_on_the_order_of_its_names() -> None:
+    for line in ({"a": 1, "b": [2, "x"]}, {"b": [2, "x"], "a": 1}):
+        assert ledger_module.encode(line) == b'{"a":1,"b":[2,"x"]}'
+    with pytest.raises(ValueError):
+        ledger_module.encode({"a": math.nan})
 
 
 def test_a_crash_at_any_byte_of_the_last_line_charges_it(
@@ -518,6 +537,10 @@ def test_a_sealed_line_counts_once_whatever_follows_it(store: Path, plan: DPPlan
     run(store, plan, 3, resume=True)
     run(store, plan, 1, resume=True)
     assert (read_ledger(path).steps, read_ledger(path).restarts) == (7, 2)
+    lines = path.read_bytes().splitlines()
+    for before, line in itertools.pairwise(lines):
+        if line != b"torn":  # every other line has the digest of the one before it
+            assert json.loads(line)["prev"] == hashlib.sha256(before).hexdigest()
 
 
 @pytest.mark.parametrize("first", [b"", b"no JSON", b"[]", b"null"])

@@ -268,3 +268,19 @@ def test_a_persons_target_needs_people_and_an_accounting_for_them(without: str) 
     cfg = dataclasses.replace(SMALL, noise_multiplier=None, target_unit_epsilon=3.0, **more)
     with pytest.raises(ConfigError, match=r"target_unit_epsilon=3\.0 with num_units="):
         make_plan(cfg)
+
+
+@pytest.mark.slow
+def test_the_target_of_a_person_with_many_images_is_not_missed_by_a_coarse_grid() -> None:
+    """The grid of the largest component alone would ask for more noise."""
+    plan = make_plan(
+        PrivacyConfig(
+            dataset_size=1_000_000,
+            expected_batch_size=1000,
+            steps=100,
+            num_units=31_250,
+            max_records_per_unit=32,
+            target_unit_epsilon=2.5,
+        )
+    )
+    assert 2.499 < plan.unit_epsilon <= 2.5

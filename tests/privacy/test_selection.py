@@ -235,6 +235,26 @@ def test_the_score_is_paid_for() -> None:
     assert accountant.epsilon(event, plan.delta) == pytest.approx(plan.epsilon, rel=1e-12)
 
 
+def test_a_runs_plans_have_the_settings_of_the_whole() -> None:
+    cfg = PrivacyConfig(
+        dataset_size=1000,
+        expected_batch_size=100,
+        noise_multiplier=2.0,
+        max_grad_norm=0.5,
+        steps=4,
+        delta=1e-6,
+        clipping="automatic",
+        num_units=1000,
+        max_records_per_unit=1,
+    )
+    plan = plan_of(cfg)
+    run, score = run_plans(plan)
+    for one in (run, score):
+        assert (one.dataset_size, one.delta, one.unit) == (1000, 1e-6, plan.unit)
+    assert (run.sampler, run.max_grad_norm, run.clipping) == (plan.sampler, 0.5, "automatic")
+    assert (score.sampler.law, score.clipping) == ("full_batch", "hard")
+
+
 def test_a_tenth_of_the_precision_is_the_scores() -> None:
     ratio = score_noise_ratio(16, 1.0, 0.1)
     assert ratio**-2 / (ratio**-2 + 16) == pytest.approx(0.1)
