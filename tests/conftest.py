@@ -1,12 +1,15 @@
 """One thread per process: pytest-xdist runs several, and two pools of threads on two cores stand in
-each other's way.
+each other's way. And nothing of what a process holds for all of its tests is looked at again: the
+collector and the disk took a tenth of their time.
 """
 
+import gc
 import hashlib
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +22,43 @@ sys.path.insert(0, str(Path(__file__).parent / "oracles"))
 torch.set_num_threads(1)
 
 _PASSED: dict[Any, Any] = {}
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """The modules and tests of this process, 850,000 objects, stay: to look through them takes the
+    collector half a second or more, once in some ten seconds.
+    """
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen() -> Iterator[None]:
+    """``fit`` collects and freezes once more and thaws at its end, what is frozen here too."""
+    from dpvision.train import loop
+
+    asked = dict.fromkeys(("collect", "freeze", "unfreeze"), lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "gc", SimpleNamespace(**asked))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk() -> Iterator[None]:
+    """No test cuts the power: what a process wrote outlives its end, waited for or not. Tests of
+    where the code waits look at the calls.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # raises for what is no open file, too
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@ the words.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,6 +131,7 @@ def _words(options: Any, config: RunConfig, *more: tuple[str, type, Any]) -> Any
     return dataclasses.make_dataclass("Words", fields, frozen=True)
 
 
+@functools.lru_cache(maxsize=64)
 def _untyped(config: Any) -> Any:
     """Return a dataclass with the fields of ``config`` whose values are all marked as defaults,
     except flags: these can only be changed. Of a flat field it has the settings of all classes.
