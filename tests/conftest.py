@@ -30,25 +30,18 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """The modules and tests of this process, 850,000 objects, stay: to look through them takes the
-    collector half a second or more, once in some ten seconds.
+    collector half a second or more, once in some ten seconds. ``fit`` collects and freezes once
+    more, and thaws at its end what is frozen here too, so it is not asked to.
     """
     gc.freeze()
     gc.enable()
+    if loop := sys.modules.get("dpvision.train.loop"):
+        asked = dict.fromkeys(("collect", "freeze", "unfreeze"), lambda: None)
+        loop.gc = SimpleNamespace(**asked)  # type: ignore[attr-defined]
 
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def frozen() -> Iterator[None]:
-    """``fit`` collects and freezes once more and thaws at its end, what is frozen here too."""
-    from dpvision.train import loop
-
-    asked = dict.fromkeys(("collect", "freeze", "unfreeze"), lambda: None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "gc", SimpleNamespace(**asked))
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
