@@ -16,7 +16,11 @@ from dpvision.errors import OPERATOR_ONLY, ConfigError
 
 T = TypeVar("T")
 
-CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+CONFIG = (
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.AvoidSubcommands,
+    tyro.conf.HelptextFromCommentsOff,
+)
 """Flags get no --no-flag twin. A setting of a union type keeps the recipe's type, so that there are
 no subcommands.
 """

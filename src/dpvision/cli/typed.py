@@ -3,6 +3,7 @@ the words.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,6 +131,8 @@ def _words(options: Any, config: RunConfig, *more: tuple[str, type, Any]) -> Any
     return dataclasses.make_dataclass("Words", fields, frozen=True)
 
 
+# Tyro reads the docstrings of each class once, and Python parses the whole file for it.
+@functools.lru_cache(maxsize=64)
 def _untyped(config: Any) -> Any:
     """Return a dataclass with the fields of ``config`` whose values are all marked as defaults,
     except flags: these can only be changed. Of a flat field it has the settings of all classes.
@@ -149,7 +152,7 @@ def _untyped(config: Any) -> Any:
             hint = Annotated[every, tyro.conf.arg(name="")]
             default = field(default_factory=every)
         elif dataclasses.is_dataclass(value):
-            hint = _untyped(value)
+            hint = _untyped(getattr(config, f.name))
             default = field(default_factory=hint)
         elif isinstance(value, bool):
             hint, default = bool, value

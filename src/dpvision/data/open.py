@@ -16,7 +16,6 @@ from dpvision.data.store import (
     WINDOW,
     Store,
 )
-from dpvision.data.texture_store import TextureStore
 from dpvision.errors import DataError, remedy_for
 from dpvision.strict_json import parse_json
 
@@ -41,6 +40,8 @@ def open_store(path: str | Path, *, check: bool = True) -> Store:
     path = Path(path)
     meta = _description(path)
     if meta["format"] == TEXTURES_FORMAT:
+        from dpvision.data.texture_store import TextureStore  # with torch
+
         return TextureStore(path, meta)
     try:
         index = np.load(path / "index.npy", mmap_mode="r", allow_pickle=False)

@@ -19,6 +19,8 @@ Legend: B requested rows, V views, C channels, H height, W width, N records of t
 of all requested rows, K classes.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import mmap
@@ -26,24 +28,26 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dpvision.config import DataConfig
-from dpvision.data.keys import StepKey
 from dpvision.data.multi_label import LabelSets, zero_one
 from dpvision.data.record_lines import captions_of, have_captions
 from dpvision.data.rgb import Window
 from dpvision.data.rows import ROW, AllRows, Rows
 from dpvision.data.tarindex import BLOCK, member_size
-from dpvision.data.transform import random_views
 from dpvision.errors import DataError, remedy_for
 from dpvision.files import files_to_hold
 from dpvision.privacy.store_marks import HAS_MARKS, StoreLedgers
 from dpvision.strict_json import parse_json
+
+if TYPE_CHECKING:  # not imported: processes that import images do without torch
+    import torch
+    from torch import Tensor
+
+    from dpvision.data.keys import StepKey
 
 FORMAT = "dpvision-store-1"
 SEVERAL_FORMAT = "dpvision-store-several-1"
@@ -316,6 +320,10 @@ class Store:
         Both are on the CPU; ``device`` matters to generated images only. Raises DataError as
         ``read_many`` does.
         """
+        import torch
+
+        from dpvision.data.transform import random_views
+
         pixels_BVCHW, valid_B = random_views(
             self.read_many(rows), self.index["id"][rows].astype(np.int64), key, data, image_size
         )
@@ -472,6 +480,8 @@ class Store:
             )
         if self.meta.get("unit_field") is None:
             return AllRows(self.num_records)
+        from dpvision.data.keys import StepKey
+
         alone = self.index["unit"] < 0
         rows = np.flatnonzero(~alone)
         unit, record_id = self.index["unit"][rows], self.index["id"][rows]

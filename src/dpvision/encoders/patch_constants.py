@@ -126,14 +126,14 @@ def _scattering_frequencies() -> Tensor:
     return cell_frequencies(_SCATTERING_CELLS, _SCATTERING_CELLS // 2, [1.0])
 
 
-def feature_orders(*, scattering: bool, settings: PatchSettings | None = None) -> Tensor:
+def feature_orders(*, scattering: bool) -> Tensor:
     """Return the spatial frequency of each dimension of ``patch_features``, 0 (the mean over cells)
     to ``HIGHEST_ORDER``: int64 (D,).
 
     For patches it is u + v over 3 x 3 cells; for scattering (u + v) / 2 over 8 x 8 cells, rounded
     up, since its cells are less than half as wide.
     """
-    settings = settings or SETTINGS[32]
+    settings = SETTINGS[32]
     cell = torch.arange(settings.cells)
     order_D = (cell[:, None] + cell).flatten().repeat_interleave(2 * settings.num_atoms)
     if scattering:

@@ -74,12 +74,6 @@ class Scattering(nn.Module):
         offset_HS = place_H[:, None] / 2**resolution - torch.arange(count)
         return (2 * math.pi / count * offset_HS[..., None] * freq_S).cos() @ low_S / count
 
-    @property
-    def num_paths(self) -> int:
-        """Number of paths, 1 + J L + L^2 J (J - 1) / 2."""
-        scales, directions = self.num_scales, self.num_directions
-        return 1 + scales * directions + directions**2 * scales * (scales - 1) // 2
-
     def forward(self, x_BCHW: Tensor, *, log: bool = False) -> Tensor:
         """Return coefficients, float32 (B, C, P, H / 2^J, W / 2^J): order 0, order 1 by (j, l),
         order 2 by (j1, l1, j2, l2) with j2 > j1.
@@ -200,14 +194,6 @@ def make_scattering(
         centred,
         {key: (math.sqrt(room) * wave_LSS).float() for key, wave_LSS in waves.items()},
     )
-
-
-def littlewood_paley(bank: Scattering, resolution: int) -> Tensor:
-    """Return |phi|^2 + 1/2 sum (|psi(w)|^2 + |psi(-w)|^2) over the filters used at a resolution: (S
-    / 2^r, S / 2^r), at most 1.
-    """
-    low_S = bank.low_RS[resolution]
-    return low_S.outer(low_S).square() + _energy(bank.waves_LSS, resolution)
 
 
 def _energy(waves_LSS: dict[tuple[int, int], Tensor], resolution: int) -> Tensor:

@@ -10,7 +10,7 @@ import json
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from dpvision.config.unit import Stated
 from dpvision.errors import ConfigError
@@ -21,7 +21,6 @@ from dpvision.privacy.printed import up
 from dpvision.statement.declarations import Declared
 
 Form = Literal["opendp", "cyclonedx"]
-FORMS: tuple[Form, ...] = get_args(Form)
 _KINDS = {"head": "classifier", "classifier": "classifier", "captioner": "captioner"}
 
 

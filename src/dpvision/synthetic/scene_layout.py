@@ -24,18 +24,15 @@ RELATIONS = ("left of", "right of", "above", "below")
 
 RADIUS = {"small": (0.085, 0.115), "large": (0.15, 0.2)}
 """Range of the radius for each size word; the ranges do not overlap."""
-RELATION_MARGIN = 0.15
-"""A relation's coordinate differs by at least this much, and by at least as much as the other
-coordinate.
-"""
 MAIN_MARGIN = 1.08
 """The largest object's radius is at least this many times the next one's, so that the scene's label
 is visible.
 """
 
-# Centres closer than the first would leave a pair without a clear relation: 0.22 / sqrt(2) >
-# RELATION_MARGIN. Centres closer than the second fraction of the radii's sum would let one object
-# hide more than a small part of another.
+# Centres closer than the first would leave a pair without a clear relation: its coordinate differs
+# by at least as much as the other one, so by at least 0.22 / sqrt(2) = 0.156. Centres closer than
+# the second fraction of the radii's sum would let one object hide more than a small part of
+# another.
 _MIN_DISTANCE = 0.22
 _MIN_SEPARATION = 0.86
 _BORDER = 0.03

@@ -89,12 +89,7 @@ def fit_linear_probe(
     mean, scale = x_ND.mean(axis=0), x_ND.std(axis=0)
     scale[scale == 0] = 1
     x_ND = _standardised(x_ND, mean, scale)
-    held = held_out(label_N, np.arange(len(label_N)) if unit_N is None else unit_N, seed)
-    if not held.any() or len(np.unique(label_N[~held])) < 2:
-        raise DataError(
-            f"probe: {len(label_N)} training records; expected at least five, and more than one "
-            "of each class. Label more images."
-        )
+    held = to_hold_out(label_N, unit_N, seed)
     strength, start = _choose_strength(x_ND[~held], label_N[~held], x_ND[held], label_N[held])
     if len(start.classes_) < len(
         np.unique(label_N)
@@ -119,6 +114,21 @@ def _choose_strength(
         if accuracy > best[0]:
             best = (accuracy, strength, model)
     return best[1], best[2]
+
+
+def to_hold_out(label_N: np.ndarray, unit_N: np.ndarray | None, seed: int) -> np.ndarray:
+    """Return ``held_out``, where each record is its own unit if ``unit_N`` is None.
+
+    Raises:
+        DataError: too few records to hold some out.
+    """
+    held = held_out(label_N, np.arange(len(label_N)) if unit_N is None else unit_N, seed)
+    if not held.any() or len(np.unique(label_N[~held])) < 2:
+        raise DataError(
+            f"probe: {len(label_N)} training records; expected at least five, and more than one "
+            "of each class. Label more images."
+        )
+    return held
 
 
 def held_out(label_N: np.ndarray, unit_N: np.ndarray, seed: int) -> np.ndarray:

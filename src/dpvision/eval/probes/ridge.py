@@ -20,8 +20,7 @@ from typing import ClassVar
 import numpy as np
 from scipy import linalg
 
-from dpvision.errors import DataError
-from dpvision.eval.probes.linear_probe import held_out
+from dpvision.eval.probes.linear_probe import to_hold_out
 from dpvision.eval.probes.protocol import FeatureProtocol
 
 STRENGTHS = (10.0, 3.0, 1.0, 0.3, 0.1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6)
@@ -99,12 +98,7 @@ def fit_ridge(
     Raises:
         DataError: too few records to hold some out.
     """
-    held = held_out(label_N, np.arange(len(label_N)) if unit_N is None else unit_N, seed)
-    if not held.any() or len(np.unique(label_N[~held])) < 2:
-        raise DataError(
-            f"probe: {len(label_N)} training records; expected at least five, and more than one "
-            "of each class. Label more images."
-        )
+    held = to_hold_out(label_N, unit_N, seed)
     mean, scale = _moments(x_ND)
     class_K, index_N = np.unique(label_N, return_inverse=True)
     target_NK = np.where(index_N[:, None] == np.arange(len(class_K)), 1.0, -1.0)
