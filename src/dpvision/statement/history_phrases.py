@@ -46,6 +46,10 @@ ATTACKED = (
     "ROC curve was {auc:.3f}, where the plan allows {limit:.3f}. This model itself was not "
     "attacked."
 )
+AUDITED_BEFORE = (
+    "The file has the results of earlier audits of this kind too: {audits:,} were made, and "
+    "{failed:,} of them FAILED."
+)
 TOKENIZER = (
     "Tokenizer: trained on text declared to be public or synthetic; the command that trains it "
     "refuses private stores. It is released with the weights. Captions were cleaned and "
@@ -218,6 +222,8 @@ def audits(runs: list[dict[str, Any]]) -> str:
             said.append(ATTACKED.format(**run, **words, **auc))
         else:
             said.append(AUDITED.format(**run, **words))
+        if "earlier" in run:
+            said.append(AUDITED_BEFORE.format(**run["earlier"]))
     return " ".join(said) or NO_AUDITS
 
 
