@@ -128,6 +128,7 @@ def black_box(
         "audit_id": audit_id,
         "passed": max(bound["epsilon_low"], bound["epsilon_low_of_plan"]) <= bound["epsilon"],
         "recipe": config.recipe,
+        "model": config.model.kind,
         "plan": plan.to_dict(),
         "executed": found.plan.to_dict(),
         "steps_without_update": found.without_update,
