@@ -11,6 +11,7 @@ import dpvision.audit
 from dpvision.audit import acceptance, bound
 from dpvision.audit.time_given import NotInTime
 from dpvision.cli import main
+from dpvision.errors import RunStopped
 from dpvision.files import write_json
 from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.statement.statement import make_statement
@@ -119,7 +120,7 @@ def test_what_does_not_fit_the_time_is_left_out_with_the_time_that_it_needs(
     said = capsys.readouterr().out
     assert "Passed. The bound is model-based" in said
     assert "needs 1.6 h more by the speed of its steps, and 30 min were left" in said
-    assert f"dpvision audit {run} --black-box --minutes 105" in said
+    assert "Repeat the command with --black-box --minutes 105, or without" in said
     assert "It goes on from there." in said and not (run / "audit_black_box.json").exists()
     with pytest.raises(SystemExit) as stopped:
         main(["audit", str(run), "--black-box", "--minutes", "30", "--json"])
@@ -127,6 +128,26 @@ def test_what_does_not_fit_the_time_is_left_out_with_the_time_that_it_needs(
     (left_out,) = json.loads(capsys.readouterr().out)["left_out"]
     assert left_out["kind"] == "black-box" and left_out["needed_s"] == 5700
     assert 1790 < left_out["left_s"] <= 1800
+
+
+def test_a_signal_in_one_part_leaves_the_result_of_the_part_before(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise RunStopped("a signal")
+
+    monkeypatch.setattr(dpvision.audit, "black_box", stopped)
+    with pytest.raises(SystemExit) as status:
+        main(["audit", str(run)])
+    assert status.value.code == 75
+    said = capsys.readouterr()
+    assert "Passed. The bound is model-based" in said.out
+    assert "Stopped by a signal. The same command goes on." in said.err
+    made = json.loads((run / "audit.json").read_text())
+    write_json(run / "audit.json", made | {"passed": False})
+    with pytest.raises(SystemExit) as status:
+        main(["audit", str(run)])
+    assert status.value.code == 1, "a part failed, whatever came after it"
 
 
 def test_without_time_nothing_begins(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,20 +162,23 @@ def audit(
     of = _Of(config, run, plan, canaries, data, out, again)
     time_given = TimeGiven(math.inf if minutes is None else 60 * minutes)
     with contextlib.nullcontext() if run is None or not _is_main() else one_audit(run):
-        made, left_out = _audit_parts(of, kinds, time_given)
+        made, left_out, stopped = _audit_parts(of, kinds, time_given)
     if _is_main():
         result: Any = {"audits": [result for result, _ in made]}
         if left_out:
             result["left_out"] = left_out
         elif len(made) == 1:
             result = made[0][0]
-        texts = [text for _, text in made] + [_left_out_text(one, of) for one in left_out]
+        texts = [text for _, text in made] + [_left_out_text(one, run) for one in left_out]
         if made and run is not None and out is None:
             texts.append(f"Next:\n  dpvision report {run}")
         emit(result, json, "\n\n".join(texts))
+        if stopped:
+            kept = "The same command goes on." if run is not None else "A recipe's is not kept."
+            print(f"Stopped by a signal. {kept}", file=sys.stderr)
     if not all(result["passed"] for result, _ in made):
         sys.exit(1)
-    if not made:
+    if stopped or not made:
         sys.exit(STOPPED)
 
 
@@ -219,9 +222,9 @@ def _is_main() -> bool:
 
 def _audit_parts(
     of: _Of, kinds: list[str], given: "TimeGiven"
-) -> tuple[list[tuple[dict[str, Any], str]], list[dict[str, Any]]]:
+) -> tuple[list[tuple[dict[str, Any], str]], list[dict[str, Any]], bool]:
     """Make the audits that fit the time, one after the other, each written before it is shown.
-    Return results with their texts, and what was left out.
+    Return results with their texts, what was left out, and whether a signal came.
     """
     from dpvision.audit.time_given import NotInTime, Pace
 
@@ -244,16 +247,10 @@ def _audit_parts(
         except NotInTime as late:
             left_out.append({"kind": kind, "needed_s": late.needed_s, "left_s": given.left_s})
             continue
-        except RunStopped as stopped:
-            how = (
-                "The same command goes on."
-                if of.run is not None
-                else "Start it again: the audit of a recipe is not kept."
-            )
-            print(f"{stopped} {how}", file=sys.stderr)
-            sys.exit(STOPPED)
+        except RunStopped:
+            return made, left_out, True
         made.append((result, f"{_TEXTS[kind](result)}\nResult: {of.file(kind)}"))
-    return made, left_out
+    return made, left_out, False
 
 
 def _make(of: _Of, kind: str, say: "Pace") -> dict[str, Any]:
@@ -296,20 +293,17 @@ def _made_before(of: _Of, kind: str) -> tuple[dict[str, Any], str] | None:
     return found, f"{text}\nMade before, not again: {of.file(kind)} (--again makes another)"
 
 
-def _left_out_text(part: dict[str, Any], of: _Of) -> str:
-    kind, needed_s, left_s = part["kind"], part["needed_s"], part["left_s"]
-    name, kept = _WORDS[kind], kind == "black-box" and of.run is not None
-    target = of.run if of.run is not None else f"--recipe {of.config.recipe}"
-    command = f"dpvision audit {target} --{kind}"
+def _left_out_text(part: dict[str, Any], run: Path | None) -> str:
+    kind, needed_s = part["kind"], part["needed_s"]
+    more = f"Repeat the command with --{kind}"
     if needed_s is None:
-        return f"{name}: left out, no time is left. Make it with `{command}`."
-    minutes = math.ceil(1.1 * needed_s / 60)
-    goes_on = " It goes on from there." if kept else ""
+        return f"{_WORDS[kind]}: left out, no time is left. {more}."
+    goes_on = " It goes on from there." if kind == "black-box" and run is not None else ""
     fewer = " Fewer --canaries take less time." if kind == "black-box" else ""
     return (
-        f"{name}: left out. It needs {duration(needed_s)} more by the speed of its steps, and "
-        f"{duration(left_s)} were left. Make it with `{command} --minutes {minutes}`, or without "
-        f"--minutes.{goes_on}{fewer}"
+        f"{_WORDS[kind]}: left out. It needs {duration(needed_s)} more by the speed of its steps, "
+        f"and {duration(part['left_s'])} were left. {more} --minutes "
+        f"{math.ceil(1.1 * needed_s / 60)}, or without --minutes.{goes_on}{fewer}"
     )
 
 
