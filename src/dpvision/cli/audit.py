@@ -171,7 +171,7 @@ def audit(
             result = made[0][0]
         texts = [text for _, text in made] + [_left_out_text(one, run) for one in left_out]
         if made and run is not None and out is None:
-            texts.append(f"Next:\n  dpvision report {run}")
+            texts.append("Next:\n" + f"  dpvision report {run}")
         emit(result, json, "\n\n".join(texts))
         if stopped:
             kept = "The same command goes on." if run is not None else "A recipe's is not kept."

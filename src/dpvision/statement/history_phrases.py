@@ -46,10 +46,7 @@ ATTACKED = (
     "ROC curve was {auc:.3f}, where the plan allows {limit:.3f}. This model itself was not "
     "attacked."
 )
-AUDITED_BEFORE = (
-    "The file has the results of earlier audits of this kind too: {audits:,} were made, and "
-    "{failed:,} of them FAILED."
-)
+AUDITED_BEFORE = "Earlier audits of this kind: {audits:,}, of which {failed:,} FAILED."
 TOKENIZER = (
     "Tokenizer: trained on text declared to be public or synthetic; the command that trains it "
     "refuses private stores. It is released with the weights. Captions were cleaned and "
