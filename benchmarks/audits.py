@@ -202,7 +202,7 @@ def attacked(
         config, start = config_of(recipe, epsilon, **settings), time.monotonic()
         factor = 1e-6 if variant == NO_NOISE else 1.0
         with terms_of(lambda terms, f=factor: [(of, f * std) for of, std in terms]):  # type: ignore[misc]
-            result = black_box(config, None, canaries, data=data, quiet=True)
+            result = black_box(config, None, canaries, data=data)
         bound = result["bound"]
         found = {
             **{name: bound[name] for name in OF_BOUND},

@@ -61,7 +61,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict:
     """The loop does nothing but note its session, and lowers the loss of all records alike."""
     seen: dict = {}
 
-    def fit(session, *, quiet: bool) -> bool:
+    def fit(session, *, quiet: bool, enough) -> bool:
         seen["session"], seen["rows"] = session, session.rows.copy()
         return True
 
@@ -90,7 +90,7 @@ def test_canaries_count_as_records_and_those_outside_cannot_be_drawn(
 @pytest.mark.parametrize("recipe", ["vip.micro", "dpcap.micro", "supervised.micro"])
 def test_every_kind_of_network_is_audited(recipe: str) -> None:
     asked = {"privacy.steps": 3, "hardware.physical_batch_size": 16}
-    found = black_box(resolve(get_recipe(recipe), asked), None, 20, quiet=True)
+    found = black_box(resolve(get_recipe(recipe), asked), None, 20)
     assert found["passed"] and np.isfinite(found["score_of_canary"]).all()
     assert np.std(found["score_of_canary"]) > 0
 

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import dpvision.audit
 from dpvision.audit import acceptance, bound
+from dpvision.audit.time_given import NotInTime
 from dpvision.cli import main
+from dpvision.errors import RunStopped
+from dpvision.files import write_json
 from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.statement.statement import make_statement
 
@@ -65,6 +69,141 @@ def test_a_fault_ends_with_status_1(
     assert made["false_alarm"] == pytest.approx(5 * 1e-3 + 3 * 1e-4)
 
 
+def test_a_result_is_not_made_again_unless_asked_and_then_all_are_stated(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A correct mechanism fails now and then: neither that nor a pass is chosen from several."""
+    terms = IndependentGaussian.terms
+    with monkeypatch.context() as faulty:
+        faulty.setattr(
+            IndependentGaussian,
+            "terms",
+            lambda self, step: tuple((of, 0.5 * std) for of, std in terms(self, step)),
+        )
+        with pytest.raises(SystemExit):
+            main(["audit", str(run), "--white-box"])
+    failed = (run / "audit.json").read_bytes()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(["audit", str(run), "--white-box"])
+    assert stopped.value.code == 1 and (run / "audit.json").read_bytes() == failed
+    said = capsys.readouterr().out
+    assert "FAILED: what runs" in said and "Made before, not again" in said
+    for times in (1, 2):
+        assert main(["audit", str(run), "--white-box", "--again"]) == 0
+        made = json.loads((run / "audit.json").read_text())
+        assert made["passed"] and len(made["earlier"]) == times
+        assert [one["passed"] for one in made["earlier"]] == [False, True][:times]
+        text = make_statement(run)["history"]["audits"]["text"]
+        assert (
+            "it passed" in text
+            and f"Earlier audits of this kind: {times}, of which 1 FAILED." in text
+        )
+
+
+def test_a_result_of_other_code_or_ranks_is_made_again_and_kept(run: Path) -> None:
+    assert main(["audit", str(run), "--white-box"]) == 0
+    made = json.loads((run / "audit.json").read_text())
+    for change in ({"code_sha256": "0" * 64}, {"ranks": 2}):
+        write_json(run / "audit.json", made | change)
+        assert main(["audit", str(run), "--white-box"]) == 0
+        again = json.loads((run / "audit.json").read_text())
+        assert again["code_sha256"] == made["code_sha256"] and again["ranks"] == 1
+        (earlier,) = again["earlier"]
+        assert earlier["code_sha256"] == (made | change)["code_sha256"]
+
+
+def test_a_damaged_result_is_written_anew(run: Path) -> None:
+    (run / "audit.json").write_text('{"format": "dpvision-audit-1"}')
+    assert main(["audit", str(run), "--white-box"]) == 0
+    assert "earlier" not in json.loads((run / "audit.json").read_text())
+
+
+def test_what_does_not_fit_the_time_is_left_out_with_the_time_that_it_needs(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: object, **__: object) -> None:
+        raise NotInTime(5700.0)
+
+    monkeypatch.setattr(dpvision.audit, "black_box", slow)
+    assert main(["audit", str(run), "--minutes", "30"]) == 0
+    said = capsys.readouterr().out
+    assert "Passed. The bound is model-based" in said
+    assert "needs 1.6 h more by the speed of its steps, and 30 min were left" in said
+    assert "Repeat the command with --black-box --minutes 105, or without" in said
+    assert "It goes on from there." in said and not (run / "audit_black_box.json").exists()
+    with pytest.raises(SystemExit) as stopped:
+        main(["audit", str(run), "--black-box", "--minutes", "30", "--json"])
+    assert stopped.value.code == 75
+    (left_out,) = json.loads(capsys.readouterr().out)["left_out"]
+    assert left_out["kind"] == "black-box" and left_out["needed_s"] == 5700
+    assert 1790 < left_out["left_s"] <= 1800
+
+
+def test_a_signal_in_one_part_leaves_the_result_of_the_part_before(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise RunStopped("a signal")
+
+    monkeypatch.setattr(dpvision.audit, "black_box", stopped)
+    with pytest.raises(SystemExit) as status:
+        main(["audit", str(run)])
+    assert status.value.code == 75
+    said = capsys.readouterr()
+    assert "Passed. The bound is model-based" in said.out
+    assert "Stopped by a signal. The same command goes on." in said.err
+    made = json.loads((run / "audit.json").read_text())
+    write_json(run / "audit.json", made | {"passed": False})
+    with pytest.raises(SystemExit) as status:
+        main(["audit", str(run)])
+    assert status.value.code == 1, "a part failed, whatever came after it"
+
+
+def test_without_time_nothing_begins(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["audit", str(run), "--minutes", "1e-9"])
+    assert stopped.value.code == 75
+    said = capsys.readouterr().out
+    assert said.count("left out, no time is left") == 2
+    assert not list(run.glob("audit*"))
+
+
+def test_an_audit_that_was_begun_after_a_result_is_finished_before_it_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or its start would be a look that can be taken back."""
+    make_store(tmp_path / "store")
+    privacy = replace(PRIVACY, steps=3, noise_multiplier=3.0)
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=3)
+    asked = ["audit", str(run), "--black-box", "--canaries", "20"]
+    assert main(asked) == 0
+    first = json.loads((run / "audit_black_box.json").read_text())
+    assert main(asked) == 0 and "Made before" in capsys.readouterr().out
+    (run / "audit_black_box").mkdir()
+    write_json(run / "audit_black_box" / "about.json", {"audit_id": "another", "of": {}})
+    assert main(asked) == 0
+    second = json.loads((run / "audit_black_box.json").read_text())
+    assert second["audit_id"] != first["audit_id"] and len(second["earlier"]) == 1
+    # A crash between writing the result and removing the folder is no second audit.
+    (run / "audit_black_box").mkdir()
+    about = {"audit_id": second["audit_id"], "of": {}}
+    write_json(run / "audit_black_box" / "about.json", about)
+    assert main(asked) == 0
+    assert json.loads((run / "audit_black_box.json").read_text()) == second
+    assert not (run / "audit_black_box").exists()
+
+
+def test_under_torchrun_one_process_is_asked_for(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["audit", str(run)]) == 2
+    assert "Add --white-box, which audits the ranks together" in capsys.readouterr().err
+    assert main(["audit", str(run), "--white-box", "--minutes", "5"]) == 2
+    assert "Drop --minutes, or start it without torchrun" in capsys.readouterr().err
+
+
 def test_a_recipe_is_audited_at_another_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["audit", "--recipe", "vip.micro_finetune", "--white-box", "--epsilon", "4", "--steps"]
     assert main([*argv, "5", "--json", "--out", "of_recipe.json"]) == 0
@@ -86,6 +225,9 @@ def test_a_recipe_is_audited_at_another_epsilon(capsys: pytest.CaptureFixture[st
         (["--recipe", "vip.micro_non_private", "--white-box"], "Choose a private recipe or run"),
         (["--recipe", "vip.micro", "--white-box", "--epsilon", "0"], "Use 1 to 8"),
         (["--recipe", "vip.micro", "--white-box", "--steps", "0"], "Plan one step or more"),
+        (["run", "--minutes", "0"], "minutes=0.0; expected a number above 0"),
+        (["run", "--minutes", "nan"], "expected a number above 0"),
+        (["--recipe", "vip.micro", "--again"], "Drop --again"),
         (["none", "--white-box"], "no such folder"),
         ([".", "--white-box"], "holds no run"),
     ],

@@ -68,6 +68,9 @@ def test_a_black_box_whose_figures_do_not_follow_is_refused(copy_of: Callable[[]
     bound, shares = made["bound"], made["attack"]
     forged: list[dict[str, Any]] = [
         {"passed": "false"},
+        {"earlier": [{"passed": "alice.png"}]},
+        {"earlier": [{}]},
+        {"earlier": 3},
         {"passed": False},
         {"bound": bound | {"epsilon_low": 900.0}},
         {"bound": bound | {"epsilon_low": 0.0}},

@@ -8,12 +8,18 @@ count in the data set and its sample rate, whether their coins put them in the d
 
 Everything is synthetic, so the result is public, canary by canary.
 
+An audit that is stopped goes on (``keep``): the coins are drawn once, before anything is trained,
+and the run is resumed as a user's is. Nothing of its result is known before it is complete.
+
 Legend: M canaries, B rows, N records.
 """
 
+import contextlib
+import json
 import math
+import secrets
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +28,28 @@ import torch
 
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.session import feature_stream
+from dpvision.audit.acceptance import Say
 from dpvision.audit.bound import area_above, on_records
 from dpvision.audit.canary_images import canary_rows, write_canaries
 from dpvision.audit.lira import attack_head, fair_coins
 from dpvision.audit.one_run import one_run_bound
+from dpvision.audit.time_given import NotInTime
 from dpvision.config import CaptionerConfig, HeadConfig, PrivacyConfig, RunConfig
 from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.open import open_store
 from dpvision.data.tokenizer import scene_captions, train_tokenizer
 from dpvision.errors import ConfigError, RunStopped
+from dpvision.files import remove_folder, write_json
 from dpvision.privacy.coin_guesses import FALSE_ALARM
 from dpvision.privacy.composition import curve
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
+from dpvision.runs.folder import public_settings, run_base
 from dpvision.runs.run import code_versions
 from dpvision.statement.audits import FORMAT
+from dpvision.strict_json import parse_json
 from dpvision.train.loop import Session, fit
-from dpvision.train.start import new_session
+from dpvision.train.start import new_session, resumed_session
 from dpvision.train.step import to_device
 
 FPRS = (0.001, 0.01)
@@ -51,6 +62,21 @@ _KEYS = 8
 """Steps whose augmentations and masks a canary's loss is averaged over."""
 _FEWEST = 20
 _LARGEST = 1e300
+_SAVE_EVERY_S = 60.0
+"""A killed audit loses at most so much of its training."""
+_ABOUT = "about.json"
+"""What an audit in progress is of; written when its records are complete."""
+
+
+@dataclass(frozen=True)
+class _Attacked:
+    """What the attacker has, and what was executed."""
+
+    plan: DPPlan
+    score_M: np.ndarray
+    inside_M: np.ndarray
+    without_update: int = 0
+    """Steps that were charged and then lost by a kill."""
 
 
 def black_box(
@@ -59,7 +85,8 @@ def black_box(
     num_canaries: int,
     *,
     data: Path | None = None,
-    quiet: bool = False,
+    say: Say = lambda what, done, total: None,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
     """Train once on synthetic records and canaries, attack the weights, and bound epsilon.
 
@@ -69,7 +96,9 @@ def black_box(
         num_canaries: M, at least 20; three times as many scenes are the other records.
         data: of a head: a public store, all of whose records are canaries, in place of synthetic
             ones.
-        quiet: print no progress.
+        say: shows progress; it may raise NotInTime.
+        keep: folder in which an audit that was stopped goes on, if it is of the same settings and
+            code, else starts; ``forget`` removes it. If None, a stopped audit is lost.
 
     Returns:
         The result, ready for JSON.
@@ -78,32 +107,84 @@ def black_box(
         ConfigError: too few canaries, no guarantee, a head chosen by a private selection, a
             store for a network, or a private store.
         DataError: the store does not fit the head.
-        RunStopped: by a signal.
+        NotInTime: from ``say``. RunStopped: by a signal.
     """
     _check(config, num_canaries, data)
-    with tempfile.TemporaryDirectory(prefix="dpvision-audit-") as folder:
-        config = _on_canaries(config, plan, num_canaries, data, Path(folder))
+    with contextlib.ExitStack() as stack:
+        folder = keep
+        if folder is None:
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="dpvision-audit-"))
+            )
+        config, audit_id = _begun(config, plan, num_canaries, data, folder.absolute())
         attack = _attack_head if isinstance(config.model, HeadConfig) else _attack_network
-        executed, score_M, inside_M = attack(config, Path(folder) / "run", quiet)
+        found = attack(config, folder.absolute(), say)
     # Of weights that are not finite the losses are not either.
-    score_M = np.nan_to_num(score_M, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
-    plan = plan or executed
-    bound = one_run_bound(score_M, inside_M, executed)
+    score_M = np.nan_to_num(found.score_M, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
+    plan, inside_M = plan or found.plan, found.inside_M
+    bound = one_run_bound(score_M, inside_M, found.plan)
     return {
         "format": FORMAT,
         "kind": "black-box",
+        "audit_id": audit_id,
         "passed": max(bound["epsilon_low"], bound["epsilon_low_of_plan"]) <= bound["epsilon"],
         "false_alarm": 2 * FALSE_ALARM,
         "recipe": config.recipe,
+        "model": config.model.kind,
         "plan": plan.to_dict(),
-        "executed": executed.to_dict(),
+        "executed": found.plan.to_dict(),
+        "steps_without_update": found.without_update,
         "bound": bound,
         "attack": figures(score_M, inside_M),
-        "limits": limits(executed),
+        "limits": limits(found.plan),
         "score_of_canary": score_M.tolist(),
         "canary_inside": inside_M.tolist(),
         "code_sha256": code_versions()["code_sha256"],
     }
+
+
+def in_progress(keep: Path) -> str | None:
+    """Return the ``audit_id`` of the audit that goes on in the folder; None if there is none."""
+    return _about(keep).get("audit_id")
+
+
+def forget(keep: Path) -> None:
+    """Remove the folder of an audit whose result is written."""
+    if keep.exists():
+        remove_folder(keep)
+
+
+def _begun(
+    config: RunConfig, plan: DPPlan | None, num_canaries: int, data: Path | None, folder: Path
+) -> tuple[RunConfig, str]:
+    """Make the records, or find those of an audit that was stopped. Return the config of the run on
+    them, and the audit's id.
+    """
+    asked = {
+        "folder": str(folder),
+        "config": public_settings(config),
+        "plan": None if plan is None else plan.to_dict(),
+        "canaries": num_canaries,
+        "data": None if data is None else str(data.absolute()),
+        "code_sha256": code_versions()["code_sha256"],
+    }
+    about = _about(folder)
+    if about.get("of") == json.loads(json.dumps(asked)):
+        return _on_canaries(config, plan, num_canaries, data, folder), about["audit_id"]
+    if any(folder.glob("*")):
+        remove_folder(folder)
+    folder.mkdir(exist_ok=True)
+    config = _on_canaries(config, plan, num_canaries, data, folder)
+    audit_id = secrets.token_hex(8)
+    write_json(folder / _ABOUT, {"audit_id": audit_id, "of": asked})
+    return config, audit_id
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = parse_json((folder / _ABOUT).read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def figures(score: np.ndarray, inside: np.ndarray) -> dict[str, float]:
@@ -156,8 +237,8 @@ def _check(config: RunConfig, num_canaries: int, data: Path | None) -> None:
 def _on_canaries(
     config: RunConfig, plan: DPPlan | None, num_canaries: int, public: Path | None, folder: Path
 ) -> RunConfig:
-    """Return the config of the run on the public store, or on a new one of scenes and canaries in
-    ``folder``.
+    """Return the config of the run on the public store, or on one of scenes and canaries in
+    ``folder``, which is made if it is not there.
     """
     model, data = config.model, config.data
     if isinstance(model, HeadConfig) and model.num_classes is None:
@@ -165,16 +246,19 @@ def _on_canaries(
         model = replace(model, num_classes=len(names or range(10)))
     if isinstance(model, CaptionerConfig):
         model = replace(model, vocab_size=min(model.vocab_size, _VOCABULARY))
-        words = train_tokenizer(scene_captions(_SENTENCES), model.vocab_size)
-        words.save(folder / "words.json")
+        if not (folder / _ABOUT).exists():
+            words = train_tokenizer(scene_captions(_SENTENCES), model.vocab_size)
+            words.save(folder / "words.json")
         data = replace(data, tokenizer=str(folder / "words.json"))
     declared = config.public_weights if isinstance(model, HeadConfig) else None
-    config = replace(config, model=model, init_from=None, public_weights=declared)
-    store = (
-        write_canaries(folder / "store", config, num_canaries, _OTHERS * num_canaries)
-        if public is None
-        else open_store(public)
+    save_s = min(config.hardware.checkpoint_every_s, _SAVE_EVERY_S)
+    hardware = replace(config.hardware, checkpoint_every_s=save_s)
+    config = replace(
+        config, model=model, init_from=None, public_weights=declared, hardware=hardware
     )
+    if public is None and not (folder / _ABOUT).exists():
+        write_canaries(folder / "store", config, num_canaries, _OTHERS * num_canaries)
+    store = open_store(public or folder / "store")
     data = replace(data, store=str(store.path), images="store")
     privacy = _privacy(config.privacy, plan, store.num_records)
     return replace(config, data=data, privacy=privacy)
@@ -192,20 +276,36 @@ def _privacy(asked: PrivacyConfig, plan: DPPlan | None, num: int) -> PrivacyConf
     return replace(on_records(plan, num), allow_weak_guarantee=True)
 
 
-def _attack_network(
-    config: RunConfig, root: Path, quiet: bool
-) -> tuple[DPPlan, np.ndarray, np.ndarray]:
-    """Train a network; return the plan that was executed, and the canaries' scores and coins. A
-    score is how much the training lowered the canary's loss.
-    """
-    with new_session(config, root) as session:
-        row_M = canary_rows(session.store)
-        inside_M = fair_coins(len(row_M))
+def _attack_network(config: RunConfig, folder: Path, say: Say) -> _Attacked:
+    """Train a network. A score is how much the training lowered the canary's loss."""
+    with _session(config, folder / "run") as session:
+        row_M, kept = canary_rows(session.store), folder / "canaries.json"
+        if not kept.exists():  # before the first step: the weights are the initial ones
+            coins, before = fair_coins(len(row_M)), _losses(session, row_M)
+            write_json(kept, {"inside": coins.tolist(), "loss_before": before.tolist()})
+        begun = parse_json(kept.read_bytes())
+        inside_M, before_M = np.array(begun["inside"]), np.array(begun["loss_before"])
         session.rows = np.setdiff1d(np.asarray(session.rows), row_M[~inside_M])
-        before_M = _losses(session, row_M)
-        if not fit(session, quiet=quiet):
-            raise RunStopped("audit: stopped by a signal. No result was written; start it again.")
-        return session.plan, before_M - _losses(session, row_M), inside_M
+        late: list[NotInTime] = []
+
+        def enough(steps: int) -> bool:
+            try:
+                say("black box, training steps", steps, session.plan.steps)
+            except NotInTime as error:
+                late.append(error)
+            return bool(late)
+
+        if not fit(session, quiet=True, enough=enough):
+            if late:
+                raise late[0]
+            raise RunStopped("audit: stopped by a signal. No result was written.")
+        lost = session.plan.steps - session.updates
+        return _Attacked(session.plan, before_M - _losses(session, row_M), inside_M, lost)
+
+
+def _session(config: RunConfig, root: Path) -> contextlib.AbstractContextManager[Session]:
+    """Open the audit's run, a new one or the one that was stopped."""
+    return new_session(config, root) if run_base(root) is None else resumed_session(root)
 
 
 def _losses(session: Session, row_M: np.ndarray) -> np.ndarray:
@@ -235,15 +335,13 @@ def _losses(session: Session, row_M: np.ndarray) -> np.ndarray:
     return total_M / min(steps, _KEYS)
 
 
-def _attack_head(
-    config: RunConfig, root: Path, quiet: bool
-) -> tuple[DPPlan, np.ndarray, np.ndarray]:
-    """The same of a head, by likelihood ratios; of a store without canaries, all records are
-    canaries.
+def _attack_head(config: RunConfig, folder: Path, say: Say) -> _Attacked:
+    """The same of a head, by likelihood ratios, with coins for each head; of a store without
+    canaries, all records are canaries.
     """
     # A finished run's settings are complete, and its plan's noise is given.
     given = config.privacy.noise_multiplier is not None
     made = prepare(config, make_plan(config.privacy) if given else None)
     stream, row_M = feature_stream(made), canary_rows(made.store)
     row_M = row_M if len(row_M) else np.arange(stream.num_records)
-    return made.plan, *attack_head(made, stream, row_M)
+    return _Attacked(made.plan, *attack_head(made, stream, row_M, folder, say))

@@ -6,7 +6,9 @@ Legend: N records, S shadow models.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.fit import fit_head
 from dpvision.adapt.prepare import Prepared
 from dpvision.adapt.release import Releases
+from dpvision.files import replacing
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.stream import Stream, new_key, subkey
 from dpvision.runs.run import Secrets
@@ -30,22 +33,41 @@ def fair_coins(num: int) -> np.ndarray:
 
 
 def attack_head(
-    made: Prepared, stream: FeatureStream, row_M: np.ndarray
+    made: Prepared,
+    stream: FeatureStream,
+    row_M: np.ndarray,
+    kept: Path,
+    say: Callable[[str, int, int], None],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Train a head, and shadow heads of the same kind, on public features; each of the records at
     ``row_M`` is included by a coin of its own in each.
 
+    Args:
+        kept: folder of the scores and coins of each head, which is not trained again if they are
+            there.
+        say: shows progress, after each head that was trained.
+
     Returns:
         Log-likelihood ratios of the first head's scores, float64 (M,), and its coins, bool.
     """
-    inside_SM, score_SM = [], []
-    for _ in range(SHADOWS + 1):
+    num = SHADOWS + 1
+    for i in range(num):
+        if (path := _of_head(kept, i)).exists():
+            continue
         inside_M = fair_coins(len(row_M))
         rows = np.setdiff1d(np.arange(stream.num_records), row_M[~inside_M])
-        score_SM.append(label_scores(trained_head(made, stream, rows, Secrets()), stream)[row_M])
-        inside_SM.append(inside_M)
-    ratio_M = likelihood_ratios(score_SM[0], np.array(score_SM[1:]), np.array(inside_SM[1:]))
-    return ratio_M, inside_SM[0]
+        score_M = label_scores(trained_head(made, stream, rows, Secrets()), stream)[row_M]
+        with replacing(path) as partial, partial.open("wb") as file:
+            np.save(file, np.stack([score_M, inside_M.astype(np.float64)]))
+        say("black box, heads", i + 1, num)
+    found = [np.load(_of_head(kept, i), allow_pickle=False) for i in range(num)]
+    score_SM, inside_SM = (np.array([one[j] for one in found]) for j in range(2))
+    inside_SM = inside_SM == 1
+    return likelihood_ratios(score_SM[0], score_SM[1:], inside_SM[1:]), inside_SM[0]
+
+
+def _of_head(kept: Path, number: int) -> Path:
+    return kept / f"head-{number:02d}.npy"
 
 
 def trained_head(made: Prepared, stream: FeatureStream, rows: np.ndarray, secrets: Secrets) -> Head:

@@ -27,14 +27,15 @@ def read_audits(root: Path, plan: DPPlan) -> list[dict[str, Any]]:
         PrivacyError: it is of another plan than ``plan``.
     """
     return [
-        _read(root, root / file, kind, plan)
+        read_audit(root / file, kind, plan)
         for kind, file in FILES.items()
         if (root / file).exists()
     ]
 
 
-def _read(root: Path, path: Path, kind: str, plan: DPPlan) -> dict[str, Any]:
-    again = f"`dpvision audit {root} --{kind}`"
+def read_audit(path: Path, kind: str, plan: DPPlan) -> dict[str, Any]:
+    """Return what a statement has of one kind of audit; raises as ``read_audits``."""
+    again = f"`dpvision audit {path.parent} --{kind}`"
     try:
         found = parse_json(path.read_bytes())
         audited = DPPlan.from_dict(found["plan"])
@@ -48,6 +49,7 @@ def _read(root: Path, path: Path, kind: str, plan: DPPlan) -> dict[str, Any]:
             "passed": found["passed"],
             **(_white_box(found) if kind == "white-box" else _black_box(found, audited)),
             "code_sha256": found["code_sha256"],
+            **_earlier(found.get("earlier", [])),
         }
     except (
         OSError,
@@ -68,6 +70,17 @@ def _read(root: Path, path: Path, kind: str, plan: DPPlan) -> dict[str, Any]:
             f"with {again}, or remove it."
         )
     return entry
+
+
+def _earlier(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many audits of this kind the file had the results of before, and how many of them
+    failed; nothing if there are none.
+    """
+    if not all(type(one["passed"]) is bool for one in found):
+        raise ValueError("earlier audits that neither passed nor failed")
+    if not found:
+        return {}
+    return {"earlier": {"audits": len(found), "failed": sum(not one["passed"] for one in found)}}
 
 
 def _white_box(found: dict[str, Any]) -> dict[str, Any]:

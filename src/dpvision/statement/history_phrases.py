@@ -46,6 +46,7 @@ ATTACKED = (
     "ROC curve was {auc:.3f}, where the plan allows {limit:.3f}. This model itself was not "
     "attacked."
 )
+AUDITED_BEFORE = "Earlier audits of this kind: {audits:,}, of which {failed:,} FAILED."
 TOKENIZER = (
     "Tokenizer: trained on text declared to be public or synthetic; the command that trains it "
     "refuses private stores. It is released with the weights. Captions were cleaned and "
@@ -218,6 +219,8 @@ def audits(runs: list[dict[str, Any]]) -> str:
             said.append(ATTACKED.format(**run, **words, **auc))
         else:
             said.append(AUDITED.format(**run, **words))
+        if "earlier" in run:
+            said.append(AUDITED_BEFORE.format(**run["earlier"]))
     return " ".join(said) or NO_AUDITS
 
 

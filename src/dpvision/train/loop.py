@@ -76,6 +76,7 @@ def fit(
     secrets: Secrets | None = None,
     quiet: bool = False,
     show_confidential: bool = False,
+    enough: Callable[[int], bool] = lambda steps: False,
 ) -> bool:
     """Train until the plan's steps are spent, or until SIGINT (Ctrl-C), SIGTERM or SIGUSR1 to any
     rank, or the end of torchrun's agent, asks to save and stop. The step in progress is finished if
@@ -85,9 +86,10 @@ def fit(
         quiet: print no progress.
         show_confidential: print loss and throughput of a private store even if standard error is
             not a terminal.
+        enough: called with the number of charged steps, after each step; True saves and stops.
 
     Returns:
-        True if the plan is complete, False if stopped by a signal (continue with --resume).
+        True if the plan is complete, False if stopped (continue with --resume).
 
     Raises:
         CheckpointError: a checkpoint cannot be written; earlier ones are untouched and the ledger
@@ -133,18 +135,20 @@ def fit(
                 stack.callback(gc.unfreeze)
                 settled = True
             clock = time.monotonic() - saved >= hardware.checkpoint_every_s
-            asked, due, failed = _any([stopping.asked(), clock, writer.failed], group)
-            if asked or due or failed:
+            flags = [stopping.asked(), enough(step + 1), clock, writer.failed]
+            asked, done, due, failed = _any(flags, group)
+            stop = asked or done
+            if stop or due or failed:
                 # Whether a step was abandoned depends on the time of its secret batch.
                 timed = not last and (abandoned or not asked)
                 with together(group, slow=f"written before {step}", doing=_WRITES):
                     writer.wait()
                 with together(group, slow=f"saved after {step}", doing=_WRITES):
-                    save(session, timed=timed, writer=None if asked or last else writer)
-                    if asked and not last and session.run is not None:
+                    save(session, timed=timed, writer=None if stop or last else writer)
+                    if stop and not last and session.run is not None:
                         session.run.folder.mark_stopped()
                 saved = time.monotonic()
-            if asked and not last:
+            if stop and not last:
                 if log is not None:
                     log.say("Saved and stopped as asked; go on with --resume.")
                 return False

@@ -1,0 +1,166 @@
+"""Black-box audits that are stopped and go on: the coins stay, what is made is not made again, and
+a process that is killed loses steps of which the result has the number.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dpvision.audit import lira
+from dpvision.audit.black_box import black_box, forget, in_progress
+from dpvision.audit.results import one_audit
+from dpvision.audit.time_given import NotInTime
+from dpvision.checkpoint import list_checkpoints
+from dpvision.config import RunConfig
+from dpvision.config.resolve import resolve
+from dpvision.errors import CheckpointError
+from dpvision.privacy.plan import DPPlan
+from dpvision.recipes import get_recipe
+
+from ..statement.runs import PRIVACY, make_run, make_store
+
+
+def until(last: int):
+    """Progress of an audit whose time is over after a step."""
+
+    def say(what: str, done: int, total: int) -> None:
+        if done >= last:
+            raise NotInTime(60.0)
+
+    return say
+
+
+def test_a_network_goes_on_where_its_time_was_over_with_the_same_coins(
+    config: RunConfig, plan: DPPlan, tmp_path: Path
+) -> None:
+    keep = tmp_path / "kept"
+    for last in (2, 4):
+        with pytest.raises(NotInTime):
+            black_box(config, plan, 20, say=until(last), keep=keep)
+        (newest,) = list_checkpoints(keep / "run")[-1:]
+        # Steps take as long as their secret batches are large.
+        assert newest == keep / "run" / "confidential" / "checkpoints" / f"step-{last:08d}"
+    coins = json.loads((keep / "canaries.json").read_text())["inside"]
+    steps: list[int] = []
+    begun = in_progress(keep)
+    found = black_box(config, plan, 20, say=lambda what, done, total: steps.append(done), keep=keep)
+    assert steps == [5, 6] and found["steps_without_update"] == 0
+    assert found["canary_inside"] == coins and found["audit_id"] == begun
+    ledger = (keep / "run" / "ledger.jsonl").read_text()
+    assert ledger.count('"kind":"step"') == found["plan"]["steps"] == 6, "each step is charged once"
+    # A crash before the result was written: the same result, not another one.
+    again = black_box(config, plan, 20, keep=keep)
+    assert again == found
+    forget(keep)
+    assert in_progress(keep) is None and not keep.exists()
+
+
+def test_an_audit_of_other_settings_does_not_go_on(
+    config: RunConfig, plan: DPPlan, tmp_path: Path
+) -> None:
+    keep = tmp_path / "kept"
+    for canaries in (20, 24):
+        with pytest.raises(NotInTime):
+            black_box(config, plan, canaries, say=until(1), keep=keep)
+        assert len(json.loads((keep / "canaries.json").read_text())["inside"]) == canaries
+    first = in_progress(keep)
+    keep.rename(tmp_path / "moved")
+    with pytest.raises(NotInTime):
+        black_box(config, plan, 24, say=until(1), keep=tmp_path / "moved")
+    assert in_progress(tmp_path / "moved") != first, "its store was elsewhere"
+
+
+def test_the_folder_of_a_stopped_audit_does_not_name_the_private_store(
+    config: RunConfig, plan: DPPlan, tmp_path: Path
+) -> None:
+    private = resolve(config, {"data.store": "/cohort/hiv-positive"})
+    with pytest.raises(NotInTime):
+        black_box(private, plan, 20, say=until(1), keep=tmp_path / "kept")
+    files = [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]
+    assert files and all(b"hiv-positive" not in path.read_bytes() for path in files)
+
+
+def test_heads_that_are_trained_are_not_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve(get_recipe("transfer.one_step"), {"model.encoder.spec": "pixels"})
+    rows: list[np.ndarray] = []
+    trained = lira.trained_head
+    monkeypatch.setattr(
+        lira,
+        "trained_head",
+        lambda made, stream, taken, keys: rows.append(taken) or trained(made, stream, taken, keys),
+    )
+    keep = tmp_path / "kept"
+    with pytest.raises(NotInTime):
+        black_box(config, None, 20, say=until(5), keep=keep)
+    before = {path.name: path.read_bytes() for path in keep.glob("head-*.npy")}
+    assert len(rows) == len(before) == 5
+    found = black_box(config, None, 20, keep=keep)
+    assert len(rows) == lira.SHADOWS + 1
+    assert all((keep / name).read_bytes() == data for name, data in before.items())
+    # The first head is the one that is attacked.
+    assert found["canary_inside"] == (np.load(keep / "head-00.npy")[1] == 1).tolist()
+    assert len(rows[0]) == 60 + sum(found["canary_inside"])
+
+
+def start(run: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dpvision", "audit", str(run), "--black-box", "--canaries", "20"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_steps(run: Path, num: int, process: subprocess.Popen) -> None:
+    log, end = run / "audit_black_box" / "run" / "progress.jsonl", time.monotonic() + 900
+    while not log.exists() or log.read_text().count("\n") < num:
+        assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_is_stopped_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+    make_store(tmp_path / "store")
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=PRIVACY)
+    keep, result = run / "audit_black_box", run / "audit_black_box.json"
+    process = start(run)
+    wait_for_steps(run, 3, process)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=900)
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 75 and "The same command goes on." in said
+    assert not result.exists() and keep.exists(), said
+    coins = json.loads((keep / "canaries.json").read_text())["inside"]
+    second = start(run)
+    said, _ = second.communicate(timeout=900)
+    assert second.returncode == 0, said
+    found = json.loads(result.read_text())
+    assert found["canary_inside"] == coins and not keep.exists()
+    lost = found["steps_without_update"]
+    assert lost >= 3 if number == signal.SIGKILL else lost == 0
+    assert (f"{lost} steps were lost" in said) == (number == signal.SIGKILL)
+    assert "earlier" not in found
+
+
+def test_two_audits_of_one_run_at_once_are_refused(tmp_path: Path) -> None:
+    with (
+        one_audit(tmp_path),
+        pytest.raises(CheckpointError, match="audited by another process"),
+        one_audit(tmp_path),
+    ):
+        pass
+    with one_audit(tmp_path):
+        pass
