@@ -382,8 +382,8 @@ def _black_box_text(result: dict[str, Any]) -> str:
 def _failed(what: str, false_alarm: float) -> str:
     return (
         f"FAILED: {what}. Do not train with it. By chance alone a correct mechanism fails at most "
-        f"one audit in {int(1 / false_alarm):,}: audit again, with fresh noise. A fault fails "
-        "again."
+        f"one audit in {int(1 / false_alarm):,}: audit again, with fresh noise (a run with "
+        "--again). A fault fails again."
     )
 
 
