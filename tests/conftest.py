@@ -29,7 +29,8 @@ _KEYS: dict[str, Any] = {"of": "", "drawn": 0, "pid": os.getpid()}
 
 def _key_bytes(size: int) -> bytes:
     """Bytes in place of the operating system's: other ones at each call, the same in each run, so
-    that a check with a false alarm of one in a thousand does not fail one run in a thousand.
+    that a check with a false alarm of one in a thousand does not fail one run in a thousand. A test
+    whose keys cause one gets others with another name.
     """
     _KEYS["drawn"] += 1
     forked = os.getpid() if os.getpid() != _KEYS["pid"] else ""

@@ -140,7 +140,7 @@ def test_what_does_not_fit_the_time_is_left_out_with_the_time_that_it_needs(
     assert 1790 < left_out["left_s"] <= 1800
 
 
-def test_a_signal_in_one_part_leaves_the_result_of_the_part_before(
+def test_a_signal_in_the_second_part_leaves_the_result_of_the_first(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*_: object, **__: object) -> None:
