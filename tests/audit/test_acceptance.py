@@ -215,3 +215,11 @@ def test_other_draws_are_refused() -> None:
     assert "draws" in refused(coins(50, 300, 0.15, 4))
     assert checks_of(np.ones((3, 5), dtype=bool), 1.0)["draws"].passed
     assert not checks_of(np.arange(15).reshape(3, 5) > 0, 1.0)["draws"].passed
+
+
+def test_one_step_of_fair_coins_is_no_fault() -> None:
+    """Each record is in it or not: at a rate of 1/2 both are as far from the mean."""
+    for seed in range(5):
+        drawn_1N = coins(1, 500, 0.5, seed)
+        found = sampling_checks(drawn_1N.sum(1), drawn_1N.sum(0), 0.5)
+        assert all(check.passed for check in found.values())

@@ -3,6 +3,7 @@ it makes of the real step.
 """
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from scipy import stats
 
 from dpvision.audit import bound
-from dpvision.audit.acceptance import FALSE_ALARM
+from dpvision.audit.acceptance import FALSE_ALARM, Check
 from dpvision.audit.bound import (
     AIM,
     FLOOR,
@@ -22,6 +23,7 @@ from dpvision.audit.bound import (
     log_ratio,
     lower_bound,
     num_scores,
+    step_checks,
     wilson_low,
 )
 from dpvision.config import PrivacyConfig, RunConfig
@@ -204,3 +206,36 @@ def test_batches_of_one_size_are_refused(
     long = draft_plan(PrivacyConfig(**{**vars(config.privacy), "steps": 12}))
     found = lower_bound(config, long, ALONE, lambda *_: None)
     assert not found["checks"]["batch_sizes"]["passed"]
+
+
+def steps_of(num: int, steps: int, rng: np.random.Generator) -> np.ndarray:
+    return rng.standard_normal((steps, num))
+
+
+def step_figures(noise_TN: np.ndarray) -> dict[str, Check]:
+    direction_TN = noise_TN / np.linalg.norm(noise_TN, axis=1, keepdims=True)
+    like_T = (direction_TN[1:] * direction_TN[:-1]).sum(1)
+    return step_checks(np.square(noise_TN).sum(1), like_T, noise_TN.shape[1])
+
+
+def test_the_checks_of_each_step_refuse_correct_noise_as_rarely_as_stated(monkeypatch) -> None:
+    monkeypatch.setattr(bound, "RARE_ALARM", 0.05)
+    rng, refused = np.random.default_rng(0), Counter[str]()
+    for _ in range(2000):
+        checks = step_figures(steps_of(40, 10, rng))
+        refused.update(name for name, check in checks.items() if not check.passed)
+    limit = 0.05 * 2000 + 4 * math.sqrt(0.05 * 0.95 * 2000)
+    assert 50 < refused["step_noise"] < limit and 50 < refused["repeated_noise"] < limit
+
+
+@pytest.mark.parametrize("step", [0, 1, 200, 399])
+def test_one_step_with_another_noise_is_found(step: int) -> None:
+    noise_TN = steps_of(1000, 400, np.random.default_rng(step))
+    assert all(check.passed for check in step_figures(noise_TN).values())
+    for factor in (0.01, 0.75, 1.3):
+        changed = noise_TN.copy()
+        changed[step] *= factor
+        assert not step_figures(changed)["step_noise"].passed
+    again = noise_TN.copy()
+    again[step] = 2.0 * again[step - 1] if step else 0.5 * again[1]
+    assert not step_figures(again)["repeated_noise"].passed

@@ -65,16 +65,21 @@ def test_a_network_goes_on_where_its_time_was_over_with_the_same_coins(
 def test_an_audit_of_other_settings_does_not_go_on(
     config: RunConfig, plan: DPPlan, tmp_path: Path
 ) -> None:
-    keep = tmp_path / "kept"
-    for canaries in (20, 24):
-        with pytest.raises(NotInTime):
-            black_box(config, plan, canaries, say=until(1), keep=keep)
-        assert len(json.loads((keep / "canaries.json").read_text())["inside"]) == canaries
-    first = in_progress(keep)
-    keep.rename(tmp_path / "moved")
+    """Nor is it dropped, or whoever looked at its coins and weights could begin anew."""
+    keep, link, moved = (tmp_path / name for name in ("kept", "link", "moved"))
     with pytest.raises(NotInTime):
-        black_box(config, plan, 24, say=until(1), keep=tmp_path / "moved")
-    assert in_progress(tmp_path / "moved") != first, "its store was elsewhere"
+        black_box(config, plan, 20, say=until(1), keep=keep)
+    first, coins = in_progress(keep), (keep / "canaries.json").read_bytes()
+    with pytest.raises(CheckpointError, match="or remove the folder to give it up"):
+        black_box(config, plan, 24, say=until(1), keep=keep)
+    link.symlink_to(keep)
+    with pytest.raises(NotInTime):
+        black_box(config, plan, 20, say=until(1), keep=link)
+    assert in_progress(keep) == first and (keep / "canaries.json").read_bytes() == coins
+    keep.rename(moved)
+    with pytest.raises(CheckpointError, match="other settings, code or place"):
+        black_box(config, plan, 20, say=until(1), keep=moved)
+    assert in_progress(moved) == first
 
 
 def test_the_folder_of_a_stopped_audit_does_not_name_the_private_store(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dpvision.audit
-from dpvision.audit import acceptance, bound
+from dpvision.audit import acceptance, black_box, bound, finished_run
 from dpvision.audit.time_given import NotInTime
 from dpvision.cli import main
 from dpvision.errors import RunStopped
@@ -60,13 +60,13 @@ def test_a_fault_ends_with_status_1(
     assert stopped.value.code == 1
     said = capsys.readouterr().out
     assert "FAILED: what runs is not the mechanism of the plan. Do not train with it." in said
-    assert "fails at most one audit in 188: audit again" in said
+    assert "fails at most one audit in 181: audit again" in said
     made = json.loads((run / "audit.json").read_text())
     checks = [made["bound"], *made["bound"]["checks"].values()]
     checks += [made["mechanism"][name] for name in ("noise", "shift", "parameter")]
     assert made["false_alarm"] == pytest.approx(sum(check["false_alarm"] for check in checks))
-    # Of full batches six checks, three of them of all steps, and the two sides of the bound.
-    assert made["false_alarm"] == pytest.approx(5 * 1e-3 + 3 * 1e-4)
+    # Of full batches eight checks, five of them of all steps, and the two sides of the bound.
+    assert made["false_alarm"] == pytest.approx(5 * 1e-3 + 5 * 1e-4)
 
 
 def test_a_result_is_not_made_again_unless_asked_and_then_all_are_stated(
@@ -122,10 +122,7 @@ def test_a_damaged_result_is_written_anew(run: Path) -> None:
 def test_what_does_not_fit_the_time_is_left_out_with_the_time_that_it_needs(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(*_: object, **__: object) -> None:
-        raise NotInTime(5700.0)
-
-    monkeypatch.setattr(dpvision.audit, "black_box", slow)
+    monkeypatch.setattr(dpvision.audit, "black_box", late)
     assert main(["audit", str(run), "--minutes", "30"]) == 0
     said = capsys.readouterr().out
     assert "Passed. The bound is model-based" in said
@@ -154,10 +151,45 @@ def test_a_signal_in_the_second_part_leaves_the_result_of_the_first(
     assert "Passed. The bound is model-based" in said.out
     assert "Stopped by a signal. The same command goes on." in said.err
     made = json.loads((run / "audit.json").read_text())
+    made["mechanism"]["noise"]["high"] = 0.5
     write_json(run / "audit.json", made | {"passed": False})
     with pytest.raises(SystemExit) as status:
         main(["audit", str(run)])
     assert status.value.code == 1, "a part failed, whatever came after it"
+
+
+def test_what_is_asked_in_vain_is_refused_before_anything_is_made(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no recipe's result is taken for a run's, nor a run's kept elsewhere."""
+    of_recipe = ["audit", "--recipe", "vip.micro", "--white-box", "--out"]
+    for argv, said in (
+        (["audit", str(run), "--white-box", "--out", "o.json"], "kept in its folder"),
+        (["audit", str(run), "--canaries", "5"], "canaries=5"),
+        ([*of_recipe, str(run / "audit.json")], "lies in the folder of a run"),
+        ([*of_recipe, "nowhere/a.json"], "a folder that exists"),
+        ([*of_recipe, str(tmp_path)], "expected a file"),
+    ):
+        assert main(argv) == 2
+        assert said in capsys.readouterr().err
+    assert not list(run.glob("audit*")) and not list(Path().glob("*.json"))
+
+
+@pytest.mark.parametrize("hostile", ["{", "[]", '{"inside": [1], "loss_before": [0]}'])
+def test_a_damaged_audit_in_progress_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hostile: str
+) -> None:
+    make_store(tmp_path / "store")
+    privacy = replace(PRIVACY, steps=3, noise_multiplier=3.0)
+    run = make_run(tmp_path / "run", tmp_path / "store", privacy=privacy, charged=3)
+    config, plan = finished_run(run)
+    with pytest.raises(NotInTime):
+        black_box(config, plan, 20, say=late, keep=run / "audit_black_box")
+    for name in ("canaries.json", "about.json"):
+        (run / "audit_black_box" / name).write_text(hostile)
+        assert main(["audit", str(run), "--black-box", "--canaries", "20"]) == 2
+        said = capsys.readouterr().err
+        assert str(run / "audit_black_box") in said and "Traceback" not in said
 
 
 def test_without_time_nothing_begins(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,6 +199,10 @@ def test_without_time_nothing_begins(run: Path, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert said.count("left out, no time is left") == 2
     assert not list(run.glob("audit*"))
+
+
+def late(*_: object, **__: object) -> None:
+    raise NotInTime(5700.0)
 
 
 def test_an_audit_that_was_begun_after_a_result_is_finished_before_it_is_shown(
@@ -180,8 +216,11 @@ def test_an_audit_that_was_begun_after_a_result_is_finished_before_it_is_shown(
     assert main(asked) == 0
     first = json.loads((run / "audit_black_box.json").read_text())
     assert main(asked) == 0 and "Made before" in capsys.readouterr().out
-    (run / "audit_black_box").mkdir()
-    write_json(run / "audit_black_box" / "about.json", {"audit_id": "another", "of": {}})
+    config, plan = finished_run(run)
+    with pytest.raises(NotInTime):
+        black_box(config, plan, 20, say=late, keep=run / "audit_black_box")
+    assert main([*asked[:-1], "24"]) == 2
+    assert "in progress with other settings" in capsys.readouterr().err
     assert main(asked) == 0
     second = json.loads((run / "audit_black_box.json").read_text())
     assert second["audit_id"] != first["audit_id"] and len(second["earlier"]) == 1

@@ -1,6 +1,7 @@
 """The audit of a run's plan in its statement."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,30 @@ from dpvision.statement.verify import verify_statement
 
 def audit_of(run: Path, **more: Any) -> dict[str, Any]:
     """What `dpvision audit RUN` writes, as far as statements read it."""
+    least = 0.9 if more.get("passed", True) else 0.99
     return {
         "format": FORMAT,
         "kind": "white-box",
         "passed": True,
         "plan": read_ledger(run / "ledger.jsonl").plan.to_dict(),
-        "mechanism": {"noise": {"value": 0.985}, "shift": {"value": 1.02}, "scores": 1000},
-        "bound": {"epsilon_low": 1.2399, "confidence": 0.999, "scores": 3300},
+        "mechanism": {
+            "noise": {
+                "value": 0.985,
+                "low": least,
+                "high": 1.1,
+            },
+            "shift": {"value": 1.02, "low": 0.5, "high": 1.5},
+            "parameter": {"value": 1.01, "low": 0.9, "high": 1.1},
+            "scores": 1000,
+        },
+        "bound": {
+            "epsilon_low": 1.2399,
+            "floor": 1.0,
+            "epsilon": read_ledger(run / "ledger.jsonl").plan.epsilon,
+            "checks": {"all_noise": {"value": 1.0, "low": 0.9, "high": 1.1}},
+            "confidence": 0.999,
+            "scores": 3300,
+        },
         "ranks": 1,
         "code_sha256": "0" * 64,
     } | more
@@ -60,6 +78,34 @@ def black_box_of(run: Path, **more: Any) -> dict[str, Any]:
         "canary_inside": inside_M.tolist(),
     }
     return audit_of(run, **(attacked | more))
+
+
+def test_a_white_box_that_does_not_follow_from_its_checks_is_refused(
+    copy_of: Callable[[], Path],
+) -> None:
+    run = copy_of()
+    made, failed = audit_of(run), audit_of(run, passed=False)
+    bound = made["bound"]
+    forged: list[dict[str, Any]] = [
+        made | {"passed": False},
+        failed | {"passed": True},
+        made | {"bound": bound | {"epsilon_low": 50.0}},
+        made | {"bound": bound | {"epsilon_low": 50.0, "epsilon": 60.0}},
+        made | {"bound": bound | {"epsilon_low": 0.5}},
+        made | {"bound": bound | {"checks": {"draws": {"value": 2.0, "low": 0.9, "high": 1.1}}}},
+        made | {"bound": bound | {"checks": {"draws": {"value": 1.0}}}},
+    ]
+    for one in (made, failed):
+        write_json(run / "audit.json", one)
+        make_statement(run)
+    for one in forged:
+        write_json(run / "audit.json", one)
+        with pytest.raises(CheckpointError, match=r"audit\.json cannot be read"):
+            make_statement(run)
+    (run / "audit.json").unlink()
+    os.mkfifo(run / "audit.json")
+    with pytest.raises(CheckpointError, match="not a file"):
+        make_statement(run)
 
 
 def test_a_black_box_whose_figures_do_not_follow_is_refused(copy_of: Callable[[], Path]) -> None:

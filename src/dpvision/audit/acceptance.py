@@ -184,7 +184,7 @@ def _spread(counts: np.ndarray, coins: int, rate: float) -> Check:
     """
     variance = coins * rate * (1 - rate)
     ratio = float(np.square(counts - coins * rate).mean() / variance)
-    scale = 1 + (1 / variance - 6 / coins) / 2  # 1 + excess kurtosis / 2
+    scale = max(1 + (1 / variance - 6 / coins) / 2, 1e-9)  # 1 + excess kurtosis / 2; 0 of one coin
     degrees = len(counts) / scale
     low, high = stats.chi2.ppf([RARE_ALARM / 2, 1 - RARE_ALARM / 2], degrees) / degrees
     # A few whole numbers are all equal by chance more often than that law has it.

@@ -39,7 +39,7 @@ from dpvision.data.keys import StepKey
 from dpvision.data.loader import physical_batches
 from dpvision.data.open import open_store
 from dpvision.data.tokenizer import scene_captions, train_tokenizer
-from dpvision.errors import ConfigError, RunStopped
+from dpvision.errors import CheckpointError, ConfigError, RunStopped
 from dpvision.files import remove_folder, write_json
 from dpvision.privacy.coin_guesses import FALSE_ALARM
 from dpvision.privacy.composition import curve
@@ -109,16 +109,17 @@ def black_box(
         DataError: the store does not fit the head.
         NotInTime: from ``say``. RunStopped: by a signal.
     """
-    _check(config, num_canaries, data)
+    check_settings(config, num_canaries, data)
     with contextlib.ExitStack() as stack:
         folder = keep
         if folder is None:
             folder = Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="dpvision-audit-"))
             )
-        config, audit_id = _begun(config, plan, num_canaries, data, folder.absolute())
+        folder = folder.resolve()
+        config, audit_id = _begun(config, plan, num_canaries, data, folder)
         attack = _attack_head if isinstance(config.model, HeadConfig) else _attack_network
-        found = attack(config, folder.absolute(), say)
+        found = attack(config, folder, say)
     # Of weights that are not finite the losses are not either.
     score_M = np.nan_to_num(found.score_M, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
     plan, inside_M = plan or found.plan, found.inside_M
@@ -145,7 +146,7 @@ def black_box(
 
 def in_progress(keep: Path) -> str | None:
     """Return the ``audit_id`` of the audit that goes on in the folder; None if there is none."""
-    return _about(keep).get("audit_id")
+    return (_about(keep) or {}).get("audit_id")
 
 
 def forget(keep: Path) -> None:
@@ -169,7 +170,13 @@ def _begun(
         "code_sha256": code_versions()["code_sha256"],
     }
     about = _about(folder)
-    if about.get("of") == json.loads(json.dumps(asked)):
+    if about is not None:
+        if about.get("of") != json.loads(json.dumps(asked)) or "audit_id" not in about:
+            raise CheckpointError(
+                f"audit: {folder} has a black box in progress with other settings, code or place, "
+                "whose coins are drawn; expected it to be finished, because of several audits none "
+                "is chosen. Repeat its command, or remove the folder to give it up."
+            )
         return _on_canaries(config, plan, num_canaries, data, folder), about["audit_id"]
     if any(folder.glob("*")):
         remove_folder(folder)
@@ -180,7 +187,10 @@ def _begun(
     return config, audit_id
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def _about(folder: Path) -> dict[str, Any] | None:
+    """Return what an audit in progress is of; None if none was begun, empty if it is damaged."""
+    if not (folder / _ABOUT).exists():
+        return None
     with contextlib.suppress(OSError, ValueError):
         found = parse_json((folder / _ABOUT).read_bytes())
         return found if isinstance(found, dict) else {}
@@ -206,7 +216,7 @@ def limits(plan: DPPlan) -> dict[str, float]:
     }
 
 
-def _check(config: RunConfig, num_canaries: int, data: Path | None) -> None:
+def check_settings(config: RunConfig, num_canaries: int, data: Path | None) -> None:
     if num_canaries < _FEWEST:
         raise ConfigError(
             f"audit: canaries={num_canaries}; expected at least {_FEWEST}. Use --canaries 500."
@@ -283,8 +293,7 @@ def _attack_network(config: RunConfig, folder: Path, say: Say) -> _Attacked:
         if not kept.exists():  # before the first step: the weights are the initial ones
             coins, before = fair_coins(len(row_M)), _losses(session, row_M)
             write_json(kept, {"inside": coins.tolist(), "loss_before": before.tolist()})
-        begun = parse_json(kept.read_bytes())
-        inside_M, before_M = np.array(begun["inside"]), np.array(begun["loss_before"])
+        inside_M, before_M = _kept(kept, len(row_M))
         session.rows = np.setdiff1d(np.asarray(session.rows), row_M[~inside_M])
         late: list[NotInTime] = []
 
@@ -301,6 +310,19 @@ def _attack_network(config: RunConfig, folder: Path, say: Say) -> _Attacked:
             raise RunStopped("audit: stopped by a signal. No result was written.")
         lost = session.plan.steps - session.updates
         return _Attacked(session.plan, before_M - _losses(session, row_M), inside_M, lost)
+
+
+def _kept(path: Path, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return coins and first losses of ``num`` canaries, from the file of an audit in progress."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = parse_json(path.read_bytes(), nan=True)
+        inside_M, before_M = np.array(found["inside"]), np.array(found["loss_before"], float)
+        if inside_M.dtype == bool and inside_M.shape == before_M.shape == (num,):
+            return inside_M, before_M
+    raise CheckpointError(
+        f"audit: {path} cannot be read; expected the coins and losses of {num} canaries. Remove "
+        f"the folder {path.parent} to give this audit up."
+    )
 
 
 def _session(config: RunConfig, root: Path) -> contextlib.AbstractContextManager[Session]:

@@ -109,12 +109,16 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
     run = weights_run(config, on_records(plan, num), num, group)
     made, score = run.training.plan, np.zeros(2 * num)
     size_T, count_M = [], np.zeros(num, dtype=np.int64)
-    moved = squares = 0.0
+    moved, before = 0.0, None
+    square_T, like_T = list[float](), list[float]()
     assert made.epsilon is not None, "a plan with a guarantee"
     for step, (released, drawn_M) in enumerate(run.steps()):
         inside, outside = np.split(released[: 2 * num], 2)
         moved += float(inside[drawn_M].sum())
-        squares += float(np.square(outside / made.noise.std(step)).sum())
+        square_T.append(float(np.square(outside / made.noise.std(step)).sum()))
+        direction = outside / np.linalg.norm(outside)
+        like_T += [] if before is None else [float(direction @ before)]
+        before = direction
         score += log_ratio(released[: 2 * num] / (made.max_grad_norm or 1.0), made, step)
         size_T.append(int(drawn_M.sum()))
         count_M += drawn_M
@@ -125,8 +129,9 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
     scores = num * made.steps
     checks = {
         "all_noise": Check(
-            math.sqrt(squares / scores), *noise_interval(scores, RARE_ALARM), RARE_ALARM
+            math.sqrt(sum(square_T) / scores), *noise_interval(scores, RARE_ALARM), RARE_ALARM
         ),
+        **step_checks(np.array(square_T), np.array(like_T), num),
         **shift_check(moved / float(run.clipped_NP[0, 0]), int(count_M.sum()), made),
         **sampling_checks(np.array(size_T), count_M, made.sample_rate),
     }
@@ -145,6 +150,25 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
         "area_low": least_area,
         "checks": {name: check.to_dict() for name, check in checks.items()},
     }
+
+
+def step_checks(square_T: np.ndarray, like_T: np.ndarray, num: int) -> dict[str, Check]:
+    """Check the noise of each step by itself, and that no step has the noise of the one before.
+
+    Args:
+        square_T: sum of the squares of ``num`` normal numbers, in standard deviations of the plan.
+        like_T: cosine between these numbers of each step but the first and those before.
+    """
+    tail_T = np.minimum(stats.chi2.cdf(square_T, num), stats.chi2.sf(square_T, num))
+    least = math.sqrt(square_T[np.argmin(tail_T)] / num)
+    interval = noise_interval(num, RARE_ALARM / len(square_T))
+    checks = {"step_noise": Check(least, *interval, RARE_ALARM)}
+    if len(like_T):
+        half = (num - 1) / 2  # (1 + cosine) / 2 has a beta law
+        reach = 2 * float(stats.beta.isf(RARE_ALARM / 2 / len(like_T), half, half)) - 1
+        most = float(like_T[np.argmax(np.abs(like_T))])
+        checks["repeated_noise"] = Check(most, -reach, reach, RARE_ALARM)
+    return checks
 
 
 def shift_check(moved: float, draws: int, plan: DPPlan) -> dict[str, Check]:

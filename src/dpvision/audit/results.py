@@ -7,6 +7,7 @@ result that is there is not made again, unless that is asked for; then the file 
 import contextlib
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def one_audit(run: Path) -> Iterator[None]:
     descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in run.glob(f".{KEEP}.partial-*"):  # of an audit that was killed at its end
+            shutil.rmtree(left, ignore_errors=True)
         yield
     except BlockingIOError:
         raise CheckpointError(

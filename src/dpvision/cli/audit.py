@@ -3,7 +3,9 @@
 import contextlib
 import math
 import os
+import signal
 import sys
+import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ from dpvision.config import HeadConfig, RunConfig
 from dpvision.config.resolve import resolve
 from dpvision.errors import CheckpointError, ConfigError, RunStopped
 from dpvision.privacy.printed import down, duration, up, up_delta
-from dpvision.runs.folder import STOPPED
+from dpvision.runs.folder import STOPPED, run_base
 
 if TYPE_CHECKING:
     from dpvision.audit.time_given import Pace, TimeGiven
@@ -29,6 +31,8 @@ _CHECKS = {
     "shift": "canary's shift, in clipping norms",
     "parameter": "noise in one parameter",
     "all_noise": "noise, all steps",
+    "step_noise": "noise in one step",
+    "repeated_noise": "likeness to the step before",
     "all_shift": "canary's shift, all steps",
     "draws": "records drawn, of those expected",
     "batch_sizes": "spread of the batches' sizes",
@@ -104,8 +108,8 @@ def audit(
         data: Black box of a head: a public store with labels, whose records are the canaries.
         epsilon: With --recipe: another target epsilon.
         steps: With --recipe: another number of steps.
-        out: File of the result of one kind of audit; if omitted, audit.json or
-            audit_black_box.json in the run's folder, or with --recipe in the current one.
+        out: With --recipe: file of the result of one kind of audit; if omitted, audit.json or
+            audit_black_box.json in the current folder. A run's results are in its folder.
         json: Print JSON.
     """
     if (run is None) == (recipe is None):
@@ -149,6 +153,11 @@ def audit(
         )
         if wanted
     ]
+    if run is not None and out is not None:
+        raise ConfigError(
+            f"audit: out={out} with the run {run}; expected none: a run's results are kept in its "
+            "folder, all of them. Drop --out; copy the file afterwards."
+        )
     if out is not None and len(kinds) > 1:
         raise ConfigError(
             f"audit: out={out} with two kinds of audit; expected one. Add --white-box or "
@@ -160,8 +169,19 @@ def audit(
     from dpvision.audit.time_given import TimeGiven
 
     of = _Of(config, run, plan, canaries, data, out, again)
+    for kind in kinds:
+        _check_file(of, kind)
+    if "black-box" in kinds:
+        from dpvision.audit.black_box import check_settings
+
+        check_settings(config, canaries, data)
     time_given = TimeGiven(math.inf if minutes is None else 60 * minutes)
-    with contextlib.nullcontext() if run is None or not _is_main() else one_audit(run):
+    with contextlib.ExitStack() as stack:
+        if run is not None and _is_main():
+            stack.enter_context(one_audit(run))
+        if threading.current_thread() is threading.main_thread():  # as Ctrl-C
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            stack.callback(signal.signal, signal.SIGTERM, before)
         made, left_out, stopped = _audit_parts(of, kinds, time_given)
     if _is_main():
         result: Any = {"audits": [result for result, _ in made]}
@@ -170,7 +190,7 @@ def audit(
         elif len(made) == 1:
             result = made[0][0]
         texts = [text for _, text in made] + [_left_out_text(one, run) for one in left_out]
-        if made and run is not None and out is None:
+        if made and run is not None:
             texts.append("Next:\n" + f"  dpvision report {run}")
         emit(result, json, "\n\n".join(texts))
         if stopped:
@@ -199,6 +219,21 @@ class _Of:
         from dpvision.statement.audits import FILES
 
         return self.out or (self.run or Path()) / FILES[kind]
+
+
+def _check_file(of: _Of, kind: str) -> None:
+    """Refuse a file of a recipe's result that cannot be written, or would be taken for a run's."""
+    path = of.file(kind)
+    if of.run is None and run_base(path.parent) is not None:
+        raise ConfigError(
+            f"audit: {path} lies in the folder of a run, which is not what is audited; expected "
+            "another folder. Add --out, or audit the run."
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(
+            f"audit: out={path}; expected a file in a folder that exists. Make the folder, or name "
+            "a file."
+        )
 
 
 def _check_ranks(world_size: str, kinds: list[str], minutes: float | None) -> None:
@@ -247,7 +282,7 @@ def _audit_parts(
         except NotInTime as late:
             left_out.append({"kind": kind, "needed_s": late.needed_s, "left_s": given.left_s})
             continue
-        except RunStopped:
+        except (RunStopped, KeyboardInterrupt):
             return made, left_out, True
         made.append((result, f"{_TEXTS[kind](result)}\nResult: {of.file(kind)}"))
     return made, left_out, False
@@ -285,11 +320,12 @@ def _made_before(of: _Of, kind: str) -> tuple[dict[str, Any], str] | None:
         return None
     try:
         text = _TEXTS[kind](found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
             f"audit: {of.file(kind)} cannot be read ({error!r}); expected a file of `dpvision "
             "audit`. Remove it, and audit again."
         ) from None
+    text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
     return found, f"{text}\nMade before, not again: {of.file(kind)} (--again makes another)"
 
 
@@ -299,11 +335,10 @@ def _left_out_text(part: dict[str, Any], run: Path | None) -> str:
     if needed_s is None:
         return f"{_WORDS[kind]}: left out, no time is left. {more}."
     goes_on = " It goes on from there." if kind == "black-box" and run is not None else ""
-    fewer = " Fewer --canaries take less time." if kind == "black-box" else ""
     return (
         f"{_WORDS[kind]}: left out. It needs {duration(needed_s)} more by the speed of its steps, "
         f"and {duration(part['left_s'])} were left. {more} --minutes "
-        f"{math.ceil(1.1 * needed_s / 60)}, or without --minutes.{goes_on}{fewer}"
+        f"{math.ceil(1.1 * needed_s / 60)}, or without --minutes.{goes_on}"
     )
 
 

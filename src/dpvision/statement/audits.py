@@ -37,6 +37,8 @@ def read_audit(path: Path, kind: str, plan: DPPlan) -> dict[str, Any]:
     """Return what a statement has of one kind of audit; raises as ``read_audits``."""
     again = f"`dpvision audit {path.parent} --{kind}`"
     try:
+        if not path.is_file():
+            raise ValueError("not a file")
         found = parse_json(path.read_bytes())
         audited = DPPlan.from_dict(found["plan"])
         if found["format"] != FORMAT or found["kind"] != kind:
@@ -47,7 +49,7 @@ def read_audit(path: Path, kind: str, plan: DPPlan) -> dict[str, Any]:
         entry = {
             "kind": kind,
             "passed": found["passed"],
-            **(_white_box(found) if kind == "white-box" else _black_box(found, audited)),
+            **(_white_box if kind == "white-box" else _black_box)(found, audited),
             "code_sha256": found["code_sha256"],
             **_earlier(found.get("earlier", [])),
         }
@@ -83,8 +85,15 @@ def _earlier(found: list[dict[str, Any]]) -> dict[str, Any]:
     return {"earlier": {"audits": len(found), "failed": sum(not one["passed"] for one in found)}}
 
 
-def _white_box(found: dict[str, Any]) -> dict[str, Any]:
+def _white_box(found: dict[str, Any], plan: DPPlan) -> dict[str, Any]:
     mechanism, bound = found["mechanism"], found["bound"]
+    checks = [mechanism[name] for name in ("noise", "shift", "parameter")]
+    passed = bound["floor"] <= bound["epsilon_low"] <= bound["epsilon"] and all(
+        one["low"] <= one["value"] <= one["high"] for one in [*checks, *bound["checks"].values()]
+    )
+    same = math.isclose(bound["epsilon"], plan.epsilon or 0.0, rel_tol=0.01)
+    if found["passed"] != passed or not same:
+        raise ValueError("figures that do not follow from the checks, or another epsilon")
     return {
         "noise": float(mechanism["noise"]["value"]),
         "shift": float(mechanism["shift"]["value"]),
