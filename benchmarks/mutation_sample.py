@@ -85,10 +85,14 @@ MORE = {
     ),
     "privacy/accountant.py": (
         *(TOTALS[0], PLAN[2]),
+        f"{ACCOUNTANT}::test_the_rates_of_one_pair_are_those_of_its_two_lines",
         f"{ACCOUNTANT}::test_a_units_epsilon_is_at_most_a_thousandth_above_that_of_a_finer_grid",
     ),
     "privacy/composition.py": TOTALS[:1],
-    "privacy/ledger.py": LEDGER[:1],
+    "privacy/ledger.py": (
+        *LEDGER[:1],
+        "attacks/test_lineage.py::test_an_entry_taken_out_of_a_manifest_is_noticed",
+    ),
     "privacy/ledger_format.py": LEDGER[:1],
     "dp/clip.py": (
         f"{CLIP[0]}::test_unknown_settings_are_refused",

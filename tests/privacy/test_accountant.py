@@ -229,6 +229,21 @@ def test_the_area_under_the_roc_curve_is_that_of_the_gaussian_and_never_below(no
     assert exact <= found <= exact + 1e-3
 
 
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize("delta", [0.0, 0.1])
+def test_the_rates_of_one_pair_are_those_of_its_two_lines(epsilon: float, delta: float) -> None:
+    """By the definition: tpr <= e^epsilon fpr + delta, and 1 - fpr <= e^epsilon (1 - tpr) + delta.
+    So of all rates on a grid the largest that keeps both is the result.
+    """
+    grid_T = np.linspace(0, 1, 100_001)
+    for fpr in (0.0, 0.01, 0.3, 0.5, 0.9, 1.0):
+        fits = (grid_T <= math.exp(epsilon) * fpr + delta + 1e-12) & (
+            1 - fpr <= math.exp(epsilon) * (1 - grid_T) + delta + 1e-12
+        )
+        found = accountant.tpr_of_profile(np.array([epsilon]), np.array([delta]), fpr)
+        assert found == pytest.approx(grid_T[fits].max(), abs=2e-5)
+
+
 def test_the_area_of_one_pair_is_that_of_its_two_lines() -> None:
     epsilon, delta = 1.0, 0.01
     corner = (1 - delta) / (1 + math.exp(epsilon))  # false positives there; misses are as many
