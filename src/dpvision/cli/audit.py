@@ -192,7 +192,8 @@ def audit(
         texts = [text for _, text in made] + [_left_out_text(one, run) for one in left_out]
         if made and run is not None:
             texts.append("Next:\n" + f"  dpvision report {run}")
-        emit(result, json, "\n\n".join(texts))
+        if texts or json:
+            emit(result, json, "\n\n".join(texts))
         if stopped:
             kept = "The same command goes on." if run is not None else "A recipe's is not kept."
             print(f"Stopped by a signal. {kept}", file=sys.stderr)
