@@ -96,6 +96,7 @@ MORE = {
     "privacy/ledger_format.py": LEDGER[:1],
     "dp/clip.py": (
         f"{CLIP[0]}::test_unknown_settings_are_refused",
+        f"{CLIP[0]}::test_tied_parameter_stands_once_and_frozen_ones_not_at_all",
         f"{CLIP[0]}::test_host_rows_are_those_of_the_batch",
         "attacks/test_precision.py",
         "attacks/test_reference_bits.py",

@@ -372,6 +372,8 @@ def test_tied_parameter_stands_once_and_frozen_ones_not_at_all():
     }
     names = {"body.0.weight", "body.2.bias", "unused"}
     assert set(clipped_sum(class_losses, frozen, batch, KEY, max_grad_norm=1.0).grads) == names
+    plain = clipped_sum(class_losses, frozen, batch, KEY, max_grad_norm=None).grads
+    assert set(plain) == names and not plain["unused"].any()
     frozen.body[0].bias.requires_grad_(True)
     thawed = clipped_sum(class_losses, frozen, batch, KEY, max_grad_norm=1e-3)
     assert set(thawed.grads) == names | {"body.0.bias"} and flat(thawed.grads).norm() <= 3e-3
