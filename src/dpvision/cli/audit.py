@@ -41,7 +41,7 @@ _CHECKS = {
 """Names of the checks on the screen."""
 _WORDS = {"white-box": "White box", "black-box": "Black box"}
 _DOES = {
-    "white-box": "50 steps on a small network of the plan's kind, then all steps on one layer",
+    "white-box": "50 steps on a small network of the plan's kind, then all steps on one table of weights",
     "black-box": "trains by the plan on synthetic records, {canaries:,} canaries among them",
 }
 """What a part does, shown when it begins."""
@@ -82,7 +82,7 @@ def audit(
     No private image is read, so the results are public. A run's audit that is stopped (Ctrl-C,
     SIGTERM, a crash, --minutes) goes on with the same command: the black box where it was saved,
     the white box from its start. A result that is there is shown, not made again, so that none of
-    several is chosen; with --again the file keeps both, and the statement says so.
+    several is chosen; with --again the file keeps all of them, and the statement counts them.
 
     Exit status 0 if all checks passed, 1 otherwise, 2 if there is nothing to audit, 75 if it was
     stopped or --minutes were too few for any part.

@@ -5,6 +5,8 @@ store's key and the parts that are complete. The same command goes on from there
 again only if its file, or how it is read, is another. Directly before the store gets its name, the
 folder gets one that ``new_folder`` clears: after a kill, at any moment, no second store has its
 key.
+
+Legend: P parts of a source.
 """
 
 import contextlib
