@@ -41,7 +41,7 @@ _CHECKS = {
 """Names of the checks on the screen."""
 _WORDS = {"white-box": "White box", "black-box": "Black box"}
 _DOES = {
-    "white-box": "50 steps on a small network of the plan's kind, then all steps on one table of weights",
+    "white-box": "50 steps on a small network of its kind, then all steps on a table of weights",
     "black-box": "trains by the plan on synthetic records, {canaries:,} canaries among them",
 }
 """What a part does, shown when it begins."""
