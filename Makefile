@@ -58,6 +58,7 @@ prove-long: setup
 	$(BIN)/python benchmarks/second_opinion.py --json runs/bench/second_opinion.json
 	$(BIN)/python benchmarks/audits.py --json runs/bench/audits.json
 	$(BIN)/python benchmarks/audits.py --black-box --json runs/bench/audits_black_box.json
+	$(BIN)/python benchmarks/lira.py --json runs/bench/lira.json
 	$(BIN)/python benchmarks/crashes.py --work runs/bench/crashes --points 200 --full --others --json runs/bench/crashes.json
 	$(BIN)/python benchmarks/hostile_files.py --processes 2 --json runs/bench/hostile_files.json
 	$(BIN)/python benchmarks/memorisation.py --work runs/bench/memorisation --json runs/bench/memorisation.json

@@ -46,6 +46,8 @@ CHECKS = (
     "shift",
     "parameter",
     "all_noise",
+    "step_noise",
+    "repeated_noise",
     "all_shift",
     "draws",
     "batch_sizes",
@@ -64,6 +66,17 @@ def terms_of(change: Callable[[tuple[tuple[int, float], ...]], Any]) -> Abstract
     return mock.patch.object(
         IndependentGaussian, "terms", lambda self, step: tuple(change(terms(self, step)))
     )
+
+
+def terms_at(change: Callable[[int], tuple[int, float]]) -> AbstractContextManager[Any]:
+    """Give a step the noise of another step, times a factor."""
+    terms = IndependentGaussian.terms
+
+    def changed(self: IndependentGaussian, step: int) -> Any:
+        other, factor = change(step)
+        return tuple((of, factor * std) for of, std in terms(self, other))
+
+    return mock.patch.object(IndependentGaussian, "terms", changed)
 
 
 def wrong_divisor() -> AbstractContextManager[Any]:
@@ -90,6 +103,8 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "noise of each of two ranks": lambda: terms_of(
         lambda terms: [*terms, *((of + 10**6, std) for of, std in terms)]
     ),
+    "noise x 0.1 in one step": lambda: terms_at(lambda step: (step, 0.1 if step == 7 else 1.0)),
+    "each noise twice in a row": lambda: terms_at(lambda step: (step - step % 2, 1.0)),
     "half the noise in biases": half_noise_in_vectors,
     "divisor x 2": wrong_divisor,
     "no clipping": lambda: mock.patch.object(

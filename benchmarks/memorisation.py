@@ -1,15 +1,15 @@
-"""Deja-vu memorisation of captioners and of captioners' and classifiers' encoders, without privacy
-and at epsilon 8 and 1, on procedural scenes.
+"""Deja-vu memorisation of captioners and of the encoders of captioners, classifiers and masked
+autoencoders, without privacy and at epsilon 8 and 1, on procedural scenes.
 
     python benchmarks/memorisation.py --work DIR [--quick] [--models NAMES] [--json FILE]
-    python benchmarks/memorisation.py --page FILE
+    python benchmarks/memorisation.py --page FILE [FILE ...]
 
 The first form makes two disjoint halves of scenes and trains each model on each half, from a public
 warm start (runs that are in DIR are gone on with; half an hour of a core, --quick: three minutes).
 Rows say how often the models name the colour of the largest object where it is hidden: "own" is the
 model that was trained on the image, "other" the one that was not, "memorisation" their difference
 (low, value, high), "limit" the most that the plan allows. A row's case is a model and a test, its
-variant epsilon. The second form writes the table of docs/audits.md and the figure from a result.
+variant epsilon. The second form writes the table of docs/audits.md and the figure from results.
 
 The scenes are public, so that their scores may be shown. Runs with a guarantee draw, clip and
 charge as on a private store.
@@ -64,20 +64,23 @@ EPSILONS = ("none", "8", "1")
 MODELS = {
     "captioner": "dpcap.micro",
     "classifier": "vip.micro_finetune",
+    "autoencoder": "vip.micro",
 }
 OF_MODEL = {
     "captioner": "--data.tokenizer stores/words.json",
     "classifier": "--model.encoder.patch-size 8 --model.encoder.width 64 "
+    "--model.encoder.no-qkv-bias --model.encoder.no-train-cls",
+    "autoencoder": "--model.encoder.patch-size 8 --model.encoder.width 64 "
     "--model.encoder.no-qkv-bias --model.encoder.no-train-cls",
 }
 """All have the encoder of dpcap.micro."""
 CROPS = "--data.crop-scale 0.2 1.0"  # the papers'
 NON_PRIVATE = (
     "--privacy.guarantee none --privacy.target-epsilon None --privacy.max-grad-norm None "
-    "--privacy.expected-batch-size 100 --optim.schedule linear --optim.learning-rate 2e-3 "
+    "--optim.schedule linear --optim.learning-rate 2e-3 "
     "--optim.weight-decay 0 --optim.warmup-steps 20"
 )
-STEPS = {"captioner": 300, "classifier": 400}
+STEPS = {"captioner": 300, "classifier": 400, "autoencoder": 1200}
 PRIVATE = {"privacy.expected_batch_size": 250, "privacy.steps": 25, "optim.warmup_steps": 2}
 WARM = (
     "--data.tokenizer stores/words.json --init-from None --privacy.expected-batch-size 100 "
@@ -202,7 +205,8 @@ def candidates(captioner: OpenCaptioner, scene: Scene) -> np.ndarray:
 def run_of(work: Path, model: str, epsilon: str, half: str, num: int, quick: bool) -> Path:
     """Return the complete run of a model on a half, from the warm start."""
     if epsilon == "none":
-        asked = f"{NON_PRIVATE} --privacy.steps {30 if quick else STEPS[model]}"
+        steps, batch = 30 if quick else STEPS[model], min(100, num)
+        asked = f"{NON_PRIVATE} --privacy.steps {steps} --privacy.expected-batch-size {batch}"
     else:
         asked = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in private(epsilon, num).items())
     asked = f"{OF_MODEL[model]} {asked} --init-from runs/start"
@@ -319,22 +323,25 @@ SHOWN = {
     "captioner: object hidden": "captioner\nobject hidden, caption's colour",
     "classifier, encoder: object hidden": "classifier's encoder\nobject hidden, nearest images",
     "classifier, encoder: corner crop": "classifier's encoder\ncorner crop, nearest images",
+    "autoencoder, encoder: object hidden": "autoencoder's encoder\nobject hidden, nearest images",
 }
 """Panels of the figure."""
 
 
-def found_in(result: Path) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Return the rows of a result by case, epsilon and metric."""
-    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
-    for r in json.loads(result.read_text())["rows"]:
+Found = dict[str, dict[str, dict[str, dict[str, Any]]]]
+
+
+def found_in(results: list[Path]) -> Found:
+    """Return the rows of results by case, epsilon and metric."""
+    found: Found = {}
+    for r in (r for path in results for r in json.loads(path.read_text())["rows"]):
         found.setdefault(r["case"], {}).setdefault(r["variant"], {})[r["metric"]] = r
     return found
 
 
-def table(result: Path) -> str:
+def table(found: Found) -> str:
     lines = ["| test | epsilon | own | other | memorisation | top 20% | images | limit |",
              "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    found = found_in(result)
     for case, by_epsilon in found.items():
         if ", top" in case:
             continue
@@ -349,9 +356,8 @@ def table(result: Path) -> str:
     return "\n".join(lines)
 
 
-def plot(result: Path, out: Path) -> None:
+def plot(found: Found, out: Path) -> None:
     """Draw memorisation against epsilon with its interval, a panel per test."""
-    found = found_in(result)
     shown = {case: title for case, title in SHOWN.items() if case in found}
     figure = Figure(figsize=(3.1 * len(shown) + 0.6, 3.3), layout="constrained", dpi=110)
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
@@ -375,11 +381,12 @@ def plot(result: Path, out: Path) -> None:
     figure.savefig(out)
 
 
-def write_page(result: Path) -> None:
+def write_page(results: list[Path]) -> None:
     """Write the figure, and the table into docs/audits.md."""
-    plot(result, FIGURE)
+    found = found_in(results)
+    plot(found, FIGURE)
     before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(result)}\n\n{END}{rest.split(END)[1]}")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{rest.split(END)[1]}")
 
 
 def main() -> None:
@@ -388,7 +395,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--page", type=Path)
+    parser.add_argument("--page", type=Path, nargs="+")
     args = parser.parse_args()
     if args.page is not None:
         write_page(args.page)

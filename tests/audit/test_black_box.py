@@ -16,7 +16,7 @@ from scipy import stats
 
 from dpvision.audit.black_box import black_box, figures, limits
 from dpvision.audit.canary_images import canary_rows, write_canaries
-from dpvision.audit.lira import fair_coins, label_scores, likelihood_ratios
+from dpvision.audit.lira import Scored, attack, fair_coins, label_scores, likelihood_ratios
 from dpvision.cli.audit import run as command
 from dpvision.config import RunConfig
 from dpvision.config.resolve import resolve
@@ -87,6 +87,26 @@ def test_canaries_count_as_records_and_those_outside_cannot_be_drawn(
 
 
 @pytest.mark.slow
+def test_of_a_network_without_noise_shadow_models_show_more_than_the_plan_allows() -> None:
+    small = {
+        "epsilon": 0.5,
+        "privacy.dataset_size": 240,
+        "privacy.expected_batch_size": 60,
+        "privacy.steps": 100,
+        "optim.learning_rate": 3e-3,
+        "optim.schedule": "constant",
+        "model.encoder.image_size": 16,
+        "data.crop_scale": (1.0, 1.0),
+        "hardware.physical_batch_size": 60,
+    }
+    config = resolve(get_recipe("transfer.micro"), small)
+    with noise(1e-6):
+        broken = black_box(config, None, 60, shadows=8)
+    assert broken["attack"]["auc"] > broken["limits"]["auc"] + 0.1 and not broken["passed"]
+    assert broken["shadows"] == 8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["vip.micro", "dpcap.micro", "supervised.micro"])
 def test_every_kind_of_network_is_audited(recipe: str) -> None:
     asked = {"privacy.steps": 3, "hardware.physical_batch_size": 16}
@@ -127,6 +147,38 @@ def test_likelihood_ratios_are_those_of_the_law_that_made_the_scores() -> None:
     one_sided = inside_SN.copy()
     one_sided[:, 0] = True
     assert np.isfinite(likelihood_ratios(score_N, score_SN, one_sided)).all()
+
+
+def test_shadow_models_find_what_is_hidden_by_the_differences_of_canaries(tmp_path: Path) -> None:
+    """Scores differ more between canaries than by what training does to one. The area is that of
+    two normal laws whose means are known, if there are many shadow models.
+    """
+    rng, num, gap = np.random.default_rng(0), 4000, 1.5
+    easy_M = rng.normal(0, 20, num)
+
+    def train(number: int, folder: Path) -> Scored:
+        inside_M = rng.random(num) < 0.5
+        return Scored(easy_M + gap * inside_M + rng.standard_normal(num), inside_M)
+
+    for shadows in (0, 64):
+        (tmp_path / str(shadows)).mkdir()
+    alone, known = (attack(train, num, shadows, tmp_path / str(shadows)) for shadows in (0, 64))
+    area = stats.norm.cdf(gap / math.sqrt(2))  # 0.856
+    assert abs(figures(alone.score_M, alone.inside_M)["auc"] - 0.5) < 0.06
+    assert area - 0.03 < figures(known.score_M, known.inside_M)["auc"] < area + 0.02
+
+
+def test_scores_that_are_not_finite_are_the_largest_or_say_nothing(tmp_path: Path) -> None:
+    score_M = np.array([math.nan, math.inf, -math.inf, *[1e300] * 17])
+
+    def train(number: int, folder: Path) -> Scored:
+        return Scored(score_M, fair_coins(20))
+
+    for shadows in (0, 4):
+        (tmp_path / str(shadows)).mkdir()
+        found = attack(train, 20, shadows, tmp_path / str(shadows))
+        assert np.isfinite(found.score_M).all()
+    assert attack(train, 20, 0, tmp_path / "0").score_M[:4].tolist() == [0.0, 1e100, -1e100, 1e100]
 
 
 def test_label_scores_are_the_log_odds_of_the_own_label() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dpvision.audit import lira
-from dpvision.audit.black_box import black_box, forget, in_progress
+from dpvision.audit.black_box import HEAD_SHADOWS, black_box, forget, in_progress
 from dpvision.audit.results import one_audit
 from dpvision.audit.time_given import NotInTime
 from dpvision.checkpoint import list_checkpoints
@@ -41,19 +41,23 @@ def test_a_network_goes_on_where_its_time_was_over_with_the_same_coins(
     config: RunConfig, plan: DPPlan, tmp_path: Path
 ) -> None:
     keep = tmp_path / "kept"
+    first = keep / "model-00"
     for last in (2, 4):
         with pytest.raises(NotInTime):
             black_box(config, plan, 20, say=until(last), keep=keep)
-        (newest,) = list_checkpoints(keep / "run")[-1:]
+        (newest,) = list_checkpoints(first / "run")[-1:]
         # Steps take as long as their secret batches are large.
-        assert newest == keep / "run" / "confidential" / "checkpoints" / f"step-{last:08d}"
-    coins = json.loads((keep / "canaries.json").read_text())["inside"]
+        assert (
+            newest
+            == keep / "model-00" / "run" / "confidential" / "checkpoints" / f"step-{last:08d}"
+        )
+    coins = json.loads((first / "canaries.json").read_text())["inside"]
     steps: list[int] = []
     begun = in_progress(keep)
     found = black_box(config, plan, 20, say=lambda what, done, total: steps.append(done), keep=keep)
     assert steps == [5, 6] and found["steps_without_update"] == 0
     assert found["canary_inside"] == coins and found["audit_id"] == begun
-    ledger = (keep / "run" / "ledger.jsonl").read_text()
+    ledger = (first / "run" / "ledger.jsonl").read_text()
     assert ledger.count('"kind":"step"') == found["plan"]["steps"] == 6, "each step is charged once"
     # A crash before the result was written: the same result, not another one.
     again = black_box(config, plan, 20, keep=keep)
@@ -69,13 +73,14 @@ def test_an_audit_of_other_settings_does_not_go_on(
     keep, link, moved = (tmp_path / name for name in ("kept", "link", "moved"))
     with pytest.raises(NotInTime):
         black_box(config, plan, 20, say=until(1), keep=keep)
-    first, coins = in_progress(keep), (keep / "canaries.json").read_bytes()
+    first, drawn = in_progress(keep), keep / "model-00" / "canaries.json"
+    coins = drawn.read_bytes()
     with pytest.raises(CheckpointError, match="or remove the folder to give it up"):
         black_box(config, plan, 24, say=until(1), keep=keep)
     link.symlink_to(keep)
     with pytest.raises(NotInTime):
         black_box(config, plan, 20, say=until(1), keep=link)
-    assert in_progress(keep) == first and (keep / "canaries.json").read_bytes() == coins
+    assert in_progress(keep) == first and drawn.read_bytes() == coins
     keep.rename(moved)
     with pytest.raises(CheckpointError, match="other settings, code or place"):
         black_box(config, plan, 20, say=until(1), keep=moved)
@@ -106,14 +111,62 @@ def test_heads_that_are_trained_are_not_trained_again(
     keep = tmp_path / "kept"
     with pytest.raises(NotInTime):
         black_box(config, None, 20, say=until(5), keep=keep)
-    before = {path.name: path.read_bytes() for path in keep.glob("head-*.npy")}
+    before = {path.name: path.read_bytes() for path in keep.glob("model-*.json")}
     assert len(rows) == len(before) == 5
     found = black_box(config, None, 20, keep=keep)
-    assert len(rows) == lira.SHADOWS + 1
+    assert len(rows) == HEAD_SHADOWS + 1
     assert all((keep / name).read_bytes() == data for name, data in before.items())
     # The first head is the one that is attacked.
-    assert found["canary_inside"] == (np.load(keep / "head-00.npy")[1] == 1).tolist()
+    assert found["canary_inside"] == lira.Scored.read(keep / "model-00.json", 20).inside_M.tolist()
     assert len(rows[0]) == 60 + sum(found["canary_inside"])
+
+
+def test_a_network_with_shadows_goes_on_in_the_shadow_where_it_was_stopped(
+    config: RunConfig, plan: DPPlan, tmp_path: Path
+) -> None:
+    keep = tmp_path / "kept"
+    with pytest.raises(NotInTime):  # of 6 steps a model: in the third one
+        black_box(config, plan, 20, shadows=4, say=until(15), keep=keep)
+    before = {path.name: path.read_bytes() for path in keep.glob("model-*.json")}
+    assert sorted(before) == ["model-00.json", "model-01.json"]
+    coins = json.loads((keep / "model-02" / "canaries.json").read_text())["inside"]
+    with pytest.raises(CheckpointError, match="other settings"):
+        black_box(config, plan, 20, shadows=0, say=until(1), keep=keep)
+    steps: list[tuple[int, int]] = []
+    found = black_box(
+        config,
+        plan,
+        20,
+        shadows=4,
+        say=lambda what, done, total: steps.append((done, total)),
+        keep=keep,
+    )
+    assert steps == [(done, 30) for done in range(16, 31)]
+    models = [lira.Scored.read(keep / f"model-{i:02d}.json", 20) for i in range(5)]
+    assert models[2].inside_M.tolist() == coins
+    assert found["canary_inside"] == models[0].inside_M.tolist() and found["shadows"] == 4
+    assert all((keep / name).read_bytes() == data for name, data in before.items())
+    assert len({tuple(m.inside_M.tolist()) for m in models}) == 5, "each has its own coins"
+    assert not (keep / "model-02").exists()
+    want = lira.likelihood_ratios(
+        models[0].score_M,
+        np.array([m.score_M for m in models[1:]]),
+        np.array([m.inside_M for m in models[1:]]),
+    )
+    assert found["score_of_canary"] == want.tolist() and np.std(want) > 0
+
+
+@pytest.mark.parametrize("hostile", ["{", "[]", '{"score": [1], "inside": [true]}', "NaN"])
+def test_a_damaged_file_of_a_model_is_named(hostile: str, tmp_path: Path) -> None:
+    made = lira.Scored(np.zeros(20), np.ones(20, bool))
+    lira.attack(lambda number, folder: made, 20, 0, tmp_path)
+    path = tmp_path / "model-00.json"
+    found = json.loads(path.read_text())
+    changed = found | {"score": [*found["score"][:-1], None]}
+    for text in (hostile, json.dumps(changed), json.dumps(found | {"inside": [0.5] * 20})):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=str(path)):
+            lira.attack(lambda number, folder: made, 20, 0, tmp_path)
 
 
 def start(run: Path) -> subprocess.Popen:
@@ -127,7 +180,10 @@ def start(run: Path) -> subprocess.Popen:
 
 
 def wait_for_steps(run: Path, num: int, process: subprocess.Popen) -> None:
-    log, end = run / "audit_black_box" / "run" / "progress.jsonl", time.monotonic() + 900
+    log, end = (
+        run / "audit_black_box" / "model-00" / "run" / "progress.jsonl",
+        time.monotonic() + 900,
+    )
     while not log.exists() or log.read_text().count("\n") < num:
         assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
         time.sleep(0.01)
@@ -148,7 +204,7 @@ def test_a_process_that_is_stopped_goes_on(number: signal.Signals, tmp_path: Pat
     else:
         assert process.returncode == 75 and "The same command goes on." in said
     assert not result.exists() and keep.exists(), said
-    coins = json.loads((keep / "canaries.json").read_text())["inside"]
+    coins = json.loads((keep / "model-00" / "canaries.json").read_text())["inside"]
     second = start(run)
     said, _ = second.communicate(timeout=900)
     assert second.returncode == 0, said

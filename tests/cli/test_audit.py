@@ -122,7 +122,7 @@ def test_a_damaged_result_is_written_anew(run: Path) -> None:
 def test_what_does_not_fit_the_time_is_left_out_with_the_time_that_it_needs(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dpvision.audit, "black_box", late)
+    monkeypatch.setattr(dpvision.audit.parts, "black_box", late)
     assert main(["audit", str(run), "--minutes", "30"]) == 0
     said = capsys.readouterr().out
     assert "Passed. The bound is model-based" in said
@@ -143,7 +143,7 @@ def test_a_signal_in_the_second_part_leaves_the_result_of_the_first(
     def stopped(*_: object, **__: object) -> None:
         raise RunStopped("a signal")
 
-    monkeypatch.setattr(dpvision.audit, "black_box", stopped)
+    monkeypatch.setattr(dpvision.audit.parts, "black_box", stopped)
     with pytest.raises(SystemExit) as status:
         main(["audit", str(run)])
     assert status.value.code == 75
@@ -166,6 +166,7 @@ def test_what_is_asked_in_vain_is_refused_before_anything_is_made(
     for argv, said in (
         (["audit", str(run), "--white-box", "--out", "o.json"], "kept in its folder"),
         (["audit", str(run), "--canaries", "5"], "canaries=5"),
+        (["audit", str(run), "--shadows", "3"], "shadows=3; expected 0, or 4 to 99"),
         ([*of_recipe, str(run / "audit.json")], "lies in the folder of a run"),
         ([*of_recipe, "nowhere/a.json"], "a folder that exists"),
         ([*of_recipe, str(tmp_path)], "expected a file"),
@@ -185,10 +186,11 @@ def test_a_damaged_audit_in_progress_is_named(
     config, plan = finished_run(run)
     with pytest.raises(NotInTime):
         black_box(config, plan, 20, say=late, keep=run / "audit_black_box")
-    for name in ("canaries.json", "about.json"):
+    for name in ("model-00/canaries.json", "about.json"):
         (run / "audit_black_box" / name).write_text(hostile)
         assert main(["audit", str(run), "--black-box", "--canaries", "20"]) == 2
         said = capsys.readouterr().err
+        assert f"older {run / 'audit_black_box'} to" in said.replace("\n", " ") or name[0] == "a"
         assert str(run / "audit_black_box") in said and "Traceback" not in said
 
 

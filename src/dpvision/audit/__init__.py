@@ -5,6 +5,7 @@ result = black_box(get_recipe("transfer.one_step"), None, 500)
 """
 
 from dpvision.audit.black_box import black_box
+from dpvision.audit.parts import Parts
 from dpvision.audit.white_box import finished_run, white_box
 
-__all__ = ["black_box", "finished_run", "white_box"]
+__all__ = ["Parts", "black_box", "finished_run", "white_box"]

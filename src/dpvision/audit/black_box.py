@@ -4,12 +4,14 @@ and an attacker who guesses the coins from the trained weights.
 The run is that of ``dpvision train`` (``dpvision adapt``): its store, checks, ledger, loop and
 optimizer. The data set is smaller than the plan's, at the plan's sample rate, noise multiplier,
 steps, clipping and delta, which give the same epsilon. Canaries are records like the others: they
-count in the data set and its sample rate, whether their coins put them in the data or not.
+count in the data set and its sample rate, whether their coins put them in the data or not. Shadow
+models, by which the attacker learns what a canary does to a model, are runs of the same kind on the
+same records, with coins of their own.
 
 Everything is synthetic, so the result is public, canary by canary.
 
-An audit that is stopped goes on (``keep``): the coins are drawn once, before anything is trained,
-and the run is resumed as a user's is. Nothing of its result is known before it is complete.
+An audit that is stopped goes on (``keep``): a model's coins are drawn once, before it is trained,
+and its run is resumed as a user's is. Nothing of its result is known before it is complete.
 
 Legend: M canaries, B rows, N records.
 """
@@ -19,7 +21,8 @@ import json
 import math
 import secrets
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from dpvision.adapt.session import feature_stream
 from dpvision.audit.acceptance import Say
 from dpvision.audit.bound import area_above, on_records
 from dpvision.audit.canary_images import canary_rows, write_canaries
-from dpvision.audit.lira import attack_head, fair_coins
+from dpvision.audit.lira import Scored, attack, fair_coins, score_head
 from dpvision.audit.one_run import one_run_bound
 from dpvision.audit.time_given import NotInTime
 from dpvision.config import CaptionerConfig, HeadConfig, PrivacyConfig, RunConfig
@@ -61,22 +64,13 @@ _VOCABULARY, _SENTENCES = 440, 4000
 _KEYS = 8
 """Steps whose augmentations and masks a canary's loss is averaged over."""
 _FEWEST = 20
-_LARGEST = 1e300
+_FEWEST_SHADOWS = 4
+HEAD_SHADOWS = 16
+"""Shadow models of a head, which is cheap to train."""
 _SAVE_EVERY_S = 60.0
 """A killed audit loses at most so much of its training."""
 _ABOUT = "about.json"
 """What an audit in progress is of; written when its records are complete."""
-
-
-@dataclass(frozen=True)
-class _Attacked:
-    """What the attacker has, and what was executed."""
-
-    plan: DPPlan
-    score_M: np.ndarray
-    inside_M: np.ndarray
-    without_update: int = 0
-    """Steps that were charged and then lost by a kill."""
 
 
 def black_box(
@@ -85,10 +79,11 @@ def black_box(
     num_canaries: int,
     *,
     data: Path | None = None,
+    shadows: int | None = None,
     say: Say = lambda what, done, total: None,
     keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Train once on synthetic records and canaries, attack the weights, and bound epsilon.
+    """Train on synthetic records and canaries, attack the weights, and bound epsilon.
 
     Args:
         config: of a network or a head; random initial weights, whatever it starts from.
@@ -96,6 +91,9 @@ def black_box(
         num_canaries: M, at least 20; three times as many scenes are the other records.
         data: of a head: a public store, all of whose records are canaries, in place of synthetic
             ones.
+        shadows: number of shadow models, each trained as the model itself: the attack is by
+            likelihood ratios (LiRA). 0, or at least 4; if None, 16 of a head, 0 of a network,
+            whose canaries' scores are then how much the training lowered their losses.
         say: shows progress; it may raise NotInTime.
         keep: folder in which an audit that was stopped goes on, if it is of the same settings and
             code, else starts; ``forget`` removes it. If None, a stopped audit is lost.
@@ -104,12 +102,13 @@ def black_box(
         The result, ready for JSON.
 
     Raises:
-        ConfigError: too few canaries, no guarantee, a head chosen by a private selection, a
-            store for a network, or a private store.
+        ConfigError: too few canaries or shadow models, no guarantee, a head chosen by a private
+            selection, a store for a network, or a private store.
         DataError: the store does not fit the head.
         NotInTime: from ``say``. RunStopped: by a signal.
     """
-    check_settings(config, num_canaries, data)
+    shadows = num_shadows(config, shadows)
+    check_settings(config, num_canaries, data, shadows)
     with contextlib.ExitStack() as stack:
         folder = keep
         if folder is None:
@@ -117,13 +116,12 @@ def black_box(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="dpvision-audit-"))
             )
         folder = folder.resolve()
-        config, audit_id = _begun(config, plan, num_canaries, data, folder)
-        attack = _attack_head if isinstance(config.model, HeadConfig) else _attack_network
-        found = attack(config, folder, say)
-    # Of weights that are not finite the losses are not either.
-    score_M = np.nan_to_num(found.score_M, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
-    plan, inside_M = plan or found.plan, found.inside_M
-    bound = one_run_bound(score_M, inside_M, found.plan)
+        asked = (num_canaries, shadows, data)
+        config, audit_id = _begun(config, plan, asked, folder)
+        attacked = _attack_head if isinstance(config.model, HeadConfig) else _attack_network
+        executed, found = attacked(config, shadows, folder, say)
+    plan = plan or executed
+    bound = one_run_bound(found.score_M, found.inside_M, executed)
     return {
         "format": FORMAT,
         "kind": "black-box",
@@ -133,13 +131,14 @@ def black_box(
         "recipe": config.recipe,
         "model": config.model.kind,
         "plan": plan.to_dict(),
-        "executed": found.plan.to_dict(),
+        "executed": executed.to_dict(),
+        "shadows": shadows,
         "steps_without_update": found.without_update,
         "bound": bound,
-        "attack": figures(score_M, inside_M),
-        "limits": limits(found.plan),
-        "score_of_canary": score_M.tolist(),
-        "canary_inside": inside_M.tolist(),
+        "attack": figures(found.score_M, found.inside_M),
+        "limits": limits(executed),
+        "score_of_canary": found.score_M.tolist(),
+        "canary_inside": found.inside_M.tolist(),
         "code_sha256": code_versions()["code_sha256"],
     }
 
@@ -156,22 +155,24 @@ def forget(keep: Path) -> None:
 
 
 def _begun(
-    config: RunConfig, plan: DPPlan | None, num_canaries: int, data: Path | None, folder: Path
+    config: RunConfig, plan: DPPlan | None, asked: tuple[int, int, Path | None], folder: Path
 ) -> tuple[RunConfig, str]:
-    """Make the records, or find those of an audit that was stopped. Return the config of the run on
-    them, and the audit's id.
+    """Make the records, or find those of an audit that was stopped, with the same ``asked``:
+    canaries, shadow models, store. Return the config of the run on them, and the audit's id.
     """
-    asked = {
+    num_canaries, shadows, data = asked
+    of = {
         "folder": str(folder),
         "config": public_settings(config),
         "plan": None if plan is None else plan.to_dict(),
         "canaries": num_canaries,
+        "shadows": shadows,
         "data": None if data is None else str(data.absolute()),
         "code_sha256": code_versions()["code_sha256"],
     }
     about = _about(folder)
     if about is not None:
-        if about.get("of") != json.loads(json.dumps(asked)) or "audit_id" not in about:
+        if about.get("of") != json.loads(json.dumps(of)) or "audit_id" not in about:
             raise CheckpointError(
                 f"audit: {folder} has a black box in progress with other settings, code or place, "
                 "whose coins are drawn; expected it to be finished, because of several audits none "
@@ -183,7 +184,7 @@ def _begun(
     folder.mkdir(exist_ok=True)
     config = _on_canaries(config, plan, num_canaries, data, folder)
     audit_id = secrets.token_hex(8)
-    write_json(folder / _ABOUT, {"audit_id": audit_id, "of": asked})
+    write_json(folder / _ABOUT, {"audit_id": audit_id, "of": of})
     return config, audit_id
 
 
@@ -216,10 +217,22 @@ def limits(plan: DPPlan) -> dict[str, float]:
     }
 
 
-def check_settings(config: RunConfig, num_canaries: int, data: Path | None) -> None:
+def num_shadows(config: RunConfig, asked: int | None) -> int:
+    """Return the number of shadow models that is asked for, or the default of the model's kind."""
+    if asked is not None:
+        return asked
+    return HEAD_SHADOWS if isinstance(config.model, HeadConfig) else 0
+
+
+def check_settings(config: RunConfig, num_canaries: int, data: Path | None, shadows: int) -> None:
     if num_canaries < _FEWEST:
         raise ConfigError(
             f"audit: canaries={num_canaries}; expected at least {_FEWEST}. Use --canaries 500."
+        )
+    if not (shadows == 0 or _FEWEST_SHADOWS <= shadows <= 99):
+        raise ConfigError(
+            f"audit: shadows={shadows}; expected 0, or {_FEWEST_SHADOWS} to 99, of which a "
+            "canary's likelihoods are estimated. Use --shadows 16."
         )
     if config.privacy.guarantee != "dp":
         raise ConfigError(
@@ -286,9 +299,37 @@ def _privacy(asked: PrivacyConfig, plan: DPPlan | None, num: int) -> PrivacyConf
     return replace(on_records(plan, num), allow_weak_guarantee=True)
 
 
-def _attack_network(config: RunConfig, folder: Path, say: Say) -> _Attacked:
-    """Train a network. A score is how much the training lowered the canary's loss."""
+def _attack_network(config: RunConfig, shadows: int, kept: Path, say: Say) -> tuple[DPPlan, Scored]:
+    """Train a network, and shadow networks. A score is how much the training lowered the canary's
+    loss, or the likelihood ratio of that. Return it with the plan that was executed.
+    """
+    plan = make_plan(config.privacy)
+    num = len(canary_rows(open_store(Path(config.data.store))))
+    total = (shadows + 1) * plan.steps
+
+    def train(number: int, folder: Path) -> Scored:
+        done = number * plan.steps
+        return _score_network(
+            config,
+            plan,
+            folder,
+            lambda steps: say("black box, training steps", done + steps, total),
+        )
+
+    return plan, attack(train, num, shadows, kept)
+
+
+def _score_network(
+    config: RunConfig, plan: DPPlan, folder: Path, say: Callable[[int], None]
+) -> Scored:
+    """Train a network by the plan in ``folder``, or go on, and score its canaries."""
+    folder.mkdir(exist_ok=True)
     with _session(config, folder / "run") as session:
+        if not session.plan.same_mechanism(plan):
+            raise CheckpointError(
+                f"audit: {folder} has a run of another plan; expected the audit's. Remove the "
+                f"folder {folder.parent} to give it up."
+            )
         row_M, kept = canary_rows(session.store), folder / "canaries.json"
         if not kept.exists():  # before the first step: the weights are the initial ones
             coins, before = fair_coins(len(row_M)), _losses(session, row_M)
@@ -299,7 +340,7 @@ def _attack_network(config: RunConfig, folder: Path, say: Say) -> _Attacked:
 
         def enough(steps: int) -> bool:
             try:
-                say("black box, training steps", steps, session.plan.steps)
+                say(steps)
             except NotInTime as error:
                 late.append(error)
             return bool(late)
@@ -309,7 +350,7 @@ def _attack_network(config: RunConfig, folder: Path, say: Say) -> _Attacked:
                 raise late[0]
             raise RunStopped("audit: stopped by a signal. No result was written.")
         lost = session.plan.steps - session.updates
-        return _Attacked(session.plan, before_M - _losses(session, row_M), inside_M, lost)
+        return Scored(before_M - _losses(session, row_M), inside_M, lost)
 
 
 def _kept(path: Path, num: int) -> tuple[np.ndarray, np.ndarray]:
@@ -321,7 +362,7 @@ def _kept(path: Path, num: int) -> tuple[np.ndarray, np.ndarray]:
             return inside_M, before_M
     raise CheckpointError(
         f"audit: {path} cannot be read; expected the coins and losses of {num} canaries. Remove "
-        f"the folder {path.parent} to give this audit up."
+        f"the folder {path.parent.parent} to give this audit up."
     )
 
 
@@ -357,8 +398,8 @@ def _losses(session: Session, row_M: np.ndarray) -> np.ndarray:
     return total_M / min(steps, _KEYS)
 
 
-def _attack_head(config: RunConfig, folder: Path, say: Say) -> _Attacked:
-    """The same of a head, by likelihood ratios, with coins for each head; of a store without
+def _attack_head(config: RunConfig, shadows: int, kept: Path, say: Say) -> tuple[DPPlan, Scored]:
+    """The same of a head, whose scores are the log odds of the own label; of a store without
     canaries, all records are canaries.
     """
     # A finished run's settings are complete, and its plan's noise is given.
@@ -366,4 +407,12 @@ def _attack_head(config: RunConfig, folder: Path, say: Say) -> _Attacked:
     made = prepare(config, make_plan(config.privacy) if given else None)
     stream, row_M = feature_stream(made), canary_rows(made.store)
     row_M = row_M if len(row_M) else np.arange(stream.num_records)
-    return _Attacked(made.plan, *attack_head(made, stream, row_M, folder, say))
+
+    found = attack(
+        lambda number, folder: score_head(made, stream, row_M),
+        len(row_M),
+        shadows,
+        kept,
+        lambda number: say("black box, heads", number + 1, shadows + 1),
+    )
+    return made.plan, found

@@ -1,13 +1,13 @@
 """The likelihood-ratio membership attack with few shadow models (Carlini et al. 2022, Membership
-inference attacks from first principles: online, fixed variance), on heads, which are cheap to
-train.
+inference attacks from first principles: online, fixed variance), on heads and networks.
 
-Legend: N records, S shadow models.
+Legend: N records, M canaries, S shadow models.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +18,46 @@ from dpvision.adapt.feature_stream import FeatureStream, Head
 from dpvision.adapt.fit import fit_head
 from dpvision.adapt.prepare import Prepared
 from dpvision.adapt.release import Releases
-from dpvision.files import replacing
+from dpvision.errors import CheckpointError
+from dpvision.files import remove_folder, write_json
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.stream import Stream, new_key, subkey
 from dpvision.runs.run import Secrets
+from dpvision.strict_json import parse_json
 
-SHADOWS = 16
+_LARGEST = 1e100
+"""In place of scores that are not finite, as those of weights that are not. Its square is."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a trained model says of the canaries, and which of them it was trained on."""
+
+    score_M: np.ndarray
+    """float64, finite; higher for a canary that is more likely in the data."""
+    inside_M: np.ndarray
+    """The coins, bool."""
+    without_update: int = 0
+    """Steps that were charged and then lost by a kill."""
+
+    def write(self, path: Path) -> None:
+        found = {"score": self.score_M.tolist(), "inside": self.inside_M.tolist()}
+        write_json(path, {**found, "steps_without_update": self.without_update})
+
+    @staticmethod
+    def read(path: Path, num: int) -> "Scored":
+        """Raises CheckpointError: it is not of ``num`` canaries."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found = parse_json(path.read_bytes())
+            score_M, inside_M = np.array(found["score"], float), np.array(found["inside"])
+            lost = found["steps_without_update"]
+            same = inside_M.dtype == bool and score_M.shape == inside_M.shape == (num,)
+            if same and np.isfinite(score_M).all() and type(lost) is int:
+                return Scored(score_M, inside_M, lost)
+        raise CheckpointError(
+            f"audit: {path} cannot be read; expected the coins and scores of {num} canaries. "
+            f"Remove the folder {path.parent} to give this audit up."
+        )
 
 
 def fair_coins(num: int) -> np.ndarray:
@@ -32,42 +66,52 @@ def fair_coins(num: int) -> np.ndarray:
     return (words >> np.uint64(63)).astype(bool)
 
 
-def attack_head(
-    made: Prepared,
-    stream: FeatureStream,
-    row_M: np.ndarray,
+def attack(
+    train: Callable[[int, Path], Scored],
+    num_canaries: int,
+    shadows: int,
     kept: Path,
-    say: Callable[[str, int, int], None],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Train a head, and shadow heads of the same kind, on public features; each of the records at
-    ``row_M`` is included by a coin of its own in each.
+    trained: Callable[[int], None] = lambda number: None,
+) -> Scored:
+    """Train a model, and ``shadows`` models in the same way, and score the first one's canaries.
 
     Args:
-        kept: folder of the scores and coins of each head, which is not trained again if they are
-            there.
-        say: shows progress, after each head that was trained.
+        train: trains a model by its number, with fair coins of its own, and scores its canaries. It
+            may keep what it needs to go on, if it is stopped, in the folder that it is given, which
+            is not there at first.
+        kept: folder of the scores and coins of each model. A model whose file is there is not
+            trained again.
+        trained: called with a model's number after it was trained and its file was written.
 
     Returns:
-        Log-likelihood ratios of the first head's scores, float64 (M,), and its coins, bool.
+        The first model's coins and log-likelihood ratios; without shadow models its own scores.
     """
-    num = SHADOWS + 1
-    for i in range(num):
-        if (path := _of_head(kept, i)).exists():
-            continue
-        inside_M = fair_coins(len(row_M))
-        rows = np.setdiff1d(np.arange(stream.num_records), row_M[~inside_M])
-        score_M = label_scores(trained_head(made, stream, rows, Secrets()), stream)[row_M]
-        with replacing(path) as partial, partial.open("wb") as file:
-            np.save(file, np.stack([score_M, inside_M.astype(np.float64)]))
-        say("black box, heads", i + 1, num)
-    found = [np.load(_of_head(kept, i), allow_pickle=False) for i in range(num)]
-    score_SM, inside_SM = (np.array([one[j] for one in found]) for j in range(2))
-    inside_SM = inside_SM == 1
-    return likelihood_ratios(score_SM[0], score_SM[1:], inside_SM[1:]), inside_SM[0]
+    models = []
+    for i in range(shadows + 1):
+        path, folder = kept / f"model-{i:02d}.json", kept / f"model-{i:02d}"
+        if not path.exists():
+            made = train(i, folder)
+            finite_M = np.nan_to_num(made.score_M, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
+            replace(made, score_M=finite_M.clip(-_LARGEST, _LARGEST)).write(path)
+            trained(i)
+        if i and folder.exists():
+            remove_folder(folder)
+        models.append(Scored.read(path, num_canaries))
+    first, rest = models[0], models[1:]
+    if not rest:
+        return first
+    score_SM, inside_SM = np.array([m.score_M for m in rest]), np.array([m.inside_M for m in rest])
+    return replace(first, score_M=likelihood_ratios(first.score_M, score_SM, inside_SM))
 
 
-def _of_head(kept: Path, number: int) -> Path:
-    return kept / f"head-{number:02d}.npy"
+def score_head(made: Prepared, stream: FeatureStream, row_M: np.ndarray) -> Scored:
+    """Train a head on public features, with each of the records at ``row_M`` included by a coin of
+    its own, and score them.
+    """
+    inside_M = fair_coins(len(row_M))
+    rows = np.setdiff1d(np.arange(stream.num_records), row_M[~inside_M])
+    head = trained_head(made, stream, rows, Secrets())
+    return Scored(label_scores(head, stream)[row_M], inside_M)
 
 
 def trained_head(made: Prepared, stream: FeatureStream, rows: np.ndarray, secrets: Secrets) -> Head:

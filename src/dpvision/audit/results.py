@@ -38,8 +38,8 @@ def made_before(
     run: Path, path: Path, kind: str, plan: DPPlan, settings: dict[str, int]
 ) -> dict[str, Any] | None:
     """Return the result of an audit that is not to be made again: of the plan, by this code, with
-    these ``settings`` ("canaries" of the black box, "ranks" of the white one), and no other was
-    begun since.
+    these ``settings`` ("canaries" and "shadows" of the black box, "ranks" of the white one), and no
+    other was begun since.
     """
     found = result_of(path, kind, plan)
     if found is None or found["code_sha256"] != code_versions()["code_sha256"]:
@@ -50,7 +50,9 @@ def made_before(
     if begun is not None and begun == found.get("audit_id"):
         forget(run / KEEP)  # a crash came between the two
         begun = None
-    return found if begun is None and found["bound"]["canaries"] == settings["canaries"] else None
+    same = found["bound"]["canaries"] == settings["canaries"]
+    same = same and found.get("shadows") == settings["shadows"]
+    return found if begun is None and same else None
 
 
 def write_result(path: Path, kind: str, plan: DPPlan | None, result: dict[str, Any]) -> None:

@@ -2,11 +2,9 @@
 
 import contextlib
 import math
-import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,15 +14,15 @@ import tyro
 from dpvision.cli.output import emit, parse, shown
 from dpvision.cli.paths import check_run
 from dpvision.cli.progress import ProgressLine
-from dpvision.config import HeadConfig, RunConfig
+from dpvision.config import HeadConfig
 from dpvision.config.resolve import resolve
 from dpvision.errors import CheckpointError, ConfigError, RunStopped
 from dpvision.privacy.printed import down, duration, up, up_delta
-from dpvision.runs.folder import STOPPED, run_base
+from dpvision.runs.folder import STOPPED
 
 if TYPE_CHECKING:
-    from dpvision.audit.time_given import Pace, TimeGiven
-    from dpvision.privacy.plan import DPPlan
+    from dpvision.audit.parts import Parts
+    from dpvision.audit.time_given import TimeGiven
 
 _CHECKS = {
     "noise": "noise, of the plan's",
@@ -40,11 +38,6 @@ _CHECKS = {
 }
 """Names of the checks on the screen."""
 _WORDS = {"white-box": "White box", "black-box": "Black box"}
-_DOES = {
-    "white-box": "50 steps on a small network of its kind, then all steps on a table of weights",
-    "black-box": "trains by the plan on synthetic records, {canaries:,} canaries among them",
-}
-"""What a part does, shown when it begins."""
 _BLIND = (
     " In our tests canaries of a masked autoencoder were not found even without noise: trust the "
     "white box."
@@ -64,6 +57,7 @@ def audit(
     minutes: float | None = None,
     again: bool = False,
     canaries: int = 500,
+    shadows: int | None = None,
     data: Path | None = None,
     epsilon: float | None = None,
     steps: int | None = None,
@@ -94,6 +88,7 @@ def audit(
                                                        audit_black_box.json in runs/first, which
                                                        `dpvision report` names in the statement
       dpvision audit runs/first --minutes 30           what fits, by the speed of its first steps
+      dpvision audit runs/first --black-box --shadows 16     LiRA, in 17 times the time
       torchrun --nproc-per-node 2 -m dpvision audit --recipe vip.micro --white-box
 
     Args:
@@ -105,6 +100,9 @@ def audit(
             that it needs.
         again: With RUN: audit again with new coins and new noise where there is a result.
         canaries: Number of canaries of the black box, 20 or more. Its time grows with them.
+        shadows: Number of shadow models of the black box, 0 or 4 to 99, each trained as long as
+            the first: canaries are then scored by likelihood ratios (LiRA). If omitted, 16 of a
+            head and 0 of a network.
         data: Black box of a head: a public store with labels, whose records are the canaries.
         epsilon: With --recipe: another target epsilon.
         steps: With --recipe: another number of steps.
@@ -163,27 +161,22 @@ def audit(
             f"audit: out={out} with two kinds of audit; expected one. Add --white-box or "
             "--black-box."
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _check_ranks(os.environ["WORLD_SIZE"], kinds, minutes)
+    from dpvision.audit.parts import Parts
     from dpvision.audit.results import one_audit
     from dpvision.audit.time_given import TimeGiven
 
-    of = _Of(config, run, plan, canaries, data, out, again)
-    for kind in kinds:
-        _check_file(of, kind)
-    if "black-box" in kinds:
-        from dpvision.audit.black_box import check_settings
-
-        check_settings(config, canaries, data)
+    parts = Parts(config, plan, run, canaries, shadows, data, out, again)
+    parts.check(kinds, minutes)
     time_given = TimeGiven(math.inf if minutes is None else 60 * minutes)
     with contextlib.ExitStack() as stack:
-        if run is not None and _is_main():
+        if run is not None and parts.is_main:
             stack.enter_context(one_audit(run))
         if threading.current_thread() is threading.main_thread():  # as Ctrl-C
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)
             stack.callback(signal.signal, signal.SIGTERM, before)
-        made, left_out, stopped = _audit_parts(of, kinds, time_given)
-    if _is_main():
+        of = str(run or config.recipe)
+        made, left_out, stopped = _shown_parts(parts, of, kinds, time_given)
+    if parts.is_main:
         result: Any = {"audits": [result for result, _ in made]}
         if left_out:
             result["left_out"] = left_out
@@ -203,61 +196,8 @@ def audit(
         sys.exit(STOPPED)
 
 
-@dataclass(frozen=True)
-class _Of:
-    """What is audited, and how."""
-
-    config: RunConfig
-    run: Path | None
-    plan: "DPPlan | None"
-    canaries: int
-    data: Path | None
-    out: Path | None
-    again: bool
-
-    def file(self, kind: str) -> Path:
-        """File of a kind's result."""
-        from dpvision.statement.audits import FILES
-
-        return self.out or (self.run or Path()) / FILES[kind]
-
-
-def _check_file(of: _Of, kind: str) -> None:
-    """Refuse a file of a recipe's result that cannot be written, or would be taken for a run's."""
-    path = of.file(kind)
-    if of.run is None and run_base(path.parent) is not None:
-        raise ConfigError(
-            f"audit: {path} lies in the folder of a run, which is not what is audited; expected "
-            "another folder. Add --out, or audit the run."
-        )
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(
-            f"audit: out={path}; expected a file in a folder that exists. Make the folder, or name "
-            "a file."
-        )
-
-
-def _check_ranks(world_size: str, kinds: list[str], minutes: float | None) -> None:
-    """Refuse under torchrun what one process does."""
-    if "black-box" in kinds:
-        raise ConfigError(
-            f"audit: WORLD_SIZE={world_size} with the black box, which is a run of its own in one "
-            "process; expected 1. Add --white-box, which audits the ranks together, or start it "
-            "without torchrun."
-        )
-    if minutes is not None:
-        raise ConfigError(
-            f"audit: WORLD_SIZE={world_size} with minutes={minutes}; expected one process, whose "
-            "clock decides. Drop --minutes, or start it without torchrun."
-        )
-
-
-def _is_main() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def _audit_parts(
-    of: _Of, kinds: list[str], given: "TimeGiven"
+def _shown_parts(
+    parts: "Parts", of: str, kinds: list[str], given: "TimeGiven"
 ) -> tuple[list[tuple[dict[str, Any], str]], list[dict[str, Any]], bool]:
     """Make the audits that fit the time, one after the other, each written before it is shown.
     Return results with their texts, what was left out, and whether a signal came.
@@ -265,69 +205,47 @@ def _audit_parts(
     from dpvision.audit.time_given import NotInTime, Pace
 
     made, left_out = [], []
-    with ProgressLine(quiet=not _is_main()) as line:
+    quiet = not parts.is_main
+    with ProgressLine(quiet=quiet) as line:
         limit = "" if math.isinf(given.left_s) else f", in at most {duration(given.left_s)}"
-        what = of.run or of.config.recipe
-        line.stay(f"Audit of {what}: {', then '.join(_WORDS[k].lower() for k in kinds)}{limit}")
+        line.stay(f"Audit of {of}: {', then '.join(_WORDS[k].lower() for k in kinds)}{limit}")
     for kind in kinds:
-        if (text := _made_before(of, kind)) is not None:
-            made.append(text)
+        if (found := parts.made_before(kind)) is not None:
+            made.append((found, _made_before_text(found, parts.file(kind))))
             continue
         try:
             if not given.left_s:
                 raise NotInTime(None)
-            with ProgressLine(f"{_WORDS[kind]}: preparing", quiet=not _is_main()) as line:
-                line.stay(f"{_WORDS[kind]}: {_DOES[kind].format(canaries=of.canaries)}")
-                pace = Pace(given, partial(line.say, public=True), line.stay)
-                result = _make(of, kind, pace)
+            with ProgressLine(f"{_WORDS[kind]}: preparing", quiet=quiet) as line:
+                line.stay(f"{_WORDS[kind]}: {_does(kind, parts)}")
+                result = parts.make(kind, Pace(given, partial(line.say, public=True), line.stay))
         except NotInTime as late:
             left_out.append({"kind": kind, "needed_s": late.needed_s, "left_s": given.left_s})
             continue
         except (RunStopped, KeyboardInterrupt):
             return made, left_out, True
-        made.append((result, f"{_TEXTS[kind](result)}\nResult: {of.file(kind)}"))
+        made.append((result, f"{_TEXTS[kind](result)}\nResult: {parts.file(kind)}"))
     return made, left_out, False
 
 
-def _make(of: _Of, kind: str, say: "Pace") -> dict[str, Any]:
-    """Make an audit and write its result."""
-    from dpvision.audit import black_box, white_box
-    from dpvision.audit.black_box import forget
-    from dpvision.audit.results import KEEP, write_result
-
-    keep = None if of.run is None else of.run / KEEP
+def _does(kind: str, parts: "Parts") -> str:
+    """Return what a part does, shown when it begins."""
     if kind == "white-box":
-        result = white_box(of.config, say, of.plan)
-    else:
-        result = black_box(of.config, of.plan, of.canaries, data=of.data, say=say, keep=keep)
-    if _is_main():
-        write_result(of.file(kind), kind, of.plan, result)
-        if kind == "black-box" and keep is not None:
-            forget(keep)
-    return result
+        return "50 steps on a small network of its kind, then all steps on a table of weights"
+    text = f"trains by the plan on synthetic records, {parts.canaries:,} canaries among them"
+    return f"{text}, with {n} shadow models" if (n := parts.num_shadows) else text
 
 
-def _made_before(of: _Of, kind: str) -> tuple[dict[str, Any], str] | None:
-    """Return the result of an audit that is there already, with its text; None if it is to be
-    made.
-    """
-    from dpvision.audit.results import made_before
-
-    if of.run is None or of.plan is None or of.again or of.data is not None:
-        return None
-    settings = {"canaries": of.canaries, "ranks": int(os.environ.get("WORLD_SIZE", "1"))}
-    found = made_before(of.run, of.file(kind), kind, of.plan, settings)
-    if found is None:
-        return None
+def _made_before_text(found: dict[str, Any], path: Path) -> str:
     try:
-        text = _TEXTS[kind](found)
+        text = _TEXTS[found["kind"]](found)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
-            f"audit: {of.file(kind)} cannot be read ({error!r}); expected a file of `dpvision "
-            "audit`. Remove it, and audit again."
+            f"audit: {path} cannot be read ({error!r}); expected a file of `dpvision audit`. "
+            "Remove it, and audit again."
         ) from None
     text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-    return found, f"{text}\nMade before, not again: {of.file(kind)} (--again makes another)"
+    return f"{text}\nMade before, not again: {path} (--again makes another)"
 
 
 def _left_out_text(part: dict[str, Any], run: Path | None) -> str:
@@ -393,6 +311,11 @@ def _black_box_text(result: dict[str, Any]) -> str:
             f"Black-box audit of {result['recipe']}: {bound['canaries']:,} canaries, "
             f"{bound['inside']:,} of them in the data; epsilon {up(bound['epsilon'])} at delta "
             f"{up_delta(bound['delta'])}",
+            *(
+                [f"Scores are likelihood ratios, by {n} shadow models (LiRA)."]
+                if (n := result.get("shadows", 0))
+                else []
+            ),
             f"Of the {bound['guesses']:,} most certain guesses {bound['right']:,} were right. "
             f"Bounds hold at confidence {bound['confidence']}.",
             *(
