@@ -2,7 +2,7 @@
 # make dist   wheel and sdist in dist/, tried in a fresh environment
 # make docs   these pages as a site in site/, every link checked
 # make prove  the longer checks, the quick benchmarks, make docs and make dist
-# make prove-long   what takes hours: all settings of the second opinion, audits of all recipes, mutants and attacks
+# make prove-long   what takes hours: all settings of the second opinion, audits, LiRA, crashes, hostile files, memorisation
 # make mutants   every planted mistake and repeated attack as a table
 # make gpu-rehearsal   the acceptance of a GPU machine, on this CPU, with that machine's packages and the wheels to carry there
 PYTHON ?= python3
@@ -53,17 +53,25 @@ mutants: setup
 	mkdir -p runs/bench
 	$(BIN)/python benchmarks/mutants.py --json runs/bench/mutants.json
 
-prove-long: setup
-	mkdir -p runs/bench
-	$(BIN)/python benchmarks/second_opinion.py --json runs/bench/second_opinion.json
-	$(BIN)/python benchmarks/audits.py --json runs/bench/audits.json
+# make -k -j2 prove-long: two at a time, and the others too after one that fails.
+prove-long: $(addprefix long-,second_opinion audits black_box lira crashes hostile_files memorisation)
+
+$(addprefix long-,second_opinion audits black_box lira crashes hostile_files memorisation): runs/bench
+
+runs/bench:
+	mkdir -p $@
+
+long-black_box: setup
 	$(BIN)/python benchmarks/audits.py --black-box --json runs/bench/audits_black_box.json
-	$(BIN)/python benchmarks/lira.py --json runs/bench/lira.json
-	$(BIN)/python benchmarks/crashes.py --work runs/bench/crashes --points 200 --full --others --json runs/bench/crashes.json
-	$(BIN)/python benchmarks/hostile_files.py --processes 2 --json runs/bench/hostile_files.json
+
+long-crashes: setup
+	$(BIN)/python benchmarks/crashes.py --work runs/bench/crashes --points 40 --full --others --json runs/bench/crashes.json
+
+long-memorisation: setup
 	$(BIN)/python benchmarks/memorisation.py --work runs/bench/memorisation --json runs/bench/memorisation.json
-	$(BIN)/python benchmarks/mutation_sample.py --json runs/bench/mutation_sample.json
-	$(MAKE) mutants
+
+long-%: setup
+	$(BIN)/python benchmarks/$*.py --json runs/bench/$*.json
 
 gpu-rehearsal: setup
 	scripts/gpu_rehearsal.sh $(PYTHON)

@@ -7,8 +7,9 @@ and two writers; the laws of docs/privacy.md are checked after each.
     python benchmarks/crashes.py --work FOLDER --json FILE [--page]
 
 The first form appends a line to FOLDER/points.jsonl for each place (N a command; every write with
---full; torn lines and two writers with --others) and skips those that are there. The second writes
-the result of all lines, and with --page the table of docs/audits.md.
+--full; torn lines and two writers with --others) and skips those that are there. The second, or
+--json with the first, writes the result of all lines, and with --page the table of docs/audits.md.
+The exit status is 1 if a law was broken at any place.
 
 Half of the places are fractions of the undisturbed command's processor time, the others file
 operations (writes, syncs, renames), counted in the command. Commands run in forked children
@@ -26,6 +27,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -563,16 +565,23 @@ def main() -> None:
     args = parser.parse_args()
     log = args.work / "points.jsonl"
     args.work.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    lines = read_lines(log)
+    if args.points or args.full or args.others:
+        for failed in run_points(args, {line["name"] for line in lines}, log):
+            print(failed, flush=True)
+        lines = read_lines(log)
     if args.json is not None:
         write_result(args.json, "crashes", rows_of(lines), packages=("torch", "numpy"))
         if args.page:
             before, rest = PAGE.read_text().split(BEGIN)
             made = table(json.loads(args.json.read_text())["rows"])
             PAGE.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}")
-        return
-    for failed in run_points(args, {line["name"] for line in lines}, log):
-        print(failed, flush=True)
+    sys.exit(any("error" in line for line in lines))
+
+
+def read_lines(log: Path) -> list[dict[str, Any]]:
+    """Return the places that were checked."""
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def run_points(args: argparse.Namespace, known: set[str], log: Path) -> Iterator[str]:

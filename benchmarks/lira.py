@@ -13,6 +13,7 @@ form writes the table of docs/audits.md and the figure from results.
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -160,6 +161,8 @@ def main() -> None:
                 rows += attacked(case, variant, 5 if args.quick else SHADOWS, Path(folder))
                 print(table(by_case(rows)).splitlines()[-1], flush=True)
     write_result(args.json, "lira", rows, packages=PACKAGES)
+    failed = [key for key, f in by_case(rows).items() if key[1] != NO_NOISE and not f["passed"]]
+    sys.exit(f"Audits that failed: {failed}" if failed else 0)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ prv-accountant's (Gopi, Lee, Wutschitz, arXiv 2106.02848), which share no code w
 
 The first form compares 500 random settings of epsilon 0.1 to 20 and delta at least 1e-10, and 100
 outside of that (--quick: 20 and 5), in about half an hour of one core, and goes on with a FILE that
-has some of them; the second writes the table of docs/audits.md. A case is a setting; its metrics
-are its epsilons.
+has some of them, and exits with 1 if one is refuted; the second writes the table of docs/audits.md.
+A case is a setting; its metrics are its epsilons.
 """
 
 import argparse
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -216,6 +217,27 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def wrong(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the settings whose stated epsilon differs from the reference's by more than 1% inside,
+    or lies below its lower bound; not those where sampling shows that the stated one holds.
+    """
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for r in rows:
+        found.setdefault((r["variant"], r["case"]), {})[r["metric"]] = r
+    names = []
+    for (group, case), f in found.items():
+        if "stated" not in f:
+            continue
+        ratio = f["stated"]["value"] / f["middle"]["value"]
+        below = f["stated"]["value"] < f["low"]["value"]
+        sampled = f.get("delta_sampled")
+        # Within three standard errors: the reference is wrong.
+        right = sampled is not None and 3 * sampled["low"] - 2 * sampled["value"] <= 1
+        if not right and (below or (group == INSIDE and abs(ratio - 1) > 0.01)):
+            names.append(case)
+    return names
+
+
 def write_page(result: Path) -> None:
     """Write the table into docs/audits.md."""
     before, rest = PAGE.read_text().split(BEGIN)
@@ -244,6 +266,8 @@ def main() -> None:
             with contextlib.redirect_stdout(None):
                 write_result(args.json, "second_opinion", rows, packages=PACKAGES)
     write_result(args.json, "second_opinion", rows, packages=PACKAGES)
+    if names := wrong(rows):
+        sys.exit("\n".join(["Stated epsilons that the second opinion refutes:", *names]))
 
 
 if __name__ == "__main__":

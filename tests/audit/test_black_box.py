@@ -28,6 +28,8 @@ from dpvision.recipes import get_recipe
 
 module = importlib.import_module("dpvision.audit.black_box")  # the package exports the function
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 
 def head(name: str = "one_step", **asked: object) -> RunConfig:
     return resolve(get_recipe(f"transfer.{name}"), {"model.encoder.spec": "pixels", **asked})
@@ -44,7 +46,7 @@ def noise(factor: float):
 
 def test_of_a_head_without_noise_the_bound_exceeds_epsilon() -> None:
     with noise(1e-6):
-        broken = black_box(head(epsilon=0.5), None, 200)
+        broken = black_box(head(epsilon=0.5), None, 200, shadows=8)
     assert broken["bound"]["epsilon_low"] > 1 > broken["bound"]["epsilon"]
     assert not broken["passed"] and broken["attack"]["auc"] > broken["limits"]["auc"] + 0.1
     assert len(broken["score_of_canary"]) == 200 == len(broken["canary_inside"])
@@ -235,9 +237,10 @@ def test_the_command_writes_the_result_and_fails_where_the_audit_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = ["--recipe", "transfer.one_step", "--canaries", "40"]
+    asked = ["--recipe", "transfer.one_step", "--canaries", "40", "--shadows", "4"]
     command(asked)
     out = capsys.readouterr().out
+    assert "likelihood ratios, by 4 shadow models" in " ".join(out.split())
     assert "40 canaries" in out and "audit_black_box.json" in out and "Passed" in out
     result = json.loads((tmp_path / "audit_black_box.json").read_text())
     assert result["kind"] == "black-box" and result["bound"]["canaries"] == 40

@@ -8,6 +8,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import audits  # noqa: E402
+import lira  # noqa: E402
 import memorisation  # noqa: E402
 
 
@@ -31,6 +32,15 @@ def test_the_page_has_the_black_boxes_of_the_newest_result() -> None:
     assert any("| head |" in line for line in failed), "a head without noise passed"
 
 
-def test_the_page_has_the_memorisation_of_the_newest_result() -> None:
-    newest = sorted((ROOT / "benchmarks" / "results").glob("*-memorisation.json"))[-1]
-    assert memorisation.table(newest) in (ROOT / "docs" / "audits.md").read_text()
+def test_the_page_has_the_memorisation_of_the_results() -> None:
+    results = sorted((ROOT / "benchmarks" / "results").glob("*-memorisation*.json"), reverse=True)
+    found = memorisation.found_in(results)
+    assert memorisation.table(found) in (ROOT / "docs" / "audits.md").read_text()
+
+
+def test_the_page_has_the_attack_with_shadow_models_of_the_newest_result() -> None:
+    newest = sorted((ROOT / "benchmarks" / "results").glob("*-lira.json"))[-1]
+    found = lira.by_case(json.loads(newest.read_text())["rows"])
+    assert lira.table(found) in (ROOT / "docs" / "audits.md").read_text()
+    failed = {key for key, figures in found.items() if not figures["passed"]}
+    assert {variant for _, variant in failed} == {audits.NO_NOISE}, "an audit of what runs failed"

@@ -26,6 +26,8 @@ from dpvision.recipes import get_recipe
 
 from ..statement.runs import PRIVACY, make_run, make_store
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 
 def until(last: int):
     """Progress of an audit whose time is over after a step."""

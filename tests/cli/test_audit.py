@@ -18,6 +18,8 @@ from dpvision.statement.statement import make_statement
 
 from ..statement.runs import PRIVACY, make_run, make_store
 
+pytestmark = pytest.mark.usefixtures("gates_once")
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ known, and the confidence is shared equally among them, so that the best of them
 Legend: M canaries, E epsilons, I numbers of right guesses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,17 +59,24 @@ def level_of(epsilon_E: np.ndarray, delta_E: np.ndarray) -> Callable[[float], fl
     return level
 
 
-def epsilon_low_of_plan(plan: DPPlan, num: int, guesses: int, right: int, alarm: float) -> float:
-    """Return the epsilon, at the plan's delta, of the largest noise multiplier that the right
-    guesses do not refute with false alarm ``alarm``.
+def epsilon_low_of_plan(
+    plan: DPPlan, num: int, right: Sequence[tuple[int, int]], alarm: float
+) -> float:
+    """Return the epsilon, at the plan's delta, of the largest noise multiplier that none of some
+    numbers of right guesses refutes.
 
     Model-based: sampler, rate and steps are the plan's, and the noise is Gaussian of unknown size.
+
+    Args:
+        num: M.
+        right: numbers of guesses, and of right ones among them.
+        alarm: probability that one of these pairs refutes what is true.
     """
 
     def excess(noise_multiplier: float) -> float:
         epsilon_E, removing_E, adding_E = profiles(plan, noise_multiplier)
         level = level_of(epsilon_E, np.maximum(removing_E, adding_E))
-        return 1.0 - mass_needed(level, num, guesses, right, alarm)
+        return 1.0 - max(mass_needed(level, num, *pair, alarm) for pair in right)
 
     return epsilon_not_refuted(plan, excess)
 
@@ -86,9 +93,7 @@ def one_run_bound(score_M: np.ndarray, inside_M: np.ndarray, plan: DPPlan) -> di
         tried,
         key=lambda t: (t["epsilon_low"], -tail(num, int(t["guesses"]), int(t["right"]), 0.0, 0.0)),
     )
-    of_plan = max(
-        epsilon_low_of_plan(plan, num, int(t["guesses"]), int(t["right"]), alarm) for t in tried
-    )
+    right = [(int(t["guesses"]), int(t["right"])) for t in tried]
     return {
         "canaries": num,
         "inside": int(inside_M.sum()),
@@ -96,7 +101,7 @@ def one_run_bound(score_M: np.ndarray, inside_M: np.ndarray, plan: DPPlan) -> di
         "guesses": best["guesses"],
         "right": best["right"],
         "epsilon_low": best["epsilon_low"],
-        "epsilon_low_of_plan": of_plan,
+        "epsilon_low_of_plan": epsilon_low_of_plan(plan, num, right, alarm),
         "epsilon_low_at_most": largest_bound(num, plan.delta),
         "epsilon": plan.epsilon,
         "delta": plan.delta,
