@@ -4,7 +4,7 @@ two epsilons and without the noise.
     python benchmarks/lira.py [--quick] [--cases NAMES] [--json FILE]
     python benchmarks/lira.py --page FILE [FILE ...]
 
-The first form audits each case by `black_box` with 16 shadow models (half an hour of one core;
+The first form audits each case by `black_box` with 16 shadow models (an hour of one core;
 --quick: five shadow models, a case, a minute). All 17 models are attacked, each with the others as
 its shadows, so that rates at few false positives are of 17 times the canaries; "allowed" is the
 plan's limit, which holds for each. A row's case is what is trained, its variant epsilon. The second
@@ -37,6 +37,8 @@ PACKAGES = ("torch", "numpy", "scipy", "dp-accounting", "timm")
 SHADOWS = 16
 FPRS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 VARIANTS = ("1", "8", NO_NOISE)
+LONGER = {"encoder": {"privacy.steps": 600, "optim.learning_rate": 1e-2}}
+"""Settings with which canaries are found without noise."""
 CASES = (SCENES, *(case for case in ATTACKED if case != "head"))
 
 
@@ -58,6 +60,7 @@ def attacked(case: str, variant: str, shadows: int, folder: Path) -> Iterator[di
     """Yield the rows of a case at an epsilon."""
     name = "head" if case == SCENES else case
     recipe, canaries, settings = ATTACKED[name]
+    settings = {**settings, **LONGER.get(name, {})}
     data = folder / "scenes" if case == SCENES else None
     if data is not None and not data.exists():
         write_scenes(data, 2000, 32, label="colour")
