@@ -160,11 +160,12 @@ def test_shadow_models_find_what_is_hidden_by_the_differences_of_canaries(tmp_pa
 
     def train(number: int, folder: Path) -> Scored:
         inside_M = rng.random(num) < 0.5
-        return Scored(easy_M + gap * inside_M + rng.standard_normal(num), inside_M)
+        return Scored(easy_M + gap * inside_M + rng.standard_normal(num), inside_M, 1)
 
     for shadows in (0, 64):
         (tmp_path / str(shadows)).mkdir()
     alone, known = (attack(train, num, shadows, tmp_path / str(shadows)) for shadows in (0, 64))
+    assert (alone.without_update, known.without_update) == (1, 65)
     area = stats.norm.cdf(gap / math.sqrt(2))  # 0.856
     assert abs(figures(alone.score_M, alone.inside_M)["auc"] - 0.5) < 0.06
     assert area - 0.03 < figures(known.score_M, known.inside_M)["auc"] < area + 0.02

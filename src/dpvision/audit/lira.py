@@ -84,7 +84,8 @@ def attack(
         trained: called with a model's number after it was trained and its file was written.
 
     Returns:
-        The first model's coins and log-likelihood ratios; without shadow models its own scores.
+        The first model's coins and log-likelihood ratios, without shadow models its own scores; the
+        steps that were lost are of all models.
     """
     models = []
     for i in range(shadows + 1):
@@ -101,7 +102,8 @@ def attack(
     if not rest:
         return first
     score_SM, inside_SM = np.array([m.score_M for m in rest]), np.array([m.inside_M for m in rest])
-    return replace(first, score_M=likelihood_ratios(first.score_M, score_SM, inside_SM))
+    ratio_M = likelihood_ratios(first.score_M, score_SM, inside_SM)
+    return Scored(ratio_M, first.inside_M, sum(m.without_update for m in models))
 
 
 def score_head(made: Prepared, stream: FeatureStream, row_M: np.ndarray) -> Scored:
