@@ -304,7 +304,7 @@ def _attack_network(config: RunConfig, shadows: int, kept: Path, say: Say) -> tu
     loss, or the likelihood ratio of that. Return it with the plan that was executed.
     """
     plan = make_plan(config.privacy)
-    num = len(canary_rows(open_store(Path(config.data.store))))
+    num = len(canary_rows(open_store(kept / "store")))
     total = (shadows + 1) * plan.steps
 
     def train(number: int, folder: Path) -> Scored:
