@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from dpvision.cli import COMMANDS
 
@@ -189,6 +190,16 @@ def test_a_plan_imports_no_slow_part(recipe: str, tmp_path: Path) -> None:
     code = RUN.replace(repr(SLOW), repr((*SLOW, "scipy.stats", "scipy.optimize", "scipy.signal")))
     ((status, slow, said),) = _started([["plan", recipe, "--json"]], tmp_path, code)
     assert status == 0 and slow == ["scipy"], said
+
+
+def test_an_import_does_not_load_torch(tmp_path: Path) -> None:
+    """Two seconds of a core."""
+    for name in ("1", "2", "3"):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        Image.new("RGB", (40, 40), (30, int(name), 4)).save(tmp_path / f"images/{name}.png")
+    argv = ["data", "import", "images", "store", "--workers", "1"]
+    ((status, slow, said),) = _started([argv], tmp_path)
+    assert status == 0 and slow == ["scipy", "pyarrow"] and "3 records" in said, said
 
 
 def test_a_head_on_features_without_training_imports_neither_timm_nor_torchvision(

@@ -10,7 +10,6 @@ import numpy as np
 from dpvision.config import CaptionerConfig, RunConfig
 from dpvision.data.declared import numbers_to_declare
 from dpvision.data.rows import AllRows, Rows
-from dpvision.data.split import other_half
 from dpvision.data.store import Store
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 from dpvision.recipes import get_recipe
@@ -118,6 +117,8 @@ def after_run(
         released: whether the run may leave; otherwise it gets no statement.
         scored: whether it has its scores.
     """
+    from dpvision.data.split import other_half  # imports torch
+
     run, other = quote(str(root)), other_half(store)
     lines = [] if scored else _to_score(run, store, other, config)
     if released:
