@@ -61,16 +61,20 @@ $(addprefix long-,second_opinion audits black_box lira crashes hostile_files mem
 runs/bench:
 	mkdir -p $@
 
+# From the start, not on from results of other code.
 long-black_box: setup
 	$(BIN)/python benchmarks/audits.py --black-box --json runs/bench/audits_black_box.json
 
 long-crashes: setup
+	rm -rf runs/bench/crashes
 	$(BIN)/python benchmarks/crashes.py --work runs/bench/crashes --points 40 --full --others --json runs/bench/crashes.json
 
 long-memorisation: setup
+	rm -rf runs/bench/memorisation
 	$(BIN)/python benchmarks/memorisation.py --work runs/bench/memorisation --json runs/bench/memorisation.json
 
 long-%: setup
+	rm -f runs/bench/$*.json
 	$(BIN)/python benchmarks/$*.py --json runs/bench/$*.json
 
 gpu-rehearsal: setup

@@ -293,8 +293,8 @@ def wrong(rows: list[dict[str, Any]]) -> list[str]:
     return [
         f"{case}, {variant}: {'passed' if value else 'FAILED'}"
         for (case, variant), value in passed.items()
-        # Networks without noise may pass: their canaries are not always found.
-        if variant != NO_NOISE and bool(value) != (case != "fault" or variant == "none")
+        if bool(value) != (variant != NO_NOISE and (case != "fault" or variant == "none"))
+        and (case, variant) != ("black box, encoder", NO_NOISE)  # not found in so short a run
     ]
 
 

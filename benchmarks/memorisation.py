@@ -404,6 +404,18 @@ def main() -> None:
     else:
         rows = measured(args.work.resolve(), args.models.split(","), args.quick)
         write_result(args.json, "memorisation", rows, packages=PACKAGES)
+        above = above_limit(rows)
+        sys.exit(f"Memorisation above the plan's limit: {above}" if above else 0)
+
+
+def above_limit(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the tests and epsilons whose interval lies above what the plan allows."""
+    found = {(r["case"], r["variant"], r["metric"]): r for r in rows}
+    return [
+        (case, epsilon)
+        for (case, epsilon, metric), r in found.items()
+        if metric == "limit" and not found[case, epsilon, "memorisation"]["low"] <= r["value"]
+    ]
 
 
 if __name__ == "__main__":

@@ -146,9 +146,38 @@ def test_likelihood_ratios_are_those_of_the_law_that_made_the_scores() -> None:
     want = gap_N * (2 * (score_N - out_N) - gap_N) / (2 * 0.49)
     got = likelihood_ratios(score_N, score_SN, inside_SN)
     assert np.abs(got - want).max() < 0.5 and np.corrcoef(got, want)[0, 1] > 0.999
-    one_sided = inside_SN.copy()
-    one_sided[:, 0] = True
-    assert np.isfinite(likelihood_ratios(score_N, score_SN, one_sided)).all()
+    assert not likelihood_ratios(score_N, score_SN, np.ones_like(inside_SN)).any()
+
+
+def test_canaries_that_all_or_no_shadow_models_have_are_guessed_as_well_as_others() -> None:
+    """With four shadow models one canary in eight; their missing mean is the other one and the mean
+    difference of the others.
+    """
+    rng, num, gap = np.random.default_rng(0), 4000, 6.0
+    inside_SN = rng.random((5, num)) < 0.5
+    score_SN = rng.normal(0, 20, num) + gap * inside_SN + rng.standard_normal((5, num))
+    ratio_N = likelihood_ratios(score_SN[0], score_SN[1:], inside_SN[1:])
+    found = figures(ratio_N, inside_SN[0])
+    assert found["auc"] > 0.99 and found["tpr_at_fpr_0.01"] > 0.95
+    one_sided = np.isin(inside_SN[1:].sum(0), (0, 4))
+    assert (
+        one_sided.sum() > 400 and figures(ratio_N[one_sided], inside_SN[0][one_sided])["auc"] > 0.98
+    )
+
+
+@pytest.mark.parametrize("lost", [math.nan, -math.inf, math.inf])
+def test_a_shadow_model_that_diverged_is_left_out(lost: float, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    easy_M = rng.normal(0, 20, 500)
+
+    def train(number: int, folder: Path) -> Scored:
+        inside_M = rng.random(500) < 0.5
+        score_M = easy_M + 6 * inside_M + rng.standard_normal(500)
+        return Scored(np.full(500, lost) if number == 7 else score_M, inside_M)
+
+    found = attack(train, 500, 16, tmp_path)
+    assert figures(found.score_M, found.inside_M)["tpr_at_fpr_0.01"] > 0.95
+    assert np.isnan(Scored.read(tmp_path / "model-07.json", 500).score_M).all() or math.isinf(lost)
 
 
 def test_shadow_models_find_what_is_hidden_by_the_differences_of_canaries(tmp_path: Path) -> None:

@@ -158,17 +158,64 @@ def test_a_network_with_shadows_goes_on_in_the_shadow_where_it_was_stopped(
     assert found["score_of_canary"] == want.tolist() and np.std(want) > 0
 
 
-@pytest.mark.parametrize("hostile", ["{", "[]", '{"score": [1], "inside": [true]}', "NaN"])
-def test_a_damaged_file_of_a_model_is_named(hostile: str, tmp_path: Path) -> None:
-    made = lira.Scored(np.zeros(20), np.ones(20, bool))
-    lira.attack(lambda number, folder: made, 20, 0, tmp_path)
-    path = tmp_path / "model-00.json"
+def models(kept: Path, shadows: int = 4) -> lira.Scored:
+    made = lira.Scored(np.zeros(20), np.arange(20) % 2 == 0)
+    return lira.attack(lambda number, folder: made, 20, shadows, kept)
+
+
+def test_a_damaged_file_of_a_model_is_named(tmp_path: Path) -> None:
+    models(tmp_path)
+    path = tmp_path / "model-01.json"
     found = json.loads(path.read_text())
-    changed = found | {"score": [*found["score"][:-1], None]}
-    for text in (hostile, json.dumps(changed), json.dumps(found | {"inside": [0.5] * 20})):
+    hostile = [
+        "{",
+        "[]",
+        "NaN",
+        '{"score": [1], "inside": [true], "steps_without_update": 0}',
+        json.dumps(found | {"inside": [0.5] * 20}),
+        json.dumps(found | {"score": [10**400] * 20}),
+        json.dumps(found | {"score": [1e308] * 20}),
+        json.dumps(found | {"steps_without_update": -7}),
+    ]
+    for text in hostile:
         path.write_text(text)
-        with pytest.raises(CheckpointError, match=str(path)):
-            lira.attack(lambda number, folder: made, 20, 0, tmp_path)
+        with pytest.raises(CheckpointError, match=rf"{path} .*Remove the folder {tmp_path} to"):
+            models(tmp_path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=str(path)):
+        models(tmp_path)
+
+
+def test_no_model_is_trained_anew_beside_others(tmp_path: Path) -> None:
+    """Or its coins could be drawn until they please."""
+    models(tmp_path)
+    (tmp_path / "model-00.json").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00\.json is missing, and later models are"):
+        models(tmp_path)
+
+
+def test_what_is_no_folder_of_a_model_is_named(tmp_path: Path) -> None:
+    for make in (lambda p: p.write_text(""), lambda p: p.symlink_to("/dev/null")):
+        make(tmp_path / "model-03")
+        with pytest.raises(CheckpointError, match="model-03 is no folder"):
+            models(tmp_path)
+        (tmp_path / "model-03").unlink()
+
+
+def test_coins_that_are_missing_beside_a_run_are_not_drawn_anew(
+    config: RunConfig, plan: DPPlan, tmp_path: Path
+) -> None:
+    keep = tmp_path / "kept"
+    with pytest.raises(NotInTime):
+        black_box(config, plan, 20, say=until(2), keep=keep)
+    (keep / "model-00" / "canaries.json").unlink()
+    with pytest.raises(CheckpointError, match=rf"is missing, .*Remove the folder {keep} to"):
+        black_box(config, plan, 20, keep=keep)
+    (keep / "about.json").unlink()
+    (keep / "about.json").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="in progress with other settings"):
+        black_box(config, plan, 20, keep=keep)
 
 
 def start(run: Path) -> subprocess.Popen:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import dpvision.audit
-from dpvision.audit import acceptance, black_box, bound, finished_run
+from dpvision.audit import Parts, acceptance, black_box, bound, finished_run
 from dpvision.audit.time_given import NotInTime
 from dpvision.cli import main
-from dpvision.errors import RunStopped
+from dpvision.errors import ConfigError, RunStopped
 from dpvision.files import write_json
 from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.statement.statement import make_statement
@@ -169,6 +169,7 @@ def test_what_is_asked_in_vain_is_refused_before_anything_is_made(
         (["audit", str(run), "--white-box", "--out", "o.json"], "kept in its folder"),
         (["audit", str(run), "--canaries", "5"], "canaries=5"),
         (["audit", str(run), "--shadows", "3"], "shadows=3; expected 0, or 4 to 99"),
+        (["audit", str(run), "--white-box", "--shadows", "16"], "the white box alone"),
         ([*of_recipe, str(run / "audit.json")], "lies in the folder of a run"),
         ([*of_recipe, "nowhere/a.json"], "a folder that exists"),
         ([*of_recipe, str(tmp_path)], "expected a file"),
@@ -194,6 +195,11 @@ def test_a_damaged_audit_in_progress_is_named(
         said = capsys.readouterr().err
         assert f"older {run / 'audit_black_box'} to" in said.replace("\n", " ") or name[0] == "a"
         assert str(run / "audit_black_box") in said and "Traceback" not in said
+
+
+def test_results_of_a_run_are_kept_nowhere_else(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kept in its folder"):
+        Parts(*finished_run(run), run=run, out=tmp_path / "nicest.json")
 
 
 def test_without_time_nothing_begins(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,6 +241,11 @@ def test_an_audit_that_was_begun_after_a_result_is_finished_before_it_is_shown(
     assert main(asked) == 0
     assert json.loads((run / "audit_black_box.json").read_text()) == second
     assert not (run / "audit_black_box").exists()
+    (run / "audit_black_box").mkdir()
+    write_json(run / "audit_black_box" / "about.json", about)
+    assert main([*asked, "--again"]) == 0
+    third = json.loads((run / "audit_black_box.json").read_text())
+    assert third["audit_id"] != second["audit_id"] and len(third["earlier"]) == 2
 
 
 def test_under_torchrun_one_process_is_asked_for(

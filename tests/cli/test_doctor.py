@@ -275,7 +275,7 @@ def test_wrong_input_gets_one_clear_error(
 )
 def test_measured_figures_fit_together(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = _json(
-        capsys, name, "--measure", "--device", "cpu", "--image-size", "16", "--max-minutes", "0.05"
+        capsys, name, "--measure", "--device", "cpu", "--image-size", "16", "--max-minutes", "0.5"
     )
     measured = result["measured"]
     assert measured["device"] == "cpu" and measured["precision"] == "float32"

@@ -226,7 +226,7 @@ def test_surgery_takes_encoder_and_decoder_and_leaves_the_words_fresh(
             max_grad_norm=None,
             guarantee="none",
         ),
-        data=replace(config.data, store=str(public.path)),
+        data=replace(config.data, store=str(public.path), tokenizer=None),
     )
     warm = train(start, tmp_path / "warm")
     taken = load_checkpoint(warm).model
@@ -242,6 +242,7 @@ def test_surgery_takes_encoder_and_decoder_and_leaves_the_words_fresh(
     vip = replace(
         config,
         model=MAEConfig(encoder=ENCODER, decoder_depth=1, decoder_width=16, decoder_num_heads=2),
+        data=replace(config.data, tokenizer=None),
         init_from=str(warm),
     )
     with new_session(vip, tmp_path / "vip") as session:

@@ -19,6 +19,7 @@ Legend: M canaries, B rows, N records.
 import contextlib
 import json
 import math
+import os
 import secrets
 import tempfile
 from collections.abc import Callable
@@ -190,7 +191,7 @@ def _begun(
 
 def _about(folder: Path) -> dict[str, Any] | None:
     """Return what an audit in progress is of; None if none was begun, empty if it is damaged."""
-    if not (folder / _ABOUT).exists():
+    if not os.path.lexists(folder / _ABOUT):
         return None
     with contextlib.suppress(OSError, ValueError):
         found = parse_json((folder / _ABOUT).read_bytes())
@@ -332,6 +333,12 @@ def _score_network(
             )
         row_M, kept = canary_rows(session.store), folder / "canaries.json"
         if not kept.exists():  # before the first step: the weights are the initial ones
+            assert session.run is not None
+            if session.run.ledger.steps:
+                raise CheckpointError(
+                    f"audit: {kept} is missing, and the run beside it has begun; expected its "
+                    f"coins. Remove the folder {folder.parent} to give this audit up."
+                )
             coins, before = fair_coins(len(row_M)), _losses(session, row_M)
             write_json(kept, {"inside": coins.tolist(), "loss_before": before.tolist()})
         inside_M, before_M = _kept(kept, len(row_M))

@@ -26,7 +26,7 @@ from dpvision.runs.run import Secrets
 from dpvision.strict_json import parse_json
 
 _LARGEST = 1e100
-"""In place of scores that are not finite, as those of weights that are not. Its square is."""
+"""In place of infinite scores, as those of weights that are not finite. Its square is finite."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,29 @@ class Scored:
     """What a trained model says of the canaries, and which of them it was trained on."""
 
     score_M: np.ndarray
-    """float64, finite; higher for a canary that is more likely in the data."""
+    """float64; higher for a canary that is more likely in the data. NaN: nothing is known of it."""
     inside_M: np.ndarray
     """The coins, bool."""
     without_update: int = 0
     """Steps that were charged and then lost by a kill."""
 
     def write(self, path: Path) -> None:
-        found = {"score": self.score_M.tolist(), "inside": self.inside_M.tolist()}
+        score = [None if math.isnan(score) else score for score in self.score_M.tolist()]
+        found = {"score": score, "inside": self.inside_M.tolist()}
         write_json(path, {**found, "steps_without_update": self.without_update})
 
     @staticmethod
     def read(path: Path, num: int) -> "Scored":
         """Raises CheckpointError: it is not of ``num`` canaries."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+            if path.is_symlink() or not path.is_file():
+                raise ValueError("not a file")
             found = parse_json(path.read_bytes())
             score_M, inside_M = np.array(found["score"], float), np.array(found["inside"])
             lost = found["steps_without_update"]
             same = inside_M.dtype == bool and score_M.shape == inside_M.shape == (num,)
-            if same and np.isfinite(score_M).all() and type(lost) is int:
+            sane = not (np.abs(score_M) > _LARGEST).any() and type(lost) is int and lost >= 0
+            if same and sane:
                 return Scored(score_M, inside_M, lost)
         raise CheckpointError(
             f"audit: {path} cannot be read; expected the coins and scores of {num} canaries. "
@@ -87,23 +91,35 @@ def attack(
         The first model's coins and log-likelihood ratios, without shadow models its own scores; the
         steps that were lost are of all models.
     """
+    paths = [kept / f"model-{i:02d}.json" for i in range(shadows + 1)]
     models = []
-    for i in range(shadows + 1):
-        path, folder = kept / f"model-{i:02d}.json", kept / f"model-{i:02d}"
+    for i, path in enumerate(paths):
+        folder = path.with_suffix("")
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise CheckpointError(
+                f"audit: {folder} is no folder; expected that of a model. Remove the folder {kept} "
+                "to give this audit up."
+            )
+        if not path.exists() and any(later.exists() for later in paths[i + 1 :]):
+            raise CheckpointError(
+                f"audit: {path} is missing, and later models are there; expected all of them. "
+                f"Remove the folder {kept} to give this audit up."
+            )
         if not path.exists():
             made = train(i, folder)
-            finite_M = np.nan_to_num(made.score_M, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
-            replace(made, score_M=finite_M.clip(-_LARGEST, _LARGEST)).write(path)
+            replace(made, score_M=made.score_M.clip(-_LARGEST, _LARGEST)).write(path)
             trained(i)
         if i and folder.exists():
             remove_folder(folder)
         models.append(Scored.read(path, num_canaries))
     first, rest = models[0], models[1:]
-    if not rest:
-        return first
-    score_SM, inside_SM = np.array([m.score_M for m in rest]), np.array([m.inside_M for m in rest])
-    ratio_M = likelihood_ratios(first.score_M, score_SM, inside_SM)
-    return Scored(ratio_M, first.inside_M, sum(m.without_update for m in models))
+    score_M = first.score_M
+    if rest:
+        score_SM = np.array([m.score_M for m in rest])
+        score_SM[np.abs(score_SM) == _LARGEST] = math.nan
+        score_M = likelihood_ratios(score_M, score_SM, np.array([m.inside_M for m in rest]))
+    lost = sum(m.without_update for m in models)
+    return Scored(np.nan_to_num(score_M, nan=0.0), first.inside_M, lost)
 
 
 def score_head(made: Prepared, stream: FeatureStream, row_M: np.ndarray) -> Scored:
@@ -148,15 +164,27 @@ def likelihood_ratios(
 
     Each record has its own two means over the shadow models; one standard deviation is shared by
     all records with their coins up, one by all without. A record that all or no shadow models have
-    gets the mean over records for the side that is missing.
+    gets its missing mean from the other one, by the mean difference of the records that have both.
+
+    Args:
+        shadow_SN: scores by the shadow models; NaN is left out. Where no record has both means, all
+            ratios are 0.
     """
+    known_SN = ~np.isnan(shadow_SN)
+    sides = [(known_SN & side_SN) for side_SN in (inside_SN, ~inside_SN)]
+    count_N, outs_N = (side_SN.sum(0) for side_SN in sides)
+    in_N, out_N = (
+        np.where(side_SN, shadow_SN, 0.0).sum(0) / np.maximum(side_SN.sum(0), 1)
+        for side_SN in sides
+    )
+    both_N = (count_N > 0) & (outs_N > 0)
+    if not both_N.any():
+        return np.zeros(len(score_N))
+    gap = (in_N - out_N)[both_N].mean()
+    mean = [np.where(count_N > 0, in_N, out_N + gap), np.where(outs_N > 0, out_N, in_N - gap)]
     log_N = []
-    for side_SN in (inside_SN, ~inside_SN):
-        count_N = side_SN.sum(0)
-        sum_N = np.where(side_SN, shadow_SN, 0.0).sum(0)
-        mean_N = np.where(count_N > 0, sum_N / np.maximum(count_N, 1), sum_N.sum() / side_SN.sum())
+    for side_SN, mean_N in zip(sides, mean, strict=True):
         square = np.where(side_SN, (shadow_SN - mean_N) ** 2, 0.0).sum()
-        degrees = max(1, int((count_N - 1).clip(0).sum()))
-        std = max(math.sqrt(square / degrees), 1e-12)
-        log_N.append(stats.norm.logpdf(score_N, mean_N, std))
-    return log_N[0] - log_N[1]
+        degrees = max(1, int((side_SN.sum(0) - 1).clip(0).sum()))
+        log_N.append(stats.norm.logpdf(score_N, mean_N, max(math.sqrt(square / degrees), 1e-12)))
+    return np.where((count_N + outs_N) > 0, log_N[0] - log_N[1], 0.0)

@@ -6,6 +6,7 @@ made before, and what is made and written.
     result = parts.made_before("white-box") or parts.make("white-box", lambda *_: None)
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from dpvision.audit.acceptance import Say
 from dpvision.audit.black_box import black_box, check_settings, forget, num_shadows
-from dpvision.audit.results import KEEP, made_before, write_result
+from dpvision.audit.results import KEEP, forget_written, made_before, one_audit, write_result
 from dpvision.audit.white_box import white_box
 from dpvision.config import RunConfig
 from dpvision.errors import ConfigError
@@ -39,6 +40,13 @@ class Parts:
     again: bool = False
     """Whether a part is made again where there is a result."""
 
+    def __post_init__(self) -> None:
+        if self.run is not None and self.out is not None:
+            raise ConfigError(
+                f"audit: out={self.out} with the run {self.run}; expected none: a run's results "
+                "are kept in its folder, all of them. Drop --out; copy the file afterwards."
+            )
+
     @property
     def is_main(self) -> bool:
         """Whether this process writes the results: rank 0."""
@@ -56,6 +64,16 @@ class Parts:
         """Raises ConfigError: a part cannot be made, its result cannot be written or would be taken
         for a run's, or torchrun started what one process does.
         """
+        if self.out is not None and len(kinds) > 1:
+            raise ConfigError(
+                f"audit: out={self.out} with two kinds of audit; expected one. Add --white-box or "
+                "--black-box."
+            )
+        if self.shadows is not None and "black-box" not in kinds:
+            raise ConfigError(
+                f"audit: shadows={self.shadows} with the white box alone, which has none; expected "
+                "the black box. Drop --shadows, or add --black-box."
+            )
         world_size = os.environ.get("WORLD_SIZE", "1")
         if int(world_size) > 1 and "black-box" in kinds:
             raise ConfigError(
@@ -84,29 +102,43 @@ class Parts:
 
     def made_before(self, kind: str) -> dict[str, Any] | None:
         """Return the result that is there already; None if it is to be made."""
-        if self.run is None or self.plan is None or self.again or self.data is not None:
+        if self.run is None or self.plan is None:
             return None
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        settings = {"canaries": self.canaries, "shadows": self.num_shadows, "ranks": ranks}
-        return made_before(self.run, self.file(kind), kind, self.plan, settings)
+        with self._alone():
+            if self.is_main:
+                forget_written(self.run, self.file("black-box"), self.plan)
+            if self.again or self.data is not None:
+                return None
+            ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            settings = {"canaries": self.canaries, "shadows": self.num_shadows, "ranks": ranks}
+            return made_before(self.run, self.file(kind), kind, self.plan, settings)
 
     def make(self, kind: str, say: Say) -> dict[str, Any]:
-        """Make a part and write its result. Raises as ``white_box`` and ``black_box``."""
+        """Make a part and write its result. Raises as ``white_box``, ``black_box`` and
+        ``one_audit``.
+        """
         keep = None if self.run is None else self.run / KEEP
-        if kind == "white-box":
-            result = white_box(self.config, say, self.plan)
-        else:
-            result = black_box(
-                self.config,
-                self.plan,
-                self.canaries,
-                data=self.data,
-                shadows=self.shadows,
-                say=say,
-                keep=keep,
-            )
-        if self.is_main:
-            write_result(self.file(kind), kind, self.plan, result)
-            if kind == "black-box" and keep is not None:
-                forget(keep)
+        with self._alone():
+            if kind == "white-box":
+                result = white_box(self.config, say, self.plan)
+            else:
+                result = black_box(
+                    self.config,
+                    self.plan,
+                    self.canaries,
+                    data=self.data,
+                    shadows=self.shadows,
+                    say=say,
+                    keep=keep,
+                )
+            if self.is_main:
+                write_result(self.file(kind), kind, self.plan, result)
+                if kind == "black-box" and keep is not None:
+                    forget(keep)
         return result
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the run's folder against other audits of it."""
+        if self.run is None or not self.is_main:
+            return contextlib.nullcontext()
+        return one_audit(self.run)

@@ -47,12 +47,16 @@ def made_before(
     if kind == "white-box":
         return found if found["ranks"] == settings["ranks"] else None
     begun = in_progress(run / KEEP)
-    if begun is not None and begun == found.get("audit_id"):
-        forget(run / KEEP)  # a crash came between the two
-        begun = None
     same = found["bound"]["canaries"] == settings["canaries"]
     same = same and found.get("shadows") == settings["shadows"]
     return found if begun is None and same else None
+
+
+def forget_written(run: Path, path: Path, plan: DPPlan) -> None:
+    """Remove the folder of a black box whose result is written: a crash came between the two."""
+    found, begun = result_of(path, "black-box", plan), in_progress(run / KEEP)
+    if found is not None and begun is not None and begun == found.get("audit_id"):
+        forget(run / KEEP)
 
 
 def write_result(path: Path, kind: str, plan: DPPlan | None, result: dict[str, Any]) -> None:
@@ -75,6 +79,7 @@ def _short(result: dict[str, Any]) -> dict[str, Any]:
     return {
         "passed": result["passed"],
         **{name: bound[name] for name in ("epsilon_low", "canaries", "right") if name in bound},
+        **{name: result[name] for name in ("shadows",) if name in result},
         "code_sha256": result["code_sha256"],
     }
 

@@ -151,26 +151,13 @@ def audit(
         )
         if wanted
     ]
-    if run is not None and out is not None:
-        raise ConfigError(
-            f"audit: out={out} with the run {run}; expected none: a run's results are kept in its "
-            "folder, all of them. Drop --out; copy the file afterwards."
-        )
-    if out is not None and len(kinds) > 1:
-        raise ConfigError(
-            f"audit: out={out} with two kinds of audit; expected one. Add --white-box or "
-            "--black-box."
-        )
     from dpvision.audit.parts import Parts
-    from dpvision.audit.results import one_audit
     from dpvision.audit.time_given import TimeGiven
 
     parts = Parts(config, plan, run, canaries, shadows, data, out, again)
     parts.check(kinds, minutes)
     time_given = TimeGiven(math.inf if minutes is None else 60 * minutes)
     with contextlib.ExitStack() as stack:
-        if run is not None and parts.is_main:
-            stack.enter_context(one_audit(run))
         if threading.current_thread() is threading.main_thread():  # as Ctrl-C
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)
             stack.callback(signal.signal, signal.SIGTERM, before)

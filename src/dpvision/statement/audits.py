@@ -129,11 +129,15 @@ def _black_box(found: dict[str, Any], plan: DPPlan) -> dict[str, Any]:
         or bound["epsilon"] != executed.epsilon
     ):
         raise ValueError("a run of another plan, or figures that do not follow from the scores")
+    shadows = found.get("shadows", 0)
+    if type(shadows) is not int or shadows < 0:
+        raise ValueError(f"shadows {shadows!r}")
     figures = {
         of: {name: _share(found[of][name]) for name in ATTACK} for of in ("attack", "limits")
     }
     return {
         "canaries": len(score_M),
+        "shadows": shadows,
         **stated,
         "epsilon_low": low,
         "epsilon_low_of_plan": low_of_plan,

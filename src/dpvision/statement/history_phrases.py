@@ -39,12 +39,12 @@ AUDITED = (
 )
 ATTACKED = (
     "A run of this plan on synthetic records, with {canaries:,} canaries included by fair coins, "
-    "was attacked through its weights: it {verdict}. Of {guesses:,} guesses {right:,} were right: "
-    "epsilon is at least {low}, whatever the mechanism, and at least {low_of_plan} with Gaussian "
-    "noise of whatever size, at confidence {confidence:g}. So many canaries cannot show more than "
-    "{at_most} whatever the mechanism, and a weak attack shows less. The attack's area under the "
-    "ROC curve was {auc:.3f}, where the plan allows {limit:.3f}. This model itself was not "
-    "attacked."
+    "was attacked through its weights{how}: it {verdict}. Of {guesses:,} guesses {right:,} were "
+    "right: epsilon is at least {low}, whatever the mechanism, and at least {low_of_plan} with "
+    "Gaussian noise of whatever size, at confidence {confidence:g}. So many canaries cannot show "
+    "more than {at_most} whatever the mechanism, and a weak attack shows less. The attack's area "
+    "under the ROC curve was {auc:.3f}, where the plan allows {limit:.3f}. This model itself was "
+    "not attacked."
 )
 AUDITED_BEFORE = "Earlier audits of this kind: {audits:,}, of which {failed:,} FAILED."
 TOKENIZER = (
@@ -215,6 +215,8 @@ def audits(runs: list[dict[str, Any]]) -> str:
         if run["kind"] == "black-box":
             words["low_of_plan"] = down(run["epsilon_low_of_plan"])
             words["at_most"] = up(run["epsilon_low_at_most"])
+            shadows = run.get("shadows", 0)  # results of earlier versions have none
+            words["how"] = f", with {shadows} shadow models" if shadows else ""
             auc = {"auc": run["attack"]["auc"], "limit": run["limits"]["auc"]}
             said.append(ATTACKED.format(**run, **words, **auc))
         else:

@@ -44,7 +44,7 @@ from dpvision.train import distributed
 from dpvision.train.distributed import together
 from dpvision.train.gates import check_gates
 from dpvision.train.loop import Session
-from dpvision.train.memory import require_fit
+from dpvision.train.memory import require_fit, too_large
 from dpvision.train.objectives import example_batch, loss_function
 from dpvision.train.parent import check_constants, load_weights, start_from
 from dpvision.train.same import check_same_everywhere, facts_of_start
@@ -239,12 +239,12 @@ def _prepare(
         with autocast(config.hardware.precision, group.device):
             # On public records: private ones must not decide which parameters are slow, nor whether
             # the warning about them is logged.
-            route_of(
-                loss_fn,
-                model,
-                to_device(example_batch(config), group.device),
-                StepKey(config.seed, 0),
-            )
+            try:
+                example = to_device(example_batch(config), group.device)
+                route_of(loss_fn, model, example, StepKey(config.seed, 0))
+            except torch.OutOfMemoryError:  # of the few records of the example
+                size = config.hardware.physical_batch_size
+                raise ConfigError(too_large(size, 0, group.device)) from None
     if group.device.type != "cpu":
         require_fit(config, model, loss_fn, group.device)
     blocks = _compile(config, model, loss_fn, group) if config.hardware.compile else None
