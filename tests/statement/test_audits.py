@@ -182,7 +182,12 @@ def test_a_statement_names_both_kinds_of_audit(copy_of: Callable[[], Path]) -> N
     assert f"{low}, whatever the mechanism, and at least 0.5294 with" in text
     assert f"cannot show more than {most} whatever the mechanism" in text
     assert 0 < stated["epsilon_low"] < stated["epsilon_low_at_most"] < 5
-    assert "was 0.682, where the plan allows 0.881" in text
+    assert "was 0.682, where the plan allows 0.881" in text and "shadow" not in text
+    write_json(run / "audit_black_box.json", black_box_of(run, **attacked, shadows=16))
+    assert statuses(path, run)["audits"] == "failed", "another attack"
+    text = make_statement(run)["history"]["audits"]["text"]
+    assert "attacked through its weights, with 16 shadow models: it passed" in text
+    write_json(run / "audit_black_box.json", black_box_of(run, **attacked))
     found = statuses(path, run)
     assert found["audits"] == found["written again"] == "ok" and "failed" not in found.values()
     (run / "audit_black_box.json").unlink()

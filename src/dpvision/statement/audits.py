@@ -137,7 +137,7 @@ def _black_box(found: dict[str, Any], plan: DPPlan) -> dict[str, Any]:
     }
     return {
         "canaries": len(score_M),
-        "shadows": shadows,
+        **({"shadows": shadows} if shadows else {}),
         **stated,
         "epsilon_low": low,
         "epsilon_low_of_plan": low_of_plan,

@@ -215,8 +215,7 @@ def audits(runs: list[dict[str, Any]]) -> str:
         if run["kind"] == "black-box":
             words["low_of_plan"] = down(run["epsilon_low_of_plan"])
             words["at_most"] = up(run["epsilon_low_at_most"])
-            shadows = run.get("shadows", 0)  # results of earlier versions have none
-            words["how"] = f", with {shadows} shadow models" if shadows else ""
+            words["how"] = f", with {n} shadow models" if (n := run.get("shadows", 0)) else ""
             auc = {"auc": run["attack"]["auc"], "limit": run["limits"]["auc"]}
             said.append(ATTACKED.format(**run, **words, **auc))
         else:

@@ -427,7 +427,7 @@ def test_it_finds_what_it_was_shown_and_not_where_classes_were_shuffled(tmp_path
     """Four images of two coloured rectangles, learned by heart; with wrong classes it finds them
     and calls them wrong.
     """
-    encoder, settings = make_encoder(), replace(SETTINGS, epochs=260, warmup_steps=5)
+    encoder, settings = make_encoder(), replace(SETTINGS, epochs=400, warmup_steps=5)
     test = load_coco(*write_shapes(tmp_path / "truth", 4, height=48, width=48, seed=1))
     ap = {}
     for shuffled in (False, True):
