@@ -39,8 +39,8 @@ _CHECKS = {
 """Names of the checks on the screen."""
 _WORDS = {"white-box": "White box", "black-box": "Black box"}
 _BLIND = (
-    " In our tests canaries of a masked autoencoder were not found even without noise: trust the "
-    "white box."
+    " In our tests canaries of a masked autoencoder were hardly found even without noise: trust "
+    "the white box."
 )
 _ATTACK = {
     "auc": "area under the ROC curve",
