@@ -244,6 +244,8 @@ def start(source: Path, store: Path, **options) -> int:
     """Import in a process, and return its id."""
     pid = os.fork()
     if not pid:
+        # Ignored where the tests were started in the background.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             import_source(source, store, **options)
         finally:

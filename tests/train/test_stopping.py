@@ -38,6 +38,16 @@ pytestmark = pytest.mark.usefixtures("gates_once")
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def signals_of_a_terminal() -> Iterator[None]:
+    """Under nohup or in the background some are ignored, and then they do not stop a run either."""
+    default = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, default[number]) for number in default}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def with_hardware(config: RunConfig, **changes: Any) -> RunConfig:
     return replace(config, hardware=replace(config.hardware, **changes))
 
