@@ -54,9 +54,10 @@ mutants: setup
 	$(BIN)/python benchmarks/mutants.py --json runs/bench/mutants.json
 
 # make -k -j2 prove-long: two at a time, and the others too after one that fails.
-prove-long: $(addprefix long-,second_opinion audits black_box lira crashes hostile_files memorisation)
+LONG := $(addprefix long-,second_opinion audits black_box lira crashes hostile_files memorisation)
+prove-long: $(LONG)
 
-$(addprefix long-,second_opinion audits black_box lira crashes hostile_files memorisation): runs/bench
+$(LONG): runs/bench
 
 runs/bench:
 	mkdir -p $@
