@@ -4,6 +4,7 @@ included.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -78,3 +79,62 @@ def test_all_ranks_take_the_same_number_of_steps_when_batches_are_nearly_always_
         replace(config, privacy=replace(config.privacy, expected_batch_size=0.3)), tmp_path
     )
     assert read_ledger(tmp_path / "two" / "ledger.jsonl").steps == config.privacy.steps
+
+
+LEAVES = """
+import os, sys, time
+import torch
+from dpvision.train.distributed import RankLost, all_reduce_vector, join, leave
+
+group = join("cpu")
+import torch._dynamo  # as a first compiled function does
+ones = torch.ones(300, dtype=torch.float64)
+assert all_reduce_vector(ones, group)[0] == 2
+threads = lambda: [open(f"/proc/self/task/{task}/comm").read().strip()
+                   for task in os.listdir("/proc/self/task")]
+assert any("gloo" in name for name in threads()), threads()
+def after():
+    leave()
+    print([name for name in threads() if "gloo" in name])
+if sys.argv[1] == "lost":
+    if group.rank == 1:
+        os._exit(0)
+    time.sleep(1)
+    try:
+        all_reduce_vector(ones, group)
+    except RankLost:
+        after()
+        sys.exit(2)
+else:
+    after()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed by Linux")
+@pytest.mark.parametrize(("how", "codes"), [("whole", [0, 0]), ("lost", [2, 0])])
+def test_no_thread_of_the_group_outlives_it(how: str, codes: list[int], tmp_path: Path) -> None:
+    """One that does may abort a process that has done its work, as the interpreter ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES, how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "WORLD_SIZE": "2",
+                "RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=300) for process in ranks]
+    assert [process.returncode for process in ranks] == codes, said
+    assert said[0][0] == "[]\n"
+    assert how == "lost" or said[1][0] == "[]\n"

@@ -10,12 +10,18 @@ A rank that waits for another longer than the timeout, or whose peer has ended, 
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
+
+# Its functions' defaults are the process group of the moment of this import. Imported later (by
+# torch._dynamo, for one), they keep the group: its threads outlive ``leave``, and one that asks for
+# the interpreter's lock while the interpreter ends aborts the process, after its work is done.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from dpvision.devices import require_cuda
@@ -136,7 +142,7 @@ def _check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> 
 
 
 def leave() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one, and end its threads."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -182,8 +188,7 @@ def broadcast_bytes(value: bytes, size: int, group: Group) -> bytes:
         else torch.zeros(size, dtype=torch.uint8)
     )
     moved = start.to(group.device)
-    with _answers():
-        dist.broadcast(moved, src=0)
+    _answered(partial(dist.broadcast, moved, src=0))
     return bytes(moved.cpu().numpy())
 
 
@@ -197,27 +202,27 @@ def broadcast_int(value: int, group: Group) -> int:
 
 
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    with _answers():
-        dist.all_reduce(values, op=op)
+    _answered(partial(dist.all_reduce, values, op=op))
 
 
-@contextlib.contextmanager
-def _answers() -> Iterator[None]:
-    """Turn the error of a collective call that another rank did not take part in into RankLost.
+def _answered(call: Callable[[], object]) -> None:
+    """Make a collective call; the error of one that another rank did not take part in is RankLost.
 
     NCCL's is not raised here: its watchdog ends the process.
     """
     try:
-        yield
+        call()
+        return
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else "no reason"
-        raise RankLost(
-            f"ranks: another rank ended or did not answer ({reason}); expected all until the end "
-            "of the run. See the error of that rank, then --resume: steps charged since the last "
-            "checkpoint are lost and count in epsilon."
-        ) from error
+    # Raised here, without that error: its frames hold the process group, which ``leave`` ends.
+    raise RankLost(
+        f"ranks: another rank ended or did not answer ({reason}); expected all until the end "
+        "of the run. See the error of that rank, then --resume: steps charged since the last "
+        "checkpoint are lost and count in epsilon."
+    )
 
 
 def gather_texts(text: str, group: Group) -> list[str]:
