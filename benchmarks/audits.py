@@ -48,6 +48,7 @@ CHECKS = (
     "all_noise",
     "step_noise",
     "repeated_noise",
+    "reused_noise",
     "all_shift",
     "draws",
     "batch_sizes",
@@ -105,6 +106,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     ),
     "noise x 0.1 in one step": lambda: terms_at(lambda step: (step, 0.1 if step == 7 else 1.0)),
     "each noise twice in a row": lambda: terms_at(lambda step: (step - step % 2, 1.0)),
+    "noise of 12 steps before": lambda: terms_at(lambda step: (step % 12, 1.0)),
     "half the noise in biases": half_noise_in_vectors,
     "divisor x 2": wrong_divisor,
     "no clipping": lambda: mock.patch.object(

@@ -23,6 +23,7 @@ from dpvision.audit.bound import (
     log_ratio,
     lower_bound,
     num_scores,
+    reuse_check,
     step_checks,
     wilson_low,
 )
@@ -215,7 +216,8 @@ def steps_of(num: int, steps: int, rng: np.random.Generator) -> np.ndarray:
 def step_figures(noise_TN: np.ndarray) -> dict[str, Check]:
     direction_TN = noise_TN / np.linalg.norm(noise_TN, axis=1, keepdims=True)
     like_T = (direction_TN[1:] * direction_TN[:-1]).sum(1)
-    return step_checks(np.square(noise_TN).sum(1), like_T, noise_TN.shape[1])
+    checks = step_checks(np.square(noise_TN).sum(1), like_T, noise_TN.shape[1])
+    return checks | reuse_check(noise_TN.astype(np.float32))
 
 
 def test_the_checks_of_each_step_refuse_correct_noise_as_rarely_as_stated(monkeypatch) -> None:
@@ -225,7 +227,8 @@ def test_the_checks_of_each_step_refuse_correct_noise_as_rarely_as_stated(monkey
         checks = step_figures(steps_of(40, 10, rng))
         refused.update(name for name, check in checks.items() if not check.passed)
     limit = 0.05 * 2000 + 4 * math.sqrt(0.05 * 0.95 * 2000)
-    assert 50 < refused["step_noise"] < limit and 50 < refused["repeated_noise"] < limit
+    for name in ("step_noise", "repeated_noise", "reused_noise"):
+        assert 50 < refused[name] < limit, name
 
 
 @pytest.mark.parametrize("step", [0, 1, 200, 399])
@@ -239,3 +242,28 @@ def test_one_step_with_another_noise_is_found(step: int) -> None:
     again = noise_TN.copy()
     again[step] = 2.0 * again[step - 1] if step else 0.5 * again[1]
     assert not step_figures(again)["repeated_noise"].passed
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 2), (3, 2999), (1023, 1024), (1500, 2600)])
+def test_noise_that_is_used_again_at_any_later_step_is_found(first: int, second: int) -> None:
+    noise_TD = np.random.default_rng(second).standard_normal((3000, 64), np.float32)
+    assert reuse_check(noise_TD)["reused_noise"].passed
+    for factor in (0.3, -1.0):
+        again = noise_TD.copy()
+        again[second] = factor * again[first]
+        check = reuse_check(again)["reused_noise"]
+        assert not check.passed
+        assert check.value == pytest.approx(math.copysign(1.0, factor), abs=1e-5)
+    noise_TD[first] = 0.0
+    with np.errstate(invalid="ignore"):
+        assert not reuse_check(noise_TD)["reused_noise"].passed
+
+
+@pytest.mark.parametrize("steps", [1, 20, 3_000, 73_200, 500_000])
+def test_the_comparison_of_all_steps_is_bounded_and_tells_any_two_apart(steps: int) -> None:
+    noise_TD = bound._room(steps, 300_000)
+    assert noise_TD.size <= 2**24 and noise_TD.shape[1] >= 64
+    compared = min(steps, 100_000)
+    assert noise_TD.shape[0] == compared
+    if steps > 1:
+        assert bound._cosine_reach(noise_TD.shape[1], compared * (compared - 1) // 2) < 0.85

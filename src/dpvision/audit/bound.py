@@ -43,6 +43,11 @@ _WORK, _OF_DRAW, _ANYHOW = 3e9, 120, 40_000
 costs ``_OF_DRAW`` times its rate more; scores that are affordable whatever the steps.
 """
 _EPSILONS = 2001
+_KEPT, _PRODUCTS, _FEWEST, _COMPARED = 2**24, 5e10, 64, 100_000
+"""Of the comparison of all steps with each other: numbers kept, products made, numbers of a step
+that tell two apart, and steps (12 s of a core and 110 MB at 100,000).
+"""
+_BLOCK = 128
 
 
 def num_scores(plan: DPPlan) -> int:
@@ -111,6 +116,7 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
     size_T, count_M = [], np.zeros(num, dtype=np.int64)
     moved, before = 0.0, None
     square_T, like_T = list[float](), list[float]()
+    noise_TD = _room(made.steps, num)
     assert made.epsilon is not None, "a plan with a guarantee"
     for step, (released, drawn_M) in enumerate(run.steps()):
         inside, outside = np.split(released[: 2 * num], 2)
@@ -119,6 +125,7 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
         direction = outside / np.linalg.norm(outside)
         like_T += [] if before is None else [float(direction @ before)]
         before = direction
+        noise_TD[step : step + 1] = outside[: noise_TD.shape[1]]  # none beyond those compared
         score += log_ratio(released[: 2 * num] / (made.max_grad_norm or 1.0), made, step)
         size_T.append(int(drawn_M.sum()))
         count_M += drawn_M
@@ -132,6 +139,7 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
             math.sqrt(sum(square_T) / scores), *noise_interval(scores, RARE_ALARM), RARE_ALARM
         ),
         **step_checks(np.array(square_T), np.array(like_T), num),
+        **reuse_check(noise_TD),
         **shift_check(moved / float(run.clipped_NP[0, 0]), int(count_M.sum()), made),
         **sampling_checks(np.array(size_T), count_M, made.sample_rate),
     }
@@ -164,11 +172,44 @@ def step_checks(square_T: np.ndarray, like_T: np.ndarray, num: int) -> dict[str,
     interval = noise_interval(num, RARE_ALARM / len(square_T))
     checks = {"step_noise": Check(least, *interval, RARE_ALARM)}
     if len(like_T):
-        half = (num - 1) / 2  # (1 + cosine) / 2 has a beta law
-        reach = 2 * float(stats.beta.isf(RARE_ALARM / 2 / len(like_T), half, half)) - 1
+        reach = _cosine_reach(num, len(like_T))
         most = float(like_T[np.argmax(np.abs(like_T))])
         checks["repeated_noise"] = Check(most, -reach, reach, RARE_ALARM)
     return checks
+
+
+def _room(steps: int, num: int) -> np.ndarray:
+    """Return a place for some of the ``num`` numbers of each step, float32 (T, D)."""
+    steps = min(steps, _COMPARED)
+    most = min(_KEPT // steps, int(_PRODUCTS / steps**2))
+    return np.zeros((steps, min(num, max(_FEWEST, most))), np.float32)
+
+
+def reuse_check(noise_TD: np.ndarray) -> dict[str, Check]:
+    """Check that no two steps have the same noise: the cosine of the likest two; none for one step.
+
+    Args:
+        noise_TD: D normal numbers of each of T steps.
+    """
+    num_steps, num = noise_TD.shape
+    if num_steps < 2:
+        return {}
+    unit_TD = noise_TD / np.linalg.norm(noise_TD, axis=1, keepdims=True)
+    ends = list[float]()
+    for first in range(0, num_steps, _BLOCK):
+        like_BT = np.triu(unit_TD[first : first + _BLOCK] @ unit_TD[first:].T, 1)  # each pair once
+        ends += [float(like_BT.min()), float(like_BT.max())]
+    reach = _cosine_reach(num, num_steps * (num_steps - 1) // 2)
+    most = ends[np.argmax(np.abs(ends))]  # NaN, if there is one
+    return {"reused_noise": Check(most, -reach, reach, RARE_ALARM)}
+
+
+def _cosine_reach(num: int, count: int) -> float:
+    """Return what the largest of ``count`` cosines of two vectors of ``num`` normal numbers stays
+    below, except with probability ``RARE_ALARM``; (1 + cosine) / 2 has a beta law.
+    """
+    half = (num - 1) / 2
+    return 2 * float(stats.beta.isf(RARE_ALARM / 2 / count, half, half)) - 1
 
 
 def shift_check(moved: float, draws: int, plan: DPPlan) -> dict[str, Check]:

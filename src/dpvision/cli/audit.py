@@ -31,6 +31,7 @@ _CHECKS = {
     "all_noise": "noise, all steps",
     "step_noise": "noise in one step",
     "repeated_noise": "likeness to the step before",
+    "reused_noise": "likeness of any two steps",
     "all_shift": "canary's shift, all steps",
     "draws": "records drawn, of those expected",
     "batch_sizes": "spread of the batches' sizes",
