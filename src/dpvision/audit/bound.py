@@ -38,8 +38,8 @@ FLOOR, AIM = 0.6, 0.7
 """Share of epsilon that the bound must reach, and the one that the scores suffice for."""
 _LEAST, _MOST = 2_000, 1_000_000
 """Scores. A canary is one weight: cheap."""
-_WORK, _OF_DRAW, _ANYHOW = 3e9, 120, 40_000
-"""Scores times steps that take about two minutes of an idle core; a score's share of the draws
+_WORK, _OF_DRAW, _ANYHOW = 7e9, 120, 40_000
+"""Scores times steps that take about five minutes of an idle core; a score's share of the draws
 costs ``_OF_DRAW`` times its rate more; scores that are affordable whatever the steps.
 """
 _EPSILONS = 2001
