@@ -62,7 +62,7 @@ def test_a_fault_ends_with_status_1(
     assert stopped.value.code == 1
     said = capsys.readouterr().out
     assert "FAILED: what runs is not the mechanism of the plan. Do not train with it." in said
-    assert "fails at most one audit in 181: audit again" in said
+    assert "fails at most one audit in 178: audit again" in said
     made = json.loads((run / "audit.json").read_text())
     checks = [made["bound"], *made["bound"]["checks"].values()]
     checks += [made["mechanism"][name] for name in ("noise", "shift", "parameter")]
