@@ -261,9 +261,30 @@ def test_noise_that_is_used_again_at_any_later_step_is_found(first: int, second:
 
 @pytest.mark.parametrize("steps", [1, 20, 3_000, 73_200, 500_000])
 def test_the_comparison_of_all_steps_is_bounded_and_tells_any_two_apart(steps: int) -> None:
-    noise_TD = bound._room(steps, 300_000)
-    assert noise_TD.size <= 2**24 and noise_TD.shape[1] >= 64
+    noise_TD, place_D = bound._room(steps, 300_000)
+    assert noise_TD.size <= 2**24 and noise_TD.shape[1] == len(place_D) >= 64
+    gaps = np.diff(place_D, prepend=0, append=300_000)
+    assert gaps[1:].min() > 0 and gaps.max() <= math.ceil(300_000 / len(place_D))
     compared = min(steps, 100_000)
     assert noise_TD.shape[0] == compared
     if steps > 1:
         assert bound._cosine_reach(noise_TD.shape[1], compared * (compared - 1) // 2) < 0.85
+
+
+def test_executed_steps_with_the_noise_of_earlier_ones_are_refused(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the steps before the last one, whose noise is that of the first; Poisson draws."""
+    monkeypatch.setattr(bound, "_MOST", 400)
+    monkeypatch.setattr(bound, "_LEAST", 400)
+    plan = draft_plan(PrivacyConfig(**{**vars(config.privacy), "steps": 12}))
+    honest = lower_bound(config, plan, ALONE, lambda *_: None)["checks"]["reused_noise"]
+    assert honest["passed"] and abs(honest["value"]) > 0.05
+    terms = IndependentGaussian.terms
+    monkeypatch.setattr(
+        IndependentGaussian, "terms", lambda self, step: terms(self, 0 if step == 11 else step)
+    )
+    checks = lower_bound(config, plan, ALONE, lambda *_: None)["checks"]
+    assert checks["repeated_noise"]["passed"] and checks["step_noise"]["passed"]
+    assert checks["reused_noise"]["value"] == pytest.approx(1.0, abs=1e-3)
+    assert not checks["reused_noise"]["passed"]

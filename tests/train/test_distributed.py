@@ -95,6 +95,9 @@ threads = lambda: [open(f"/proc/self/task/{task}/comm").read().strip()
 assert any("gloo" in name for name in threads()), threads()
 def after():
     leave()
+    end = time.monotonic() + 1  # a thread that has ended is listed for a moment
+    while any("gloo" in name for name in threads()) and time.monotonic() < end:
+        time.sleep(0.02)
     print([name for name in threads() if "gloo" in name])
 if sys.argv[1] == "lost":
     if group.rank == 1:

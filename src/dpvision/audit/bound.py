@@ -45,9 +45,9 @@ costs ``_OF_DRAW`` times its rate more; scores that are affordable whatever the 
 _EPSILONS = 2001
 _KEPT, _PRODUCTS, _FEWEST, _COMPARED = 2**24, 5e10, 64, 100_000
 """Of the comparison of all steps with each other: numbers kept, products made, numbers of a step
-that tell two apart, and steps (12 s of a core and 110 MB at 100,000).
+that tell two apart, and steps (12 s of a core at 100,000).
 """
-_BLOCK = 128
+_BLOCK = 64
 
 
 def num_scores(plan: DPPlan) -> int:
@@ -116,7 +116,8 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
     size_T, count_M = [], np.zeros(num, dtype=np.int64)
     moved, before = 0.0, None
     square_T, like_T = list[float](), list[float]()
-    noise_TD = _room(made.steps, num)
+    shift = float(run.clipped_NP[0, 0])
+    noise_TD, place_D = _room(made.steps, 2 * num)
     assert made.epsilon is not None, "a plan with a guarantee"
     for step, (released, drawn_M) in enumerate(run.steps()):
         inside, outside = np.split(released[: 2 * num], 2)
@@ -125,7 +126,10 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
         direction = outside / np.linalg.norm(outside)
         like_T += [] if before is None else [float(direction @ before)]
         before = direction
-        noise_TD[step : step + 1] = outside[: noise_TD.shape[1]]  # none beyond those compared
+        if step < len(noise_TD):
+            near_D = place_D[place_D < num]
+            noise_TD[step] = released[place_D] / made.noise.std(step)
+            noise_TD[step, : len(near_D)] -= drawn_M[near_D] * (shift / made.noise.std(step))
         score += log_ratio(released[: 2 * num] / (made.max_grad_norm or 1.0), made, step)
         size_T.append(int(drawn_M.sum()))
         count_M += drawn_M
@@ -140,7 +144,7 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
         ),
         **step_checks(np.array(square_T), np.array(like_T), num),
         **reuse_check(noise_TD),
-        **shift_check(moved / float(run.clipped_NP[0, 0]), int(count_M.sum()), made),
+        **shift_check(moved / shift, int(count_M.sum()), made),
         **sampling_checks(np.array(size_T), count_M, made.sample_rate),
     }
     return {
@@ -178,11 +182,14 @@ def step_checks(square_T: np.ndarray, like_T: np.ndarray, num: int) -> dict[str,
     return checks
 
 
-def _room(steps: int, num: int) -> np.ndarray:
-    """Return a place for some of the ``num`` numbers of each step, float32 (T, D)."""
+def _room(steps: int, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a place for some of the ``num`` numbers of each step, float32 (T, D), and which they
+    are: spread over all, so that each rank's noise is among them.
+    """
     steps = min(steps, _COMPARED)
     most = min(_KEPT // steps, int(_PRODUCTS / steps**2))
-    return np.zeros((steps, min(num, max(_FEWEST, most))), np.float32)
+    kept = min(num, max(_FEWEST, most))
+    return np.zeros((steps, kept), np.float32), np.arange(kept) * num // kept
 
 
 def reuse_check(noise_TD: np.ndarray) -> dict[str, Check]:
@@ -197,8 +204,10 @@ def reuse_check(noise_TD: np.ndarray) -> dict[str, Check]:
     unit_TD = noise_TD / np.linalg.norm(noise_TD, axis=1, keepdims=True)
     ends = list[float]()
     for first in range(0, num_steps, _BLOCK):
-        like_BT = np.triu(unit_TD[first : first + _BLOCK] @ unit_TD[first:].T, 1)  # each pair once
+        like_BT = unit_TD[first : first + _BLOCK] @ unit_TD[first:].T
+        like_BT[np.tril_indices(len(like_BT))] = 0.0  # each pair once
         ends += [float(like_BT.min()), float(like_BT.max())]
+        del like_BT
     reach = _cosine_reach(num, num_steps * (num_steps - 1) // 2)
     most = ends[np.argmax(np.abs(ends))]  # NaN, if there is one
     return {"reused_noise": Check(most, -reach, reach, RARE_ALARM)}

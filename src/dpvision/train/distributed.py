@@ -31,6 +31,7 @@ from dpvision.errors import CheckpointError, ConfigError, DPVisionError, Privacy
 from dpvision.train.alive import signs_of_life, wait_for_others
 
 _RUNS = itertools.count()
+_RESUME = "--resume: steps charged since the last checkpoint are lost and count in epsilon"
 
 
 class RankLost(CheckpointError):
@@ -142,7 +143,9 @@ def _check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> 
 
 
 def leave() -> None:
-    """Leave the process group, if there is one, and end its threads."""
+    """Leave the process group, if there is one, and end its threads (not while an exception that is
+    handled has come from a collective call of your own).
+    """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -188,7 +191,7 @@ def broadcast_bytes(value: bytes, size: int, group: Group) -> bytes:
         else torch.zeros(size, dtype=torch.uint8)
     )
     moved = start.to(group.device)
-    _answered(partial(dist.broadcast, moved, src=0))
+    answered(partial(dist.broadcast, moved, src=0))
     return bytes(moved.cpu().numpy())
 
 
@@ -202,10 +205,10 @@ def broadcast_int(value: int, group: Group) -> int:
 
 
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    _answered(partial(dist.all_reduce, values, op=op))
+    answered(partial(dist.all_reduce, values, op=op))
 
 
-def _answered(call: Callable[[], object]) -> None:
+def answered(call: Callable[[], object], remedy: str = _RESUME) -> None:
     """Make a collective call; the error of one that another rank did not take part in is RankLost.
 
     NCCL's is not raised here: its watchdog ends the process.
@@ -216,13 +219,13 @@ def _answered(call: Callable[[], object]) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else "no reason"
-    # Raised here, without that error: its frames hold the process group, which ``leave`` ends.
+        # Its frames hold the process group, which ``leave`` is to end.
+        cause = error.with_traceback(None)
+    reason = str(cause).strip().splitlines()[0][:200] if str(cause).strip() else "no reason"
     raise RankLost(
         f"ranks: another rank ended or did not answer ({reason}); expected all until the end "
-        "of the run. See the error of that rank, then --resume: steps charged since the last "
-        "checkpoint are lost and count in epsilon."
-    )
+        f"of the run. See the error of that rank, then {remedy}."
+    ) from cause
 
 
 def gather_texts(text: str, group: Group) -> list[str]:

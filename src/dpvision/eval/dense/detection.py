@@ -11,6 +11,7 @@ Legend: B images, N detections, C channels, S side of the square, H height, W wi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from dpvision.eval.dense.detector import Detector, FeaturePyramid, detection_los
 from dpvision.eval.dense.job import DenseTask, Scored
 from dpvision.eval.dense.settings import CocoFiles, DenseHardware, DetectionSettings
 from dpvision.eval.dense.sheets import detection_sheet, save_sheet, shown_images
-from dpvision.eval.dense.training_loop import Say
-from dpvision.train.distributed import Group
+from dpvision.eval.dense.training_loop import REPEAT, Say
+from dpvision.train.distributed import Group, answered
 
 KINDS: tuple[Kind, ...] = ("box", "mask")
 
@@ -221,7 +222,7 @@ class Detection(DenseTask):
         if group.world_size == 1:
             return found
         parts: list[list[Found]] = [[] for _ in range(group.world_size)]
-        dist.all_gather_object(parts, found)
+        answered(partial(dist.all_gather_object, parts, found), REPEAT)
         return [parts[i % group.world_size][i // group.world_size] for i in range(len(images))]
 
 

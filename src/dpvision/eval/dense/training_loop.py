@@ -16,6 +16,7 @@ every batch is full.
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -32,8 +33,10 @@ from dpvision.errors import ConfigError
 from dpvision.eval.dense.settings import DenseHardware, DenseTrainSettings
 from dpvision.eval.dense.training_state import DenseCheckpoint, open_checkpoint
 from dpvision.privacy.printed import duration
-from dpvision.train.distributed import Group
+from dpvision.train.distributed import Group, answered
 
+REPEAT = "repeat the command"
+"""What to do where another rank has ended."""
 Say = Callable[[str], None]
 Example = TypeVar("Example", covariant=True)
 T = TypeVar("T")
@@ -167,7 +170,7 @@ def fit(
     stream.close()
     model.eval()
     if group.world_size > 1:
-        dist.barrier()
+        answered(dist.barrier, REPEAT)
 
 
 def checked_steps(settings: DenseTrainSettings, num_images: int, world_size: int = 1) -> int:
@@ -292,7 +295,7 @@ def _sum_over_ranks(
         [p.grad.flatten() for p in parameters if p.grad is not None]
         + [torch.tensor([total], device=group.device)]
     )
-    dist.all_reduce(flat)
+    answered(partial(dist.all_reduce, flat), REPEAT)
     pieces = flat.split([p.numel() for p in parameters] + [1])
     for p, piece in zip(parameters, pieces[:-1], strict=True):
         p.grad = piece.view_as(p)
@@ -303,6 +306,6 @@ def _sum_over_ranks(
             and part.running_var is not None
         ):
             for statistic in (part.running_mean, part.running_var):
-                dist.all_reduce(statistic)
+                answered(partial(dist.all_reduce, statistic), REPEAT)
                 statistic /= group.world_size
     return float(pieces[-1].item())
