@@ -68,7 +68,7 @@ def save_checkpoint(
         CheckpointError: the disk refuses (full, read-only); what was saved before is untouched.
     """
     groups = {"model": model, "ema": ema, "optimizer": optimizer}
-    remedy = "Earlier checkpoints are safe: free some, then --resume (of an audit: repeat it)."
+    remedy = "Earlier checkpoints are safe: free some, then --resume, or repeat the audit."
     with (
         disk_refusals("checkpoint", folder, remedy),
         new_folder(folder, replace=True) as partial,

@@ -118,6 +118,7 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
     square_T, like_T = list[float](), list[float]()
     shift = float(run.clipped_NP[0, 0])
     noise_TD, place_D = _room(made.steps, 2 * num)
+    near_D = place_D[place_D < num]
     assert made.epsilon is not None, "a plan with a guarantee"
     for step, (released, drawn_M) in enumerate(run.steps()):
         inside, outside = np.split(released[: 2 * num], 2)
@@ -127,7 +128,6 @@ def lower_bound(config: RunConfig, plan: DPPlan, group: Group, say: Say) -> dict
         like_T += [] if before is None else [float(direction @ before)]
         before = direction
         if step < len(noise_TD):
-            near_D = place_D[place_D < num]
             noise_TD[step] = released[place_D] / made.noise.std(step)
             noise_TD[step, : len(near_D)] -= drawn_M[near_D] * (shift / made.noise.std(step))
         score += log_ratio(released[: 2 * num] / (made.max_grad_norm or 1.0), made, step)

@@ -143,8 +143,8 @@ def _check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> 
 
 
 def leave() -> None:
-    """Leave the process group, if there is one, and end its threads (not while an exception that is
-    handled has come from a collective call of your own).
+    """Leave the process group, if there is one, and end its threads. They live on only while the
+    error of a collective call that was not made by ``answered`` is being handled.
     """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
