@@ -3,6 +3,7 @@
 The attacks of docs/attacks.md, "Batches that were not drawn".
 """
 
+import operator
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,8 @@ import pytest
 
 from dpvision.config import PrivacyConfig
 from dpvision.errors import PrivacyError
-from dpvision.privacy import dp_plan
-from dpvision.privacy.dp_plan import _Batches
+from dpvision.privacy import batches as module
+from dpvision.privacy.batches import Batches
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.stream import new_key
@@ -94,7 +95,7 @@ def test_records_shared_in_all_vary_as_the_limit_assumes() -> None:
     ]:
         deviations = []
         for _ in range(60):
-            batches, bad = _Batches(), rng.random(most) > share
+            batches, bad = Batches(), rng.random(most) > share
             for _ in range(20):
                 drawn = (rng.random(most) < batch / most).nonzero()[0]
                 missing = bad[drawn] if fixed else rng.random(len(drawn)) > share
@@ -107,15 +108,58 @@ def test_records_shared_in_all_vary_as_the_limit_assumes() -> None:
     assert lowest > -5  # of 4,800 sums; a normal variable's lowest is about -4
 
 
-def test_a_draw_is_forgotten_with_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest first, when they take too much memory."""
-    monkeypatch.setattr(dp_plan, "_REMEMBERED", 500)
-    batches, rng = _Batches(), np.random.default_rng(0)
-    for step in range(30):
-        drawn = (rng.random(NUM) < 0.1).nonzero()[0]
-        assert batches.fit(drawn, drawn, NUM), step
-        assert all(map(np.array_equal, batches._drawn, batches._released))
-    assert 300 < sum(map(len, batches._drawn)) <= 500 and np.array_equal(batches._drawn[-1], drawn)
+@pytest.mark.parametrize("attack", ["none", "same", "epoch", "repeats", "more"])
+@pytest.mark.parametrize("batch", [1, 10, 60])
+def test_the_index_decides_as_comparing_with_each_batch_does(
+    monkeypatch: pytest.MonkeyPatch, batch: int, attack: str
+) -> None:
+    """Whatever is released, also once batches are forgotten, the oldest first, and wherever the
+    ids lie in the index.
+    """
+    monkeypatch.setattr(module, "_REMEMBERED", 15 * batch)
+    monkeypatch.setattr(module, "_MOVED", 2 * batch)
+    rng, num, most = np.random.default_rng(batch), 150, 160.0
+    batches, earlier, decisions = Batches(), [], []
+    in_all, expected = 0, 0.0
+    for step in range(150):
+        drawn = (rng.random(num) < batch / num).nonzero()[0].tolist()
+        ids = [7 * at - 300 for at in drawn if rng.random() < (1.0, 0.8)[step % 2]]
+        lies = step > 20 and rng.random() < 0.2
+        if lies and attack == "same":
+            ids = [7 * at for at in range(len(ids))]
+        elif lies and attack == "epoch":
+            ids = [(step * batch + at) % num for at in range(len(ids))]
+        elif lies and attack == "repeats":
+            ids = (ids[:1] + ids)[: len(drawn)]
+        elif lies and attack == "more":
+            ids += range(10_000, 10_002 + len(drawn) - len(ids))
+        rng.shuffle(ids)
+
+        missing = len(drawn) - len(ids)
+        allowed, now = missing >= 0, in_all
+        for old_drawn, old_ids in earlier:
+            again = sum(id in ids for id in old_ids)
+            drawn_again = sum(at in drawn for at in old_drawn)
+            fewest = drawn_again - missing - (len(old_drawn) - len(old_ids))
+            allowed = allowed and fewest <= again <= drawn_again
+            now += again
+        seen = sorted(sum(old.count(id) for _, old in earlier) for id in set(ids))
+        seen_of_draw = sorted(sum(at in old for old, _ in earlier) for at in drawn)
+        last = seen_of_draw[-len(seen) :] if seen else []
+        allowed = allowed and all(map(operator.le, seen, last))
+        average = expected + len(ids) * sum(len(old) for _, old in earlier) / most
+        allowed = allowed and now >= average - 7 * average**0.5
+
+        decisions.append(allowed)
+        as_arrays = [np.array(values, dtype=np.int64) for values in (drawn, ids)]
+        assert batches.fit(*as_arrays, most) == allowed, step
+        if allowed and drawn:
+            in_all, expected = now, average
+            earlier.append((drawn, ids))
+            while len(earlier) > 1 and sum(len(old) for old, _ in earlier) > 15 * batch:
+                del earlier[0]
+    assert 5 < len(earlier) < sum(decisions) / 2
+    assert all(decisions) == (attack == "none")
 
 
 @pytest.mark.parametrize("batch", [10, 100, 500, 1000])

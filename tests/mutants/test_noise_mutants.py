@@ -33,7 +33,7 @@ from dpvision.dp import normals
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.clipped import ClippedSum
 from dpvision.dp.noise import DPGradient, privatize
-from dpvision.privacy import dp_plan
+from dpvision.privacy import batches
 from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.sampling import derive_rng
@@ -442,7 +442,7 @@ def test_record_in_every_sum() -> None:
             max_grad_norm=0.5,
         )
     )
-    in_earlier = dp_plan._in_earlier
+    find = batches._Index.find
 
     def all_steps() -> None:
         # In 1 of 80 runs two of 30 draws share none: refused then, whatever is counted.
@@ -456,9 +456,9 @@ def test_record_in_every_sum() -> None:
 
     check()
     with planted(
-        dp_plan,
-        "_in_earlier",
-        lambda *args: (in_earlier(*args)[0], np.zeros(len(args[0]))),
+        batches._Index,
+        "find",
+        lambda *args: (find(*args)[0], np.zeros(len(args[1]))),
         "one record in every sum was accepted",
     ):
         check()
@@ -488,7 +488,7 @@ def test_stale_batch_released() -> None:
 
     check(True)
     check(False)
-    with planted(dp_plan._Batches, "fit", lambda *args: True, "a stale batch was accepted"):
+    with planted(batches.Batches, "fit", lambda *args: True, "a stale batch was accepted"):
         check(False)
 
 

@@ -17,7 +17,7 @@ from dpvision.config.unit import Unit
 from dpvision.dp import clip, clipped
 from dpvision.dp.buckets import passes
 from dpvision.dp.noise import privatize
-from dpvision.privacy import dp_plan, sampling
+from dpvision.privacy import batches, sampling
 from dpvision.privacy.mechanism import IndependentGaussian
 from dpvision.privacy.plan import DPPlan, draft_plan
 from dpvision.privacy.sampling import derive_rng, draw_poisson
@@ -342,5 +342,5 @@ def test_batches_in_turn(config: RunConfig) -> None:
         assert_refused(run, "an epoch in small batches")
 
     check()
-    with planted(dp_plan, "_DEVIATIONS", np.inf, "an epoch in small batches was accepted"):
+    with planted(batches, "_DEVIATIONS", np.inf, "an epoch in small batches was accepted"):
         check()

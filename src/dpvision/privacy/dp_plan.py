@@ -6,7 +6,6 @@ composed of a sampler (``sampling``), a strategy of the noise (``mechanism``) an
 the event of executed steps follows from the three (decision 0041).
 """
 
-import math
 import os
 import threading
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from dpvision.config.unit import Drawn, Unit
 from dpvision.errors import PrivacyError
 from dpvision.privacy import accountant
 from dpvision.privacy.accountant import PrivacySpent
+from dpvision.privacy.batches import Batches
 from dpvision.privacy.events import Event, NonPrivate
 from dpvision.privacy.mechanism import IndependentGaussian, Noise
 from dpvision.privacy.sampling import LAWS, TOLERANCE, Law, Sampler
@@ -28,68 +28,6 @@ from dpvision.privacy.selection import Selection
 from dpvision.privacy.stream import Stream
 
 View = Literal["record", "unamplified", "unit"]
-
-
-class _Batches:
-    """The last steps' draws and releases.
-
-    A plan draws positions and a sum has ids, and which id a position has is the data set's to know.
-    But a record has one id: two batches share as many ids as their draws share positions, or fewer
-    where records could not be read or are those of another process, by at most as many as are
-    missing. Sums of other records than those drawn share more (the first ones, fixed batches in
-    turn) or fewer (one epoch in batches, each record once). And the records of a batch were
-    in no more earlier batches than those of its draw, the most frequent compared with the most
-    frequent: one record in every sum (alone, or in place of another) was in more.
-
-    Nor are the records missing those of earlier batches: two samples of a and b from at most n
-    records share ab / n or more on average, with at most this variance, and pairs of batches are
-    uncorrelated. In all, they share at most 7 standard deviations less: batches in turn share none.
-    """
-
-    def __init__(self) -> None:
-        self._drawn: list[np.ndarray] = []
-        self._released: list[np.ndarray] = []
-        self.shared, self.expected = 0, 0.0
-        """Records that pairs of batches share, in all, and the least on average."""
-
-    def fit(self, drawn: np.ndarray, released: np.ndarray, most: float) -> bool:
-        """Return whether a batch may be that of its draw from at most ``most`` records, and
-        remember it if so.
-        """
-        shared, seen = _in_earlier(released, self._released)
-        shared_of_draw, seen_of_draw = _in_earlier(drawn, self._drawn)
-        most_seen = seen_of_draw[len(drawn) - len(released) :]
-        earlier = zip(self._drawn, self._released, strict=True)
-        lacking = np.array([len(a) - len(b) for a, b in earlier], dtype=np.int64)
-        fewest = shared_of_draw - lacking - (len(drawn) - len(released))
-        if (shared > shared_of_draw).any() or (shared < fewest).any() or (seen > most_seen).any():
-            return False
-        in_all = self.shared + int(shared.sum())
-        expected = self.expected + len(released) * sum(map(len, self._released)) / most
-        if in_all < expected - _DEVIATIONS * math.sqrt(expected):
-            return False
-        self.shared, self.expected = in_all, expected
-        self._drawn.append(drawn)
-        self._released.append(released)
-        while len(self._drawn) > 1 and sum(map(len, self._drawn)) > _REMEMBERED:
-            del self._drawn[0], self._released[0]
-        return True
-
-
-def _in_earlier(values: np.ndarray, batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many of ``values`` each batch has, int64 (len(batches),), and in how many batches
-    each value is, ascending, int64 (len(values),).
-    """
-    if not len(values) or not batches:
-        return np.zeros(len(batches), dtype=np.int64), np.zeros(len(values), dtype=np.int64)
-    ordered, joined = np.sort(values), np.concatenate(batches)
-    at = np.minimum(np.searchsorted(ordered, joined), len(ordered) - 1)
-    found = ordered[at] == joined
-    step = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
-    return (
-        np.bincount(step[found], minlength=len(batches)),
-        np.sort(np.bincount(at[found], minlength=len(ordered))),
-    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +69,7 @@ class DPPlan:
     """
     _released: ClassVar[set[int]]
     """Steps that this object released under a guarantee."""
-    _recent: ClassVar["_Batches"]
+    _recent: ClassVar[Batches]
     """What was drawn and what was released in the last of those steps; secret."""
     _lock: ClassVar[threading.Lock]
     """Held while a step is looked up and noted."""
@@ -153,7 +91,7 @@ class DPPlan:
             )
         object.__setattr__(self, "_drawn", {})
         object.__setattr__(self, "_released", set())
-        object.__setattr__(self, "_recent", _Batches())
+        object.__setattr__(self, "_recent", Batches())
         object.__setattr__(self, "_lock", threading.Lock())
         object.__setattr__(self, "_process", os.getpid())
 
@@ -270,7 +208,7 @@ class DPPlan:
         Raises:
             PrivacyError: the batch was drawn by another plan or by none, or has more records than
                 were drawn, or with full batches than were declared; the step was released before;
-                or the records are not those that were drawn, as far as ``_Batches`` can tell.
+                or the records are not those that were drawn, as far as ``Batches`` can tell.
         """
         self._require_process()
         with self._lock:
@@ -543,10 +481,6 @@ class PlanForm:
         return plan
 
 
-_REMEMBERED = 2**18
-"""Records of earlier steps that a batch is compared with; at least those of one step."""
-_DEVIATIONS = 7
-"""By which records shared in all may fall short of their average: chance is below 1e-10."""
 _SAME = 1e-4
 """Relative difference allowed between an epsilon that an earlier version computed and that of this
 one.
