@@ -42,16 +42,18 @@ class Batches:
             return False
         if not len(drawn):
             return True
-        shared, seen = self._released.find(released)
-        shared_of_draw, seen_of_draw = self._drawn.find(drawn)
-        if (seen > seen_of_draw[missing:]).any():
+        oldest = next(iter(self._sizes), self._next)
+        span = oldest, self._next
+        shared, seen = self._released.find(released, span)
+        shared_of_draw, seen_of_draw = self._drawn.find(drawn, span)
+        if (seen > seen_of_draw[missing:]).any() or (shared > shared_of_draw).any():
             return False
-        for batch in shared.keys() | shared_of_draw.keys():
-            lacking = missing + self._sizes[batch][0] - self._sizes[batch][1]
-            found, most_shared = shared.get(batch, 0), shared_of_draw.get(batch, 0)
-            if not most_shared - lacking <= found <= most_shared:
+        fewer = shared_of_draw - missing - shared
+        for batch in (fewer > 0).nonzero()[0]:
+            num_drawn, num_released = self._sizes[oldest + int(batch)]
+            if fewer[batch] > num_drawn - num_released:
                 return False
-        in_all = self.shared + sum(shared.values())
+        in_all = self.shared + int(shared.sum())
         expected = self.expected + len(released) * self._num_released / most
         if in_all < expected - _DEVIATIONS * math.sqrt(expected):
             return False
@@ -79,38 +81,37 @@ class _Index:
     """
 
     def __init__(self) -> None:
-        self._parts = [_NONE, _NONE]
-        self._oldest = 0
+        self._parts = _NONE, _NONE
 
-    def find(self, ids: np.ndarray) -> tuple[dict[int, int], np.ndarray]:
-        """Return how many of ``ids`` each batch that has any of them has, and in how many batches
-        each id is, ascending, int64 (len(ids),). An id given again is in none.
+    def find(self, ids: np.ndarray, span: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many of ``ids`` each batch of ``span`` (first, end) has, int64 (end - first,),
+        and in how many of these each id is, ascending, int64 (len(ids),). An id given again is in
+        none.
         """
-        once = np.unique(ids)
-        at, batches = [], []
+        ordered = np.sort(ids, kind="stable")
+        once = ordered[np.diff(ordered, prepend=ordered[:1] - 1) != 0]
+        shared = np.zeros(span[1] - span[0], dtype=np.int64)
+        seen = np.zeros(len(ids), dtype=np.int64)
         for part_ids, part_batches in self._parts:
             first = np.searchsorted(part_ids, once)
             num = np.searchsorted(part_ids, once, side="right") - first
             end = np.cumsum(num)
-            place = np.repeat(first - end + num, num) + np.arange(end[-1] if len(end) else 0)
-            kept = part_batches[place] >= self._oldest
-            at.append(np.repeat(np.arange(len(once)), num)[kept])
-            batches.append(part_batches[place][kept])
-        seen = np.zeros(len(ids), dtype=np.int64)
-        seen[: len(once)] = np.bincount(np.concatenate(at), minlength=len(once))
-        having, shared = np.unique(np.concatenate(batches), return_counts=True)
-        return dict(zip(having.tolist(), shared.tolist(), strict=True)), np.sort(seen)
+            at = np.arange(num.sum()) + np.repeat(first - end + num, num)
+            batches = part_batches[at] - span[0]
+            kept = batches >= 0
+            shared += np.bincount(batches[kept], minlength=len(shared))
+            number = np.repeat(np.arange(len(once)), num)
+            seen += np.bincount(number[kept], minlength=len(seen))
+        return shared, np.sort(seen)
 
     def add(self, ids: np.ndarray, batch: int, oldest: int) -> None:
         """Add the ids of a batch, and forget those of batches before ``oldest``."""
-        self._oldest = oldest
         old, new = self._parts
-        new = _merged(new, (np.sort(ids), np.full(len(ids), batch)))
+        new = _merged(new, (np.sort(ids, kind="stable"), np.full(len(ids), batch)))
         if len(new[0]) > _MOVED:
-            old, new = _merged(old, new), _NONE
             kept = old[1] >= oldest
-            old = old[0][kept], old[1][kept]
-        self._parts = [old, new]
+            old, new = _merged((old[0][kept], old[1][kept]), new), _NONE
+        self._parts = old, new
 
 
 _Part = tuple[np.ndarray, np.ndarray]
@@ -118,8 +119,9 @@ _Part = tuple[np.ndarray, np.ndarray]
 
 
 def _merged(old: _Part, new: _Part) -> _Part:
-    at = np.searchsorted(old[0], new[0])
-    return np.insert(old[0], at, new[0]), np.insert(old[1], at, new[1])
+    ids = np.concatenate([old[0], new[0]])
+    order = np.argsort(ids, kind="stable")  # linear for two parts in order
+    return ids[order], np.concatenate([old[1], new[1]])[order]
 
 
 _NONE: _Part = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
