@@ -146,17 +146,30 @@ class Bench:
         live.mkdir(parents=True)
         make_images(live)
         for argv in case.before:
-            stop = Stop()
             if case.stopped and argv == case.before[-1]:
-                shutil.copytree(live, self.work / "half")
-                whole = run_command(argv.split(), live, key=KEY)
-                shutil.rmtree(live)
-                (self.work / "half").rename(live)
-                stop = Stop(signal.SIGTERM, operation=whole.operations // 2)
-            done = run_command(argv.split(), live, stop, key=KEY)
-            assert done.status == (75 if stop.signal else 0), done.text
+                self._stop_half_way(argv.split(), live)
+            else:
+                done = run_command(argv.split(), live, key=KEY)
+                assert done.status == 0, done.text
         shutil.copytree(live, kept)
         return live
+
+    def _stop_half_way(self, argv: list[str], live: Path) -> None:
+        """Run a command and stop it: at half of its operations, or at the nearest one where it does
+        not end by itself (in its last step) and is not killed (before it listens).
+        """
+        before = self.work / "before"
+        live.rename(before)
+        shutil.copytree(before, live)
+        operations = run_command(argv, live, key=KEY).operations
+        for number in sorted(range(1, operations), key=lambda k: abs(k - operations // 2)):
+            shutil.rmtree(live)
+            shutil.copytree(before, live)
+            stop = Stop(signal.SIGTERM, operation=number)
+            if run_command(argv, live, stop, key=KEY).status == 75:
+                shutil.rmtree(before)
+                return
+        raise AssertionError(f"no place where SIGTERM stops {argv}")
 
     def whole(self, case: Case) -> Outcome:
         """Return how the command ends undisturbed, with known keys."""
@@ -364,7 +377,7 @@ def full_disks(bench: Bench, command: str) -> Iterator[tuple[str, Callable[[], d
     """Yield (name, check) of a disk that is full from the k-th operation on, for each k that takes
     space.
     """
-    case = cases(command, steps=1)[0]
+    case = cases(command, steps=2 if command == "resume" else 1)[0]  # none left of one step
     names = next(e["names"] for e in bench.whole(case).trace if "names" in e)
     for k, name in enumerate(names, start=1):
         if name in TAKE_SPACE:

@@ -338,6 +338,23 @@ def test_a_full_disk_is_a_clear_error_and_the_ledger_survives(
         assert ledger.append() == 2
 
 
+def test_a_disk_that_is_full_when_a_run_goes_on_is_a_clear_error(
+    store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger's file was closed twice: "Bad file descriptor"."""
+    run(store, plan, 1, resume=False)
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(CheckpointError, match=r"No space left.*Free space, then resume"):
+            Ledger.open(store, "a", plan, resume=True)
+    with Ledger.open(store, "a", plan, resume=True) as ledger:
+        assert ledger.append() == 1
+
+
 def test_bad_names_and_missing_stores_are_clear_errors(
     store: Path, plan: DPPlan, tmp_path: Path
 ) -> None:

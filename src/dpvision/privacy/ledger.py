@@ -134,7 +134,7 @@ class Ledger:
                     f"ledger: run_id={run_id}: has a ledger; expected a new run. Resume it, or "
                     "choose another name."
                 )
-            fd = _lock(path) if resume else None
+            fd, ledger = _lock(path) if resume else None, None
             try:
                 contents = ledgers.read_all()
                 if resume and not plan.same_mechanism(contents[run_id].plan):
@@ -181,7 +181,9 @@ class Ledger:
                     of_all=True,
                 )
             except BaseException:
-                if fd is not None:
+                if ledger is not None:
+                    ledger.close()  # a failed write has closed it
+                elif fd is not None:
                     os.close(fd)
                 raise
         return ledger
