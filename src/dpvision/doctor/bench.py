@@ -40,9 +40,10 @@ _FLOAT64_COPIES = 4
 """Float64 copies of the weights that the gates hold at once: the model, a sum, activations,
 temporaries.
 """
-_FLOAT64_PASSES = 60
-"""Cost of the gates (at most 33 float64 forward and backward passes) in float32 forward passes of
-one record.
+_FLOAT64_PASSES = 350
+"""Cost of the gates (float64 forward and backward passes of three records) in float32 forward
+passes of one record: 245 to 323 for four recipes, 650 for a ResNet-18
+(docs/log/2026-11-28-prove-long.md).
 """
 _TIMED_SHARE = 0.6
 """Fraction of the time left for the timed rounds; the searches get the rest."""
