@@ -391,7 +391,7 @@ def torn_lines(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]
     """Yield (name, check) of last lines cut at every byte: of the ledger, as a crash before the
     mark leaves it, and of both logs.
     """
-    (case,) = cases("resume")
+    (case,) = cases("resume", steps=12)  # of which some are logged at half of the operations
 
     def ledger() -> dict[str, Any]:
         folder = bench.folder(case)
