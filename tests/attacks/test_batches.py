@@ -3,10 +3,13 @@
 The attacks of docs/attacks.md, "Batches that were not drawn".
 """
 
+import itertools
 import operator
 import os
 import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,19 +119,22 @@ def test_the_index_decides_as_comparing_with_each_batch_does(
     """Whatever is released, also once batches are forgotten, the oldest first, and wherever the
     ids lie in the index.
     """
-    monkeypatch.setattr(module, "_REMEMBERED", 15 * batch)
-    monkeypatch.setattr(module, "_MOVED", 2 * batch)
+    remembered, moved = 12 * batch, 2 * batch
+    monkeypatch.setattr(module, "_REMEMBERED", remembered)
+    monkeypatch.setattr(module, "_MOVED", moved)
     rng, num, most = np.random.default_rng(batch), 150, 160.0
+    id_of = [-(2**63), -1, 0, 1, 2**63 - 1, *range(-303, 712, 7)][:num]
     batches, earlier, decisions = Batches(), [], []
     in_all, expected = 0, 0.0
     for step in range(150):
-        drawn = (rng.random(num) < batch / num).nonzero()[0].tolist()
-        ids = [7 * at - 300 for at in drawn if rng.random() < (1.0, 0.8)[step % 2]]
+        # All are drawn now and then: more than are remembered, of the smaller batches.
+        drawn = (rng.random(num) < (batch / num if step % 50 else 1.0)).nonzero()[0].tolist()
+        ids = [id_of[at] for at in drawn if rng.random() < (1.0, 0.8)[step % 2]]
         lies = step > 20 and rng.random() < 0.2
         if lies and attack == "same":
-            ids = [7 * at for at in range(len(ids))]
+            ids = id_of[: len(ids)]
         elif lies and attack == "epoch":
-            ids = [(step * batch + at) % num for at in range(len(ids))]
+            ids = [id_of[(step * batch + at) % num] for at in range(len(ids))]
         elif lies and attack == "repeats":
             ids = (ids[:1] + ids)[: len(drawn)]
         elif lies and attack == "more":
@@ -151,15 +157,68 @@ def test_the_index_decides_as_comparing_with_each_batch_does(
         allowed = allowed and now >= average - 7 * average**0.5
 
         decisions.append(allowed)
-        as_arrays = [np.array(values, dtype=np.int64) for values in (drawn, ids)]
-        assert batches.fit(*as_arrays, most) == allowed, step
+        arrays = [np.array(values, dtype=np.int64) for values in (drawn, ids)]
+        assert batches.fit(*arrays, most) == allowed, step
+        assert [values.tolist() for values in arrays] == [drawn, ids]
         if allowed and drawn:
             in_all, expected = now, average
             earlier.append((drawn, ids))
-            while len(earlier) > 1 and sum(len(old) for old, _ in earlier) > 15 * batch:
+            while len(earlier) > 1 and sum(len(old) for old, _ in earlier) > remembered:
                 del earlier[0]
-    assert 5 < len(earlier) < sum(decisions) / 2
+        assert (batches.shared, batches.expected) == (in_all, pytest.approx(expected))
+        assert len(batches._sizes) == len(earlier)
+        for index in (batches._state.drawn, batches._state.released):
+            assert sum(len(part[0]) for part in index) <= remembered + moved + num
+    assert len(earlier) < sum(decisions) / 2
     assert all(decisions) == (attack == "none")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([2.0**60]),
+        np.array([2**63], dtype=np.uint64),
+        np.array([[1]]),
+        np.array(["1"]),
+        [None],
+    ],
+)
+def test_ids_that_are_no_numbers_of_records_are_refused(ids: np.ndarray) -> None:
+    """They are compared as int64. After a refusal the plan goes on as if it had not been asked."""
+    plan, key = plan_of(100), new_key()
+    for step in range(STEPS):
+        drawn = plan.draw(step, NUM, derive_rng(key, step))
+        before = pickle.dumps(plan._recent._state)
+        with pytest.raises(PrivacyError, match=r"record_id: .*expected int64 ids"):
+            plan.release(step, 1, ids)
+        assert pickle.dumps(plan._recent._state) == before
+        plan.release(step, len(drawn), drawn)
+
+
+def test_a_release_that_fails_inside_leaves_the_batches_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draw that was remembered twice, without what was released, let one record into 23 sums in
+    place of 5.
+    """
+    batches, drawn, merged = Batches(), np.arange(5), module._merged
+    assert batches.fit(drawn, drawn, NUM)
+    before = pickle.dumps(batches._state)
+    for fails in (1, 2):
+        calls = itertools.count(1)
+
+        def merge(*parts: Any, calls: Iterator[int] = calls, fails: int = fails) -> Any:
+            if next(calls) == fails:
+                raise MemoryError
+            return merged(*parts)
+
+        monkeypatch.setattr(module, "_merged", merge)
+        with pytest.raises(MemoryError):
+            batches.fit(drawn, drawn, NUM)
+        assert pickle.dumps(batches._state) == before
+        assert batches.fit(drawn, drawn, NUM)
+        before = pickle.dumps(batches._state)
+    assert (batches.shared, len(batches._sizes)) == (15, 3)
 
 
 @pytest.mark.parametrize("batch", [10, 100, 500, 1000])

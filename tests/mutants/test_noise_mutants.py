@@ -442,7 +442,7 @@ def test_record_in_every_sum() -> None:
             max_grad_norm=0.5,
         )
     )
-    find = batches._Index.find
+    find = batches._find
 
     def all_steps() -> None:
         # In 1 of 80 runs two of 30 draws share none: refused then, whatever is counted.
@@ -456,8 +456,8 @@ def test_record_in_every_sum() -> None:
 
     check()
     with planted(
-        batches._Index,
-        "find",
+        batches,
+        "_find",
         lambda *args: (find(*args)[0], np.zeros(len(args[1]))),
         "one record in every sum was accepted",
     ):

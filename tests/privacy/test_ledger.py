@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from dpvision.privacy.account import filter_epsilon
 from dpvision.privacy.events import Gaussian
 from dpvision.privacy.ledger import Ledger, read_ledger, set_cap, store_account
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.store_marks import StoreLedgers
 
 FULL = PrivacyConfig(
     dataset_size=100,
@@ -338,21 +340,45 @@ def test_a_full_disk_is_a_clear_error_and_the_ledger_survives(
         assert ledger.append() == 2
 
 
-def test_a_disk_that_is_full_when_a_run_goes_on_is_a_clear_error(
-    store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("fails", ["write", "marks", "close"])
+def test_what_fails_when_a_run_goes_on_closes_the_ledger_once(
+    store: Path, plan: DPPlan, monkeypatch: pytest.MonkeyPatch, fails: str, torn: bool
 ) -> None:
-    """The ledger's file was closed twice: "Bad file descriptor"."""
+    """Once: "Bad file descriptor" hid that the disk was full. And whole: the run goes on in the
+    same process.
+    """
     run(store, plan, 1, resume=False)
+    path = StoreLedgers.of(store).ledger_path("a")
+    if torn:
+        with path.open("ab") as file:
+            file.write(b'{"st')
+    again, close = list[int](), os.close
 
-    def full(fd: int, data: bytes) -> int:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    def close_once(fd: int) -> None:
+        try:
+            close(fd)
+        except OSError:
+            again.append(fd)
+            raise
+        if fails == "close":
+            full()
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        with pytest.raises(CheckpointError, match=r"No space left.*Free space, then resume"):
-            Ledger.open(store, "a", plan, resume=True)
+        patch.setattr(os, "close", close_once)
+        if fails == "write":
+            patch.setattr(ledger_module, "append", full)
+        elif fails == "marks":
+            patch.setattr(StoreLedgers, "set_marks", full)
+        error = CheckpointError if fails == "write" else OSError
+        with pytest.raises(error, match="No space left"):
+            Ledger.open(store, "a", plan, resume=True).close()
+    assert not again
     with Ledger.open(store, "a", plan, resume=True) as ledger:
-        assert ledger.append() == 1
+        assert ledger.append() == 1 + torn
 
 
 def test_bad_names_and_missing_stores_are_clear_errors(

@@ -93,14 +93,15 @@ def one_audit(run: Path) -> Iterator[None]:
     """
     descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"audit: {run} is audited by another process; expected one at a time. Wait for "
+                "it, or stop it: what it has done is kept."
+            ) from None
         for left in run.glob(f".{KEEP}.partial-*"):  # of an audit that was killed at its end
             shutil.rmtree(left, ignore_errors=True)
         yield
-    except BlockingIOError:
-        raise CheckpointError(
-            f"audit: {run} is audited by another process; expected one at a time. Wait for it, or "
-            "stop it: what it has done is kept."
-        ) from None
     finally:
         os.close(descriptor)

@@ -112,11 +112,12 @@ class Record:
 class _Shard:
     """An open file, closed when its last reader releases it."""
 
+    fd = -1
+
     def __init__(self, path: Path) -> None:
         try:
             self.fd = os.open(path, os.O_RDONLY)
         except OSError as error:
-            self.fd = -1
             raise DataError(
                 f"store: {path}: {error.strerror}; expected a readable shard. "
                 f"{remedy_for(error, REMEDY)}"

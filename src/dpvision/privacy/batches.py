@@ -1,6 +1,7 @@
 """Whether a batch that is released may be the one that was drawn for its step."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,97 +26,105 @@ class Batches:
     """
 
     def __init__(self) -> None:
-        self._next = 0
+        self._state = _State()
         self._sizes: dict[int, tuple[int, int]] = {}
-        """Of the batches remembered, by number, oldest first: records drawn, records released."""
-        self._num_drawn, self._num_released = 0, 0
-        self._drawn, self._released = _Index(), _Index()
-        self.shared, self.expected = 0, 0.0
-        """Records that pairs of batches share, in all, and the least on average."""
+        """Records drawn and records released of a batch, by its number, from ``oldest`` on."""
+
+    @property
+    def shared(self) -> int:
+        """Records that pairs of batches share, in all."""
+        return self._state.shared
+
+    @property
+    def expected(self) -> float:
+        """The least that they share on average."""
+        return self._state.expected
 
     def fit(self, drawn: np.ndarray, released: np.ndarray, most: float) -> bool:
-        """Return whether a batch may be that of its draw from at most ``most`` records, and
-        remember it if so.
+        """Return whether a batch, int64 positions and int64 ids, may be that of its draw from at
+        most ``most`` records, and remember it if so.
         """
-        missing = len(drawn) - len(released)
+        state, missing = self._state, len(drawn) - len(released)
         if missing < 0:
             return False
         if not len(drawn):
             return True
-        oldest = next(iter(self._sizes), self._next)
-        span = oldest, self._next
-        shared, seen = self._released.find(released, span)
-        shared_of_draw, seen_of_draw = self._drawn.find(drawn, span)
+        span = state.oldest, state.end
+        shared, seen = _find(state.released, released, span)
+        shared_of_draw, seen_of_draw = _find(state.drawn, drawn, span)
         if (seen > seen_of_draw[missing:]).any() or (shared > shared_of_draw).any():
             return False
         fewer = shared_of_draw - missing - shared
         for batch in (fewer > 0).nonzero()[0]:
-            num_drawn, num_released = self._sizes[oldest + int(batch)]
+            num_drawn, num_released = self._sizes[state.oldest + int(batch)]
             if fewer[batch] > num_drawn - num_released:
                 return False
-        in_all = self.shared + int(shared.sum())
-        expected = self.expected + len(released) * self._num_released / most
+        in_all = state.shared + int(shared.sum())
+        expected = state.expected + len(released) * state.num_released / most
         if in_all < expected - _DEVIATIONS * math.sqrt(expected):
             return False
-        self.shared, self.expected = in_all, expected
-        self._remember(drawn, released)
+        self._remember(drawn, released, state._replace(shared=in_all, expected=expected))
         return True
 
-    def _remember(self, drawn: np.ndarray, released: np.ndarray) -> None:
-        self._sizes[self._next] = len(drawn), len(released)
-        self._num_drawn += len(drawn)
-        self._num_released += len(released)
-        while len(self._sizes) > 1 and self._num_drawn > _REMEMBERED:
-            num_drawn, num_released = self._sizes.pop(next(iter(self._sizes)))
-            self._num_drawn -= num_drawn
-            self._num_released -= num_released
-        oldest = next(iter(self._sizes))
-        self._drawn.add(drawn, self._next, oldest)
-        self._released.add(released, self._next, oldest)
-        self._next += 1
-
-
-class _Index:
-    """Which batches have an id: ``parts`` of ids, ascending, and of the batch of each; the last
-    part is small, so that few ids are moved for a new batch.
-    """
-
-    def __init__(self) -> None:
-        self._parts = _NONE, _NONE
-
-    def find(self, ids: np.ndarray, span: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many of ``ids`` each batch of ``span`` (first, end) has, int64 (end - first,),
-        and in how many of these each id is, ascending, int64 (len(ids),). An id given again is in
-        none.
-        """
-        ordered = np.sort(ids, kind="stable")
-        once = ordered[np.diff(ordered, prepend=ordered[:1] - 1) != 0]
-        shared = np.zeros(span[1] - span[0], dtype=np.int64)
-        seen = np.zeros(len(ids), dtype=np.int64)
-        for part_ids, part_batches in self._parts:
-            first = np.searchsorted(part_ids, once)
-            num = np.searchsorted(part_ids, once, side="right") - first
-            end = np.cumsum(num)
-            at = np.arange(num.sum()) + np.repeat(first - end + num, num)
-            batches = part_batches[at] - span[0]
-            kept = batches >= 0
-            shared += np.bincount(batches[kept], minlength=len(shared))
-            number = np.repeat(np.arange(len(once)), num)
-            seen += np.bincount(number[kept], minlength=len(seen))
-        return shared, np.sort(seen)
-
-    def add(self, ids: np.ndarray, batch: int, oldest: int) -> None:
-        """Add the ids of a batch, and forget those of batches before ``oldest``."""
-        old, new = self._parts
-        new = _merged(new, (np.sort(ids, kind="stable"), np.full(len(ids), batch)))
-        if len(new[0]) > _MOVED:
-            kept = old[1] >= oldest
-            old, new = _merged((old[0][kept], old[1][kept]), new), _NONE
-        self._parts = old, new
+    def _remember(self, drawn: np.ndarray, released: np.ndarray, state: "_State") -> None:
+        """All or nothing: what fails leaves the state as it was."""
+        num_drawn = state.num_drawn + len(drawn)
+        num_released = state.num_released + len(released)
+        oldest, end = state.oldest, state.end
+        while oldest < end and num_drawn > _REMEMBERED:
+            num_drawn -= self._sizes[oldest][0]
+            num_released -= self._sizes[oldest][1]
+            oldest += 1
+        self._sizes[end] = len(drawn), len(released)
+        self._state = state._replace(
+            oldest=oldest,
+            end=end + 1,
+            num_drawn=num_drawn,
+            num_released=num_released,
+            drawn=_with(state.drawn, drawn, end, oldest),
+            released=_with(state.released, released, end, oldest),
+        )
+        for batch in range(state.oldest, oldest):
+            del self._sizes[batch]
 
 
 _Part = tuple[np.ndarray, np.ndarray]
 """Ids in ascending order, and the number of the batch of each; int64."""
+_Index = tuple[_Part, _Part]
+"""Which batches have an id. The second part is small, so that few ids are moved for a new batch."""
+
+
+def _find(index: _Index, ids: np.ndarray, span: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many of ``ids`` each batch of ``span`` (first, end) has, int64 (end - first,), and
+    in how many of these each id is, ascending, int64 (len(ids),). An id given again is in none.
+    """
+    ordered = np.sort(ids, kind="stable")
+    once = ordered[np.r_[np.ones(min(len(ids), 1), dtype=bool), ordered[1:] != ordered[:-1]]]
+    shared = np.zeros(span[1] - span[0], dtype=np.int64)
+    seen = np.zeros(len(ids), dtype=np.int64)
+    for part_ids, part_batches in index:
+        first = np.searchsorted(part_ids, once)
+        num = np.searchsorted(part_ids, once, side="right") - first
+        end = np.cumsum(num)
+        at = np.arange(num.sum()) + np.repeat(first - end + num, num)
+        batches = part_batches[at] - span[0]
+        kept = batches >= 0
+        shared += np.bincount(batches[kept], minlength=len(shared))
+        number = np.repeat(np.arange(len(once)), num)
+        seen += np.bincount(number[kept], minlength=len(seen))
+    return shared, np.sort(seen)
+
+
+def _with(index: _Index, ids: np.ndarray, batch: int, oldest: int) -> _Index:
+    """Return the index with the ids of a batch, and without those of batches before ``oldest``, in
+    the end.
+    """
+    old, new = index
+    new = _merged(new, (np.sort(ids, kind="stable"), np.full(len(ids), batch)))
+    if len(new[0]) <= _MOVED:
+        return old, new
+    kept = old[1] >= oldest
+    return _merged((old[0][kept], old[1][kept]), new), _NONE
 
 
 def _merged(old: _Part, new: _Part) -> _Part:
@@ -131,3 +140,16 @@ _REMEMBERED = 2**18
 """Records of earlier steps that a batch is compared with; at least those of one step."""
 _DEVIATIONS = 7
 """By which records shared in all may fall short of their average: chance is below 1e-10."""
+
+
+class _State(NamedTuple):
+    """Of all batches, and of those remembered: ``oldest`` to ``end``."""
+
+    shared: int = 0
+    expected: float = 0.0
+    oldest: int = 0
+    end: int = 0
+    num_drawn: int = 0
+    num_released: int = 0
+    drawn: _Index = _NONE, _NONE
+    released: _Index = _NONE, _NONE

@@ -232,8 +232,15 @@ class DPPlan:
                     f"drew, at sample rate {self.sample_rate}. Call draw(step, num_records, "
                     "derive_rng(key, step)) of this plan, and sum those records and no others."
                 )
+            record_id = np.asarray(record_id) if len(record_id) else np.empty(0, dtype=np.int64)
+            if record_id.ndim != 1 or not np.can_cast(record_id.dtype, np.int64):
+                raise PrivacyError(
+                    f"noise: record_id: {record_id.dtype} of shape {record_id.shape}; expected "
+                    "int64 ids, one for each record, by which batches are compared. Give each "
+                    "record a number."
+                )
             most = (1 + TOLERANCE) * self.unit.sampled_from
-            if not self._recent.fit(drawn, record_id, most):
+            if not self._recent.fit(drawn, record_id.astype(np.int64), most):
                 raise PrivacyError(
                     f"noise: step={step}; expected the batch that was drawn for this step: it "
                     "shares more records with an earlier one than their draws do, or too few with "

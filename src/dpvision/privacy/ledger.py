@@ -123,19 +123,19 @@ class Ledger:
         path = ledgers.ledger_path(run_id)
         ledgers.check_place()
         make_folders(ledgers.folder)
-        with ledgers.locked():
-            if resume and not path.exists() and run_id not in ledgers.marks():
-                raise CheckpointError(
-                    f"ledger: {path}: missing; expected a ledger with resume. Start the run "
-                    "without resume."
-                )
-            if not resume and path.exists():
-                raise CheckpointError(
-                    f"ledger: run_id={run_id}: has a ledger; expected a new run. Resume it, or "
-                    "choose another name."
-                )
-            fd, ledger = _lock(path) if resume else None, None
-            try:
+        with contextlib.ExitStack() as undo:
+            with ledgers.locked():
+                if resume and not path.exists() and run_id not in ledgers.marks():
+                    raise CheckpointError(
+                        f"ledger: {path}: missing; expected a ledger with resume. Start the run "
+                        "without resume."
+                    )
+                if not resume and path.exists():
+                    raise CheckpointError(
+                        f"ledger: run_id={run_id}: has a ledger; expected a new run. Resume it, or "
+                        "choose another name."
+                    )
+                fd = _lock(path, undo) if resume else -1
                 contents = ledgers.read_all()
                 if resume and not plan.same_mechanism(contents[run_id].plan):
                     raise PrivacyError(
@@ -157,35 +157,30 @@ class Ledger:
                 if total is not None and not resume:
                     check_total(store_dir, plan, total)
                 ledgers.begin()
-                if fd is None:
+                if not resume:
                     header = encode(header_line(run_id, ledgers.store_id, plan, list(lineage)))
                     write_file(
                         path,
                         header + b"\n" + encode(start_line(digest(header), resume=False)) + b"\n",
                     )
-                    fd = _lock(path)
-                    ledger = cls(ledgers, read_ledger(path), fd)
-                else:
-                    if contents[run_id].torn:
-                        _seal(contents[run_id])
-                        os.close(fd)
-                        # the file was replaced: lock the new one; the folder's lock keeps others
-                        # out meanwhile
-                        fd = None
-                        fd = _lock(path)
-                    ledger = cls(ledgers, read_ledger(path), fd)
+                    fd = _lock(path, undo)
+                elif contents[run_id].torn:
+                    _seal(contents[run_id])
+                    # the file was replaced: lock the new one; the folder's lock keeps others out
+                    # meanwhile
+                    undo.pop_all().close()
+                    fd = _lock(path, undo)
+                ledger = cls(ledgers, read_ledger(path), fd)
+                undo.pop_all()
+                undo.callback(ledger.close)  # once, also where a failed write has closed it
+                if resume:
                     ledger._write(encode(start_line(ledger._digest, resume=True)))
                     ledger._restarts += 1
                 ledgers.set_marks(
                     {other: c.mark for other, c in contents.items()} | {run_id: ledger._mark()},
                     of_all=True,
                 )
-            except BaseException:
-                if ledger is not None:
-                    ledger.close()  # a failed write has closed it
-                elif fd is not None:
-                    os.close(fd)
-                raise
+            undo.pop_all()
         return ledger
 
     @property
@@ -235,9 +230,9 @@ class Ledger:
 
     def close(self) -> None:
         """Release the lock."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -278,8 +273,8 @@ def _seal(contents: LedgerContents) -> None:
     write_file(contents.path, contents.path.read_bytes() + b"\n" + seal + b"\n")
 
 
-def _lock(path: Path) -> int:
-    """Descriptor of the ledger for appending, exclusively locked.
+def _lock(path: Path, undo: contextlib.ExitStack) -> int:
+    """Descriptor of the ledger for appending, exclusively locked; closed by ``undo``.
 
     Raises:
         CheckpointError: another process has the lock.
@@ -292,10 +287,10 @@ def _lock(path: Path) -> int:
         raise PrivacyError(
             f"ledger: {path}: {error.strerror}; the store saw its run. {remedy}"
         ) from None
+    undo.callback(os.close, fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(fd)
         raise CheckpointError(
             f"ledger: {path}: in use by another process; expected one run at a time. Stop the "
             "other one first."
