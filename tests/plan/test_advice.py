@@ -377,16 +377,21 @@ def test_the_commands_on_a_file_without_lineage_pass_as_printed(
 
 
 def test_the_measured_encoder_is_foretold_by_its_own_results() -> None:
+    """By the best of them up to the encoder's size."""
     for row in ENCODER_HEADS:
+        best = max(
+            other.accuracy
+            for other in ENCODER_HEADS
+            if (other.data, other.records, other.epsilon) == (row.data, row.records, row.epsilon)
+            and other.image_size <= row.image_size
+        )
         question = Question(
             row.records, row.epsilon, labels=CLASSES[row.data], public_encoder="timm:x"
         )
         at_hand = EncoderAtHand("timm:tf_efficientnet_lite0@x", {row.image_size: 0.01})
         found = advice.advise(question, get_recipe, at_hand)
         assert found.expected is not None and (
-            row.data == "mednist"
-            or min(abs(row.accuracy - e) for e in found.expected) < 0.1
-            or row.accuracy == pytest.approx(found.expected[0], abs=0.1)
+            row.data == "mednist" or min(abs(best - e) for e in found.expected) < 0.1
         ), (row, found.expected)
     small = EncoderAtHand("timm:tf_efficientnet_lite0@x", {64: 0.01})
     question = Question(20_000, 1, labels=10, public_encoder="timm:x")
