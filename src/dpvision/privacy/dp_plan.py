@@ -208,7 +208,8 @@ class DPPlan:
         Raises:
             PrivacyError: the batch was drawn by another plan or by none, or has more records than
                 were drawn, or with full batches than were declared; the step was released before;
-                or the records are not those that were drawn, as far as ``Batches`` can tell.
+                ids are no int64; or the records are not those that were drawn, as far as
+                ``Batches`` can tell.
         """
         self._require_process()
         with self._lock:
