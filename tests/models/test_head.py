@@ -153,6 +153,22 @@ def test_under_autocast_losses_are_float32_and_gradients_the_parameters_own(dtyp
         assert grad.dtype == leaf.dtype == torch.float32
 
 
+@pytest.mark.parametrize("room", [1, 2 * L * V + 1, 10**6])
+def test_kept_gradients_of_logits_are_torchs_and_their_gram_matrices_the_given_products(
+    monkeypatch, room
+):
+    monkeypatch.setitem(head._CHUNK_NUMBERS, "cpu", room)
+    hidden, weight, bias_V, target = (t.detach() for t in operands())
+    logits = F.linear(hidden, weight, bias_V).requires_grad_()
+    losses = F.cross_entropy(logits.mT, target, reduction="sum", ignore_index=-100)
+    _, _, kept = head.head_forward(hidden, weight, bias_V, target, lambda a, b: 3 * (a @ b))
+    assert kept is not None
+    delta, gram = kept
+    torch.testing.assert_close(delta, *torch.autograd.grad(losses, logits), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gram, 3 * (delta @ delta.mT), rtol=1e-12, atol=1e-12)
+    assert head.head_forward(hidden, weight, bias_V, target)[2] is None
+
+
 class LargestTensor(TorchDispatchMode):
     """Notes how many numbers the largest result of any operation has."""
 
@@ -169,7 +185,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_no_tensor_of_all_logits_is_ever_made(monkeypatch, bias):
+def test_without_privacy_no_tensor_of_all_logits_is_ever_made(monkeypatch, bias):
     """In neither pass; torch's own way makes one, so the measurement would see it."""
     num, length, width, words = 16, 8, 4, 100
     monkeypatch.setitem(head._CHUNK_NUMBERS, "cpu", 2 * length * words)

@@ -1,6 +1,6 @@
 """The vocabulary head: linear map and cross-entropy, fused and computed in chunks.
 
-No B x L x V tensor is stored.
+No B x L x V tensor is stored, unless ``head_forward`` is asked for one.
 
     loss_il = logsumexp(W h_il + b) - (W h_il + b)[target_il]
 
@@ -13,7 +13,7 @@ Legend: B records, N records of a chunk, L tokens, D width, V vocabulary.
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -81,23 +81,28 @@ def head_forward(
     weight_VD: Tensor,
     bias_V: Tensor | None,
     target_BL: Tensor,
-    *,
-    with_gram: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    product: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Compute loss and gradients in one pass over chunks of records, for autograd functions.
 
     Args:
         weight_VD, bias_V: of ``aligned_head``.
+        product: batched matrix product, if gradients of the logits are wanted.
 
     Returns:
-        (loss_BL; d loss / d hidden, (B, L, D); with ``with_gram`` the inner products (B, L, L) of
-        the tokens' logit gradients within each record, else None).
+        (loss_BL; d loss / d hidden, (B, L, D); with ``product``, d loss / d logits, (B, L, V), and
+        their inner products within each record, (B, L, L), else None).
     """
     wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
     num, length, _ = hidden_BLD.shape
     loss_BL = torch.empty(num, length, dtype=wide, device=hidden_BLD.device)
     grad_BLD = torch.empty_like(hidden_BLD)
-    gram_BLL = loss_BL.new_empty(num, length, length) if with_gram else None
+    kept: tuple[Tensor, Tensor] | None = None
+    if product is not None:
+        kept = (
+            grad_BLD.new_empty(num, length, len(weight_VD)),
+            loss_BL.new_empty(num, length, length),
+        )
     for rows in _chunks(hidden_BLD, weight_VD):
         log_probability_NLV = _logits(hidden_BLD[rows], weight_VD, bias_V).log_softmax(2)
         at_target_NL = log_probability_NLV.gather(2, target_BL[rows].clamp(min=0)[..., None])[
@@ -106,9 +111,9 @@ def head_forward(
         loss_BL[rows] = -at_target_NL.where(target_BL[rows] != IGNORED, 0.0)
         delta_NLV = _minus_target(log_probability_NLV.exp_(), target_BL[rows]).to(hidden_BLD.dtype)
         grad_BLD[rows] = delta_NLV @ weight_VD
-        if gram_BLL is not None:
-            gram_BLL[rows] = _gram(delta_NLV)
-    return loss_BL, grad_BLD, gram_BLL
+        if product is not None and kept is not None:
+            kept[0][rows], kept[1][rows] = delta_NLV, product(delta_NLV, delta_NLV.mT)
+    return loss_BL, grad_BLD, kept
 
 
 def logit_gradients(
@@ -133,7 +138,7 @@ class _Head(torch.autograd.Function):
         hidden, weight = hidden_BLD.to(dtype), weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
         weight, bias = aligned_head(weight, bias)
-        loss_BL, grad_BLD, _ = head_forward(hidden, weight, bias, target_BL, with_gram=False)
+        loss_BL, grad_BLD, _ = head_forward(hidden, weight, bias, target_BL)
         ctx.save_for_backward(hidden, weight, bias, target_BL, grad_BLD)
         ctx.dtypes = hidden_BLD.dtype, weight_VD.dtype
         ctx.num_words, ctx.with_bias = len(weight_VD), bias_V is not None
@@ -190,13 +195,3 @@ def _minus_target(probability_NLV: Tensor, target_NL: Tensor) -> Tensor:
             probability_NLV  # saves a pass on a CPU; elsewhere the host would wait for the answer
         )
     return probability_NLV.masked_fill_(ignored_NL[..., None], 0.0)
-
-
-def _gram(delta_NLV: Tensor) -> Tensor:
-    if delta_NLV.dtype in (torch.float16, torch.bfloat16):
-        return (
-            torch.bmm(delta_NLV, delta_NLV.mT, out_dtype=torch.float32)
-            if delta_NLV.is_cuda
-            else torch.bmm(delta_NLV.float(), delta_NLV.mT.float())
-        )
-    return torch.bmm(delta_NLV, delta_NLV.mT)
