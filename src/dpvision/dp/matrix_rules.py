@@ -238,9 +238,8 @@ class _Head(torch.autograd.Function):
         target: Tensor,
         sink: Any,
     ) -> Tensor:
-        loss_BT, grad_BTD, kept = head_forward(hidden, weight, bias, target, product)
-        assert kept is not None
-        ctx.save_for_backward(hidden, grad_BTD, *kept)
+        loss_BT, *kept = head_forward(hidden, weight, bias, target, keep=True, product=product)
+        ctx.save_for_backward(hidden, *kept)
         ctx.sink = sink
         return loss_BT
 
