@@ -17,13 +17,13 @@ from dpvision.dp.outer_products import (
     OneHot,
     OuterProducts,
     Patches,
-    Recomputed,
+    WithGram,
     aligned_rows,
     product,
     scaled,
 )
 
-KINDS = ("dense", "one_hot", "remade", "patches")
+KINDS = ("dense", "one_hot", "with_gram", "patches")
 
 
 def draw(generator, *shape):
@@ -36,8 +36,8 @@ def make_side(kind: str, generator, num: int, places: int, width: int):
         index = torch.randint(0, width, (num, places), generator=generator)
         return OneHot(index, width, torch.float64), F.one_hot(index, width).double()
     value = draw(generator, num, places, width)
-    if kind == "remade":
-        return Recomputed(value @ value.mT, lambda rows: value[rows], width, 1), value
+    if kind == "with_gram":
+        return WithGram(value, value @ value.mT), value
     return Dense(value), value
 
 

@@ -34,8 +34,8 @@ from dpvision.dp.outer_products import (
     OUTER_NUMBERS,
     OneHot,
     OuterProducts,
-    Recomputed,
     Side,
+    WithGram,
     chunks,
     in_half,
     most_terms_at_once,
@@ -110,7 +110,7 @@ def square_norms(outers: list[OuterProducts]) -> SquareNorms:
     """
     first = outers[0]
     if len(outers) == 1 and not any(
-        isinstance(side, OneHot | Recomputed) for side in (first.left, first.right)
+        isinstance(side, OneHot | WithGram) for side in (first.left, first.right)
     ):
         return square_norms_of_shared([first.left], first.right)
     # ||sum over u of G_u||^2 = sum over pairs (u, v) of <G_u, G_v>, each from the Gram matrices
@@ -129,8 +129,8 @@ def square_norms(outers: list[OuterProducts]) -> SquareNorms:
                 total_B[rows] += (1 if a is b else 2) * value_N
             if a is b:
                 length_B += row_sums((_square_lengths(a.left) * _square_lengths(a.right)).sqrt())
-    # For several uses, or rows made again, the plain form of the bound: |l_t| |l_t'| |r_t| |r_t'|
-    # for every pair.
+    # For several uses, or a Gram matrix that is kept, the plain form of the bound:
+    # |l_t| |l_t'| |r_t| |r_t'| for every pair.
     places = sum(outer.left.places for outer in outers)
     terms = max(_terms(outer.left) + _terms(outer.right) for outer in outers) + places + 2
     length_B = length_B.square()
@@ -333,8 +333,8 @@ def _panel(sides_NTP: list[Tensor], start: int, stop: int) -> Tensor:
 
 def _cross_gram(a: Side, b: Side, rows: slice) -> Tensor:
     """<a_t, b_t'>, (N, Ta, Tb)."""
-    if a is b and isinstance(a, Recomputed):
-        return a.kept[rows]
+    if a is b and isinstance(a, WithGram):
+        return a.gram_BTT[rows]
     if isinstance(a, OneHot) and isinstance(b, OneHot):
         return (a.kept[rows, :, None] == b.kept[rows, None, :]).to(wide(a.dtype))
     if isinstance(a, OneHot):
@@ -366,8 +366,8 @@ def _square_lengths(side: Side) -> Tensor:
     """|row|^2 of every place of every record, float64 (B, T)."""
     if isinstance(side, OneHot):
         return torch.ones(side.kept.shape, dtype=torch.float64, device=side.device)
-    if isinstance(side, Recomputed):
-        return side.kept.diagonal(dim1=1, dim2=2).double() + _lost(side.kept.dtype)
+    if isinstance(side, WithGram):
+        return side.gram_BTT.diagonal(dim1=1, dim2=2).double() + _lost(side.gram_BTT.dtype)
     parts = [
         torch.linalg.vector_norm(padded_rows(side.rows(rows)), dim=2, dtype=torch.float64).square()
         for rows in chunks(side.num_records, side.places * side.width, GRAM_NUMBERS, side.device)

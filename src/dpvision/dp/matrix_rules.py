@@ -17,13 +17,14 @@ from dpvision.dp.outer_products import (
     OneHot,
     OuterProducts,
     Patches,
-    Recomputed,
+    WithGram,
     kernel_gradient,
     one_by_one_pays,
+    product,
     wide,
 )
 from dpvision.dp.rule import Pass, Rule, by_record, leading, require
-from dpvision.models.head import aligned_head, head_forward, logit_gradients
+from dpvision.models.head import aligned_head, head_forward
 
 
 def linear(
@@ -237,23 +238,23 @@ class _Head(torch.autograd.Function):
         target: Tensor,
         sink: Any,
     ) -> Tensor:
-        loss_BT, grad_BTD, gram_BTT = head_forward(hidden, weight, bias, target, with_gram=True)
-        ctx.save_for_backward(hidden, weight, bias, target, grad_BTD, gram_BTT)
+        loss_BT, *kept = head_forward(hidden, weight, bias, target, keep=True, product=product)
+        ctx.save_for_backward(hidden, *kept)
         ctx.sink = sink
         return loss_BT
 
     @staticmethod
     def backward(ctx: Any, g_BT: Tensor) -> tuple[Any, ...]:
-        *operands, grad_BTD, gram_BTT = ctx.saved_tensors
-        ctx.sink(operands, gram_BTT, g_BT)
+        hidden, grad_BTD, delta_BTV, gram_BTT = ctx.saved_tensors
+        ctx.sink(hidden, delta_BTV, gram_BTT, g_BT)
         return None, (grad_BTD * g_BT[..., None]).to(grad_BTD.dtype), None, None, None, None
 
 
 def head(
     run: Pass, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor
 ) -> Any:
-    """``models.head.linear_cross_entropy``: the gradients of the logits are recomputed when needed,
-    their Gram matrix is kept.
+    """``models.head.linear_cross_entropy``: the gradients of the logits are kept, with their Gram
+    matrices.
     """
     batch_dim = run.batch_dim(hidden_BLD)
     if batch_dim is None or run.batch_dim(weight_VD) is not None:
@@ -271,14 +272,8 @@ def head(
     )
     weight, bias = aligned_head(*low)
 
-    def sink(operands: list[Any], gram_BTT: Tensor, g_BT: Tensor) -> None:
-        hidden, weight, bias, target = operands
-        left = Recomputed(
-            gram_BTT,
-            lambda rows: logit_gradients(hidden[rows], weight, bias, target[rows])[..., : shape[0]],
-            shape[0],
-            hidden.shape[2],
-        )
+    def sink(hidden: Tensor, delta_BTV: Tensor, gram_BTT: Tensor, g_BT: Tensor) -> None:
+        left = WithGram(delta_BTV[..., : shape[0]].contiguous(), gram_BTT)
         if slot is not None:
             slot.add_outer_products(
                 OuterProducts(left, Dense((hidden * g_BT[..., None]).to(hidden.dtype)), shape)

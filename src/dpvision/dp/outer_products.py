@@ -15,7 +15,7 @@ dimensions of a product.
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -324,25 +324,26 @@ def kernel_gradient(g: Tensor, x: Tensor, shape: torch.Size, geometry: Any) -> T
 
 
 @dataclass(frozen=True, eq=False)
-class Recomputed(_Kept):
-    """Rows too large to keep, recomputed when needed. Their Gram matrices are kept, (B, T, T).
+class WithGram(_Kept):
+    """Rows that are kept with their Gram matrices: those of a vocabulary's logits."""
 
-    One record at a time: a record's bits must not depend on which others are recomputed with it.
-    """
+    gram_BTT: Tensor
 
-    make: Callable[[slice], Tensor]
-    width: int
-    working_width: int
-    """Numbers kept per position, from which the rows are recomputed."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the Gram matrices: float32 or wider."""
+        return self.gram_BTT.dtype
+
+    @property
+    def width(self) -> int:
+        return self.kept.shape[2]
 
     @property
     def stored_numbers(self) -> int:
-        return self.places * self.working_width
+        return self.places * self.width
 
     def rows(self, rows: slice) -> Tensor:
-        return torch.cat(
-            [self.make(slice(i, i + 1)) for i in range(*rows.indices(self.num_records))]
-        )
+        return self.kept[rows]
 
 
 _TILE_NUMBERS = 2**22

@@ -136,8 +136,8 @@ def caption_losses(
     """Return the mean cross-entropy of each caption over its words, with EOS and without padding:
     equation 1 of the paper per record.
 
-    Head and cross-entropy are one function (``head.linear_cross_entropy``), so logits of the whole
-    batch are never stored.
+    Head and cross-entropy are one function (``head.linear_cross_entropy``), which stores one number
+    for each logit with gradients, and none without.
 
     Args:
         memory_BSD: of ``Captioner.encode``.

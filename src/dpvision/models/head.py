@@ -1,19 +1,16 @@
 """The vocabulary head: linear map and cross-entropy, fused and computed in chunks.
 
-No B x L x V tensor is stored.
-
     loss_il = logsumexp(W h_il + b) - (W h_il + b)[target_il]
 
-The gradient for the hidden states is computed in the forward pass, from a chunk's logits; the
-gradient for the weight recomputes them. That takes four products instead of three, and the memory
-of a chunk instead of the batch's.
+The gradients for the logits and the hidden states are computed in the forward pass, from a chunk's
+logits. Those for the logits are kept: the only B x L x V tensor, in the states' precision.
 
 Legend: B records, N records of a chunk, L tokens, D width, V vocabulary.
 """
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,7 +56,7 @@ def linear_cross_entropy(
         return F.cross_entropy(
             logit_BVL.to(dtype), target_BL, reduction="none", ignore_index=IGNORED
         )
-    return _Head.apply(hidden_BLD, weight_VD, bias_V, target_BL)
+    return _Head.apply(hidden_BLD, weight_VD, bias_V, target_BL, torch.is_grad_enabled())
 
 
 def aligned_head(weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -82,22 +79,26 @@ def head_forward(
     bias_V: Tensor | None,
     target_BL: Tensor,
     *,
-    with_gram: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    keep: bool,
+    product: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute loss and gradients in one pass over chunks of records, for autograd functions.
 
     Args:
         weight_VD, bias_V: of ``aligned_head``.
+        keep: whether to return the gradients of the logits.
+        product: batched matrix product, for the Gram matrices of these gradients.
 
     Returns:
-        (loss_BL; d loss / d hidden, (B, L, D); with ``with_gram`` the inner products (B, L, L) of
-        the tokens' logit gradients within each record, else None).
+        (loss_BL; d loss / d hidden, (B, L, D); with ``keep``, d loss / d logits, (B, L, V); with
+        ``product``, their inner products within each record, (B, L, L)).
     """
     wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
     num, length, _ = hidden_BLD.shape
     loss_BL = torch.empty(num, length, dtype=wide, device=hidden_BLD.device)
     grad_BLD = torch.empty_like(hidden_BLD)
-    gram_BLL = loss_BL.new_empty(num, length, length) if with_gram else None
+    delta_BLV = grad_BLD.new_empty(num, length, len(weight_VD)) if keep else None
+    gram_BLL = None if product is None else loss_BL.new_empty(num, length, length)
     for rows in _chunks(hidden_BLD, weight_VD):
         log_probability_NLV = _logits(hidden_BLD[rows], weight_VD, bias_V).log_softmax(2)
         at_target_NL = log_probability_NLV.gather(2, target_BL[rows].clamp(min=0)[..., None])[
@@ -106,59 +107,44 @@ def head_forward(
         loss_BL[rows] = -at_target_NL.where(target_BL[rows] != IGNORED, 0.0)
         delta_NLV = _minus_target(log_probability_NLV.exp_(), target_BL[rows]).to(hidden_BLD.dtype)
         grad_BLD[rows] = delta_NLV @ weight_VD
-        if gram_BLL is not None:
-            gram_BLL[rows] = _gram(delta_NLV)
-    return loss_BL, grad_BLD, gram_BLL
-
-
-def logit_gradients(
-    hidden_NLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_NL: Tensor
-) -> Tensor:
-    """Recompute d loss / d logits of some records: softmax - one-hot, (N, L, V), for the words of
-    ``aligned_head``.
-
-    In the states' precision.
-    """
-    return _minus_target(_logits(hidden_NLD, weight_VD, bias_V).softmax(2), target_NL).to(
-        hidden_NLD.dtype
-    )
+        if delta_BLV is not None:
+            delta_BLV[rows] = delta_NLV
+        if product is not None and gram_BLL is not None:
+            gram_BLL[rows] = product(delta_NLV, delta_NLV.mT)
+    return loss_BL, grad_BLD, delta_BLV, gram_BLL
 
 
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_BL: Tensor
+        ctx: Any,
+        hidden_BLD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_BL: Tensor,
+        keep: bool,
     ) -> Tensor:
         dtype = lowered_dtype(hidden_BLD)
         hidden, weight = hidden_BLD.to(dtype), weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
         weight, bias = aligned_head(weight, bias)
-        loss_BL, grad_BLD, _ = head_forward(hidden, weight, bias, target_BL, with_gram=False)
-        ctx.save_for_backward(hidden, weight, bias, target_BL, grad_BLD)
+        loss_BL, grad_BLD, delta_BLV, _ = head_forward(hidden, weight, bias, target_BL, keep=keep)
+        ctx.save_for_backward(hidden, delta_BLV, grad_BLD)
         ctx.dtypes = hidden_BLD.dtype, weight_VD.dtype
-        ctx.num_words, ctx.with_bias = len(weight_VD), bias_V is not None
+        ctx.num_words = len(weight_VD)
         return loss_BL
 
     @staticmethod
     def backward(ctx: Any, g_BL: Tensor) -> tuple[Any, ...]:
-        hidden_BLD, weight_VD, bias_V, target_BL, grad_BLD = ctx.saved_tensors
-        weight_grad = torch.zeros(weight_VD.shape, dtype=g_BL.dtype, device=g_BL.device)
-        bias_grad = weight_grad.new_zeros(len(weight_VD)) if ctx.with_bias else None
-        for rows in _chunks(hidden_BLD, weight_VD):
-            delta_NLV = logit_gradients(hidden_BLD[rows], weight_VD, bias_V, target_BL[rows])
-            scaled_NLD = (hidden_BLD[rows] * g_BL[rows][..., None]).to(delta_NLV.dtype)
-            weight_grad += delta_NLV.flatten(0, 1).mT @ scaled_NLD.flatten(0, 1)
-            if bias_grad is not None:
-                bias_grad += g_BL[rows].flatten() @ delta_NLV.flatten(0, 1).to(g_BL.dtype)
+        hidden_BLD, delta_BLV, grad_BLD = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
-        own = slice(ctx.num_words)
-        bias_grad = None if bias_grad is None else bias_grad[own].to(weight_dtype)
-        return (
-            (grad_BLD * g_BL[..., None]).to(hidden_dtype),
-            weight_grad[own].to(weight_dtype),
-            bias_grad,
-            None,
-        )
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        delta_NV, own = delta_BLV.flatten(0, 1), slice(ctx.num_words)
+        scaled_NX = (hidden_BLD * g_BL[..., None]).flatten(0, 1).to(delta_NV.dtype)
+        weight_grad = (delta_NV.mT @ scaled_NX)[own].to(weight_dtype) if needs_weight else None
+        g_N = g_BL.flatten().to(delta_NV.dtype)
+        bias_grad = (g_N @ delta_NV)[own].to(weight_dtype) if needs_bias else None
+        return (grad_BLD * g_BL[..., None]).to(hidden_dtype), weight_grad, bias_grad, *[None] * 2
 
 
 def _chunks(hidden_BLD: Tensor, weight_VD: Tensor) -> Iterator[slice]:
@@ -190,13 +176,3 @@ def _minus_target(probability_NLV: Tensor, target_NL: Tensor) -> Tensor:
             probability_NLV  # saves a pass on a CPU; elsewhere the host would wait for the answer
         )
     return probability_NLV.masked_fill_(ignored_NL[..., None], 0.0)
-
-
-def _gram(delta_NLV: Tensor) -> Tensor:
-    if delta_NLV.dtype in (torch.float16, torch.bfloat16):
-        return (
-            torch.bmm(delta_NLV, delta_NLV.mT, out_dtype=torch.float32)
-            if delta_NLV.is_cuda
-            else torch.bmm(delta_NLV.float(), delta_NLV.mT.float())
-        )
-    return torch.bmm(delta_NLV, delta_NLV.mT)
