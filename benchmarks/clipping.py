@@ -10,8 +10,8 @@ Cases: the ViP recipes' masked autoencoders (mae_*) and the DP-Cap recipes' capt
 fresh .grad, the private variants are the clipped sum at the median of the records' norms; no
 optimizer steps. "compiled" is torch.compile block by block. Captioners: the non-private variants
 and one_pass each take the form of the vocabulary head, "plain" or "fused", with which their eager
-step is faster here, as the output says; "time_s_head_*" and "memory_mb_head_*" are of both (the
-fused form is there for memory). vmap and Opacus take the plain one.
+step is faster here, as the output says; "time_s_head_*" and "memory_mb_head_*" are of both (runs
+take the fused one). vmap and Opacus take the plain one.
 
 Each round runs every variant once, in shuffled order. "time_ratio" is against the baseline of the
 same round: non_private_eager on a CPU, the faster non-private variant on a GPU ("memory_ratio": the

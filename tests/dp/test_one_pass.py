@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import KEY, class_losses, make_batch, patches, rows
 
 from dpvision.data.batch import Batch
+from dpvision.dp import matrix_rules
 from dpvision.dp.clip import clipped_sum
 from dpvision.dp.route import make_route
 from dpvision.errors import PrivacyError
@@ -69,6 +70,17 @@ def test_the_route_names_every_use(member, uses, device):
     )
     assert route.slow == {} and {name: route.uses[name] for name in uses} == uses
     assert set(route.uses) == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_gram_matrices_of_logits_come_from_the_product_whose_error_is_bounded(monkeypatch):
+    """One product of all words would round more than ``gram._blocked`` says."""
+    seen: list[torch.Size] = []
+    bounded = matrix_rules.product
+    monkeypatch.setattr(matrix_rules, "product", lambda a, b: seen.append(a.shape) or bounded(a, b))
+    build, loss_fn = zoo_tokens.TOKENS["captioner_chunked_bias"]
+    model, batch = seeded(build).double(), make_batch(4, dtype=torch.float64)
+    clipped_sum(loss_fn, model, batch, KEY, max_grad_norm=0.2)
+    assert {shape[2] for shape in seen} == {zoo_tokens.VOCABULARY}
 
 
 def test_what_has_no_rule_is_slow_and_says_why():

@@ -190,8 +190,8 @@ class _Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(_Kept):
-    """Rows that are kept, (B, T, width)."""
+class _Rows(_Kept):
+    """The common part of sides that keep their rows, (B, T, width)."""
 
     @property
     def width(self) -> int:
@@ -203,6 +203,10 @@ class Dense(_Kept):
 
     def rows(self, rows: slice) -> Tensor:
         return self.kept[rows]
+
+
+class Dense(_Rows):
+    """Rows that are kept, (B, T, width)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,26 +328,15 @@ def kernel_gradient(g: Tensor, x: Tensor, shape: torch.Size, geometry: Any) -> T
 
 
 @dataclass(frozen=True, eq=False)
-class WithGram(_Kept):
-    """Rows that are kept with their Gram matrices: those of a vocabulary's logits."""
+class WithGram(_Rows):
+    """Rows that are kept with their Gram matrices: gradients of a vocabulary's logits."""
 
     gram_BTT: Tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the Gram matrices: float32 or wider."""
+        """Precision of the Gram matrices, float32 or wider."""
         return self.gram_BTT.dtype
-
-    @property
-    def width(self) -> int:
-        return self.kept.shape[2]
-
-    @property
-    def stored_numbers(self) -> int:
-        return self.places * self.width
-
-    def rows(self, rows: slice) -> Tensor:
-        return self.kept[rows]
 
 
 _TILE_NUMBERS = 2**22
