@@ -60,8 +60,8 @@ def linear_cross_entropy(
 
 
 def aligned_head(weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the head as ``head_forward`` takes it: on a GPU with words of probability zero, so that
-    all rows of logits begin alike in memory.
+    """Return the head as ``head_forward`` takes it: on a GPU with words of probability zero, so
+    that all rows of logits begin alike in memory.
 
     Else a softmax would add in an order that depends on a token's place in the batch, and products
     with 30,522 words would take kernels for unaligned rows.
