@@ -423,10 +423,14 @@ class OuterProducts:
                     left.masked_fill(dropped_B11, 0.0),
                     right.masked_fill(dropped_B11, 0.0),
                 )
+            left, right = left.flatten(0, 1), right.flatten(0, 1)
             if len(blocks) == 1:
-                total = accumulated(total, left.flatten(0, 1).mT, right.flatten(0, 1))
+                total = accumulated(total, left.mT, right)
                 continue
-            here = [slice(piece.start - rows.start, piece.stop - rows.start) for piece in pieces]
+            here = [
+                slice(*((at - rows.start) * self.left.places for at in (piece.start, piece.stop)))
+                for piece in pieces
+            ]
             fresh = total is None
             if total is None:
                 dtype = sum_dtype(len(blocks), blocks[-1].stop, widest(left.dtype, right.dtype))
@@ -437,20 +441,14 @@ class OuterProducts:
             for start in range(0, self.left.width, step):
                 tile = total[start : start + step]
                 for i, part in enumerate(here):
-                    a, b = (
-                        left[part].flatten(0, 1)[:, start : start + step].mT,
-                        right[part].flatten(0, 1),
-                    )
-                    if (
-                        i == 0 and fresh
-                    ):  # without zeros first: filling and reading them costs a hundredth of a step
-                        torch.mm(
-                            a, b, out=tile
-                        ) if tile.dtype == a.dtype == b.dtype else tile.copy_(
-                            accumulated(None, a, b)
-                        )
-                    else:
+                    a, b = left[part, start : start + step].mT, right[part]
+                    if i or not fresh:
                         tile += accumulated(None, a, b)
+                    elif tile.dtype == a.dtype == b.dtype:
+                        # Without zeros first: filling and reading them costs a hundredth of a step.
+                        torch.mm(a, b, out=tile)
+                    else:
+                        tile.copy_(accumulated(None, a, b))
         assert total is not None
         return total.view(self.shape)
 

@@ -3,7 +3,8 @@
     loss_il = logsumexp(W h_il + b) - (W h_il + b)[target_il]
 
 The gradients for the logits and the hidden states are computed in the forward pass, from a chunk's
-logits. Those for the logits are kept: the only B x L x V tensor, in the states' precision.
+logits. Those for the logits are kept if the head is trained: the only B x L x V tensor, in the
+states' precision.
 
 Legend: B records, N records of a chunk, L tokens, D width, V vocabulary.
 """
@@ -56,7 +57,9 @@ def linear_cross_entropy(
         return F.cross_entropy(
             logit_BVL.to(dtype), target_BL, reduction="none", ignore_index=IGNORED
         )
-    return _Head.apply(hidden_BLD, weight_VD, bias_V, target_BL, torch.is_grad_enabled())
+    trained = any(p is not None and p.requires_grad for p in (weight_VD, bias_V))
+    keep = trained and torch.is_grad_enabled()
+    return _Head.apply(hidden_BLD, weight_VD, bias_V, target_BL, keep)
 
 
 def aligned_head(weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -138,13 +141,16 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, g_BL: Tensor) -> tuple[Any, ...]:
         hidden_BLD, delta_BLV, grad_BLD = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
+        grad_hidden = (grad_BLD * g_BL[..., None]).to(hidden_dtype)
+        if delta_BLV is None:  # a frozen head
+            return grad_hidden, *[None] * 4
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         delta_NV, own = delta_BLV.flatten(0, 1), slice(ctx.num_words)
         scaled_NX = (hidden_BLD * g_BL[..., None]).flatten(0, 1).to(delta_NV.dtype)
         weight_grad = (delta_NV.mT @ scaled_NX)[own].to(weight_dtype) if needs_weight else None
         g_N = g_BL.flatten().to(delta_NV.dtype)
         bias_grad = (g_N @ delta_NV)[own].to(weight_dtype) if needs_bias else None
-        return (grad_BLD * g_BL[..., None]).to(hidden_dtype), weight_grad, bias_grad, *[None] * 2
+        return grad_hidden, weight_grad, bias_grad, *[None] * 2
 
 
 def _chunks(hidden_BLD: Tensor, weight_VD: Tensor) -> Iterator[slice]:
