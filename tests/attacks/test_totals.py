@@ -284,7 +284,7 @@ def test_layers_of_few_places_have_blocks_of_their_own_within_the_same_budget(
     """Each kind of layer may use 1 / sqrt(2) of the budget, by the textbook's bound, so a block of
     both together is within it.
     """
-    num, places, width = 64, 64, 160
+    num, places, width = 64, 64, 200
     _, one = lossy_tokens(num, places, width, top)
     value = torch.full((places,), 0.49 * top * 2.0**-23)
     value[0], value[8], value[56], value[-1] = top, top, -top, -top  # both layers round
