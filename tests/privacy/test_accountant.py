@@ -1,4 +1,5 @@
 import math
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +19,7 @@ from dpvision.privacy.events import (
     NoRelease,
     Repeated,
 )
+from dpvision.privacy.loss_distribution import Distribution
 from dpvision.privacy.sampling import FullBatch, Poisson, TruncatedPoisson
 
 N = 233_804_767
@@ -164,6 +166,32 @@ def test_events_are_read_as_by_dp_accountings_own_accountant(event: Event) -> No
         .get_epsilon(1e-6)
     )
     assert accountant.epsilon(event, 1e-6, 1e-2) == pytest.approx(theirs, rel=1e-9)
+
+
+def test_many_runs_of_few_plans_are_composed_as_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Equal parts and Gaussians together, in any order; the work is that of the different plans."""
+    tuning, other = poisson(0.2, 2.0, 20), poisson(0.1, 1.5, 5)
+    runs = (tuning, Gaussian(8.0), other, tuning, Repeated(Gaussian(30.0), 3), NoRelease(), tuning)
+    one_by_one = reduce(Distribution.compose, (event.losses(1e-3) for event in runs))
+    real, composed = Distribution.compose, list[int]()
+
+    def counted(a: Distribution, b: Distribution) -> Distribution:
+        composed.append(1)
+        return real(a, b)
+
+    monkeypatch.setattr(Distribution, "compose", counted)
+    for events in (runs, runs[::-1], runs * 2):
+        composed.clear()
+        found = Composed(events).losses(1e-3)
+        assert len(composed) == 2  # two plans of sampled steps, and one Gaussian
+        if len(events) == len(runs):
+            for delta in (1e-3, 1e-5, 1e-9):
+                wanted = one_by_one.epsilon(delta)
+                # One Gaussian rounds its losses to the grid once, several do so each.
+                assert wanted * (1 - 1e-5) <= found.epsilon(delta) <= wanted * (1 + 1e-9)
+    assert Composed((NoRelease(), NoRelease())).losses(1e-3).epsilon(1e-9) == 0.0
 
 
 def test_a_coarser_grid_is_only_more_pessimistic() -> None:

@@ -9,6 +9,7 @@ questions (decision 0036).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from types import ModuleType
@@ -254,7 +255,15 @@ class Composed(Event):
         return np.sum(known, axis=0) if known and len(known) == len(found) else None
 
     def losses(self, interval: float) -> Distribution:
-        return reduce(Distribution.compose, (event.losses(interval) for event in self.events))
+        # All Gaussian parts are one Gaussian, exactly, and equal parts are computed once: the time
+        # grows with the different plans of a store's runs, not with the runs.
+        gaussian = [event for event in self.events if event.gaussian_noise() is not None]
+        noise = Composed(tuple(gaussian)).gaussian_noise()
+        count_of = Counter(event for event in self.events if event.gaussian_noise() is None)
+        if (noise is not None and noise < math.inf) or not count_of:
+            count_of[NoRelease() if noise in (None, math.inf) else Gaussian(noise)] = 1
+        parts = (event.losses(interval).repeat(count) for event, count in count_of.items())
+        return reduce(Distribution.compose, parts)
 
     def similar(self) -> Event:
         return Composed(tuple(event.similar() for event in self.events))
