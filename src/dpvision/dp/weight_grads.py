@@ -37,8 +37,8 @@ from dpvision.threads import map_pieces
 _PIECE = 64
 """Numbers whose squares are summed in the gradient's own precision, before float64 takes over."""
 _WRITTEN = {"cpu": 1.5, "cuda": 1.0}
-"""Gradients with up to this many times the numbers of their factors are written out: on a processor
-the sum is then faster by more than half as many numbers again cost to keep.
+"""Gradients with up to this many times the numbers of their factors are written out. On a processor
+half as many numbers again are worth the time that they save; on a GPU that was not measured.
 """
 _SMALL = 2**16
 """Most numbers of a record's gradient that is copied beside others, to be normed with them."""

@@ -257,11 +257,11 @@ class Composed(Event):
     def losses(self, interval: float) -> Distribution:
         # All Gaussian parts are one Gaussian, exactly, and equal parts are computed once: the time
         # grows with the different plans of a store's runs, not with the runs.
-        gaussian = [event for event in self.events if event.gaussian_noise() is not None]
-        noise = Composed(tuple(gaussian)).gaussian_noise()
+        gaussian = tuple(event for event in self.events if event.gaussian_noise() is not None)
+        noise = Composed(gaussian).gaussian_noise() or math.inf
         count_of = Counter(event for event in self.events if event.gaussian_noise() is None)
-        if (noise is not None and noise < math.inf) or not count_of:
-            count_of[NoRelease() if noise in (None, math.inf) else Gaussian(noise)] = 1
+        if noise < math.inf or not count_of:
+            count_of[Gaussian(noise) if noise < math.inf else NoRelease()] = 1
         parts = (event.losses(interval).repeat(count) for event, count in count_of.items())
         return reduce(Distribution.compose, parts)
 
