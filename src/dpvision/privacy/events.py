@@ -258,7 +258,8 @@ class Composed(Event):
         # All Gaussian parts are one Gaussian, exactly, and equal parts are computed once: the time
         # grows with the different plans of a store's runs, not with the runs.
         gaussian = tuple(event for event in self.events if event.gaussian_noise() is not None)
-        noise = Composed(gaussian).gaussian_noise() or math.inf
+        noise = Composed(gaussian).gaussian_noise()
+        assert noise is not None, "each part has one"
         count_of = Counter(event for event in self.events if event.gaussian_noise() is None)
         if noise < math.inf or not count_of:
             count_of[Gaussian(noise) if noise < math.inf else NoRelease()] = 1
