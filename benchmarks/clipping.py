@@ -46,6 +46,7 @@ import opacus_variants
 import torch
 from captioners import loss_forms, make_batch, render_beside_dpcap
 from common import row, write_result
+from intel_kernels import take_intel_kernels
 from measure import (
     COMPARISONS,
     NON_PRIVATE,
@@ -435,6 +436,9 @@ def run(args: argparse.Namespace) -> int:
     # word.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    device = torch.cuda.get_device_name() if bench.on_gpu else "cpu"
+    if args.intel_kernels:
+        device = take_intel_kernels()
     if not bench.on_gpu:
         torch.set_num_threads(args.threads)
         bench.freed_memory_kept = keep_freed_memory()
@@ -463,13 +467,7 @@ def run(args: argparse.Namespace) -> int:
     if bench.on_gpu:
         rows += search_largest_batches(names, bench)
     packages = ["dpvision", "torch", *(["opacus"] if opacus_variants.INSTALLED else [])]
-    write_result(
-        args.json,
-        "clipping",
-        rows,
-        packages=packages,
-        device=torch.cuda.get_device_name() if bench.on_gpu else "cpu",
-    )
+    write_result(args.json, "clipping", rows, packages=packages, device=device)
     print("\n" + "\n".join(bench.notes) + "\n\n" + render_table(rows))
     if bench.on_gpu:
         print(
@@ -507,6 +505,7 @@ def main() -> None:
         type=float,
         help="seconds after which less is measured; default 400 on a GPU, 1050 with --quick",
     )
+    parser.add_argument("--intel-kernels", action="store_true", help="see intel_kernels.py")
     parser.add_argument("--json", type=Path, help="file to write")
     try:
         code = run(parser.parse_args())

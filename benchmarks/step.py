@@ -48,6 +48,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from common import row, write_result
+from intel_kernels import take_intel_kernels
 from PIL import Image
 
 from dpvision.config import CaptionerConfig, RunConfig
@@ -405,15 +406,18 @@ def main() -> None:
         "--precision", choices=["float32", "bfloat16", "float16"], default="float32"
     )
     parser.add_argument("--compile", action="store_true", help="compiled blocks, on both sides")
+    parser.add_argument("--intel-kernels", action="store_true", help="see intel_kernels.py")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    device = take_intel_kernels() if args.intel_kernels else "cpu"
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     models = args.models or ("mae_micro,cap_micro" if args.small else "mae_base,cap_base")
     args.batch, args.physical = args.batch or (64 if args.small else 256), args.physical or 32
     rows = [line for name in models.split(",") for line in measure(name, args)]
     if os.environ.get("RANK", "0") == "0":
-        write_result(args.json, "step", rows, packages=["dpvision", "torch", "numpy"])
+        packages = ["dpvision", "torch", "numpy"]
+        write_result(args.json, "step", rows, packages=packages, device=device)
 
 
 if __name__ == "__main__":

@@ -231,11 +231,13 @@ def test_the_error_of_a_float32_gram_is_within_its_bound(places, common):
 
 
 @pytest.mark.parametrize("places", [1, 47, 97])
-def test_panels_of_gram_matrices_give_the_sums_of_whole_ones(places):
-    """A GPU takes whole matrices, a CPU panels of columns from the diagonal on."""
+@pytest.mark.parametrize("widths", [(20, 30, 40), (20, 512, 1536)], ids=["as_they_are", "copied"])
+def test_panels_of_gram_matrices_give_the_sums_of_whole_ones(places, widths):
+    """A GPU takes whole matrices, a CPU panels of columns from the diagonal on, of a copy where
+    rows begin a multiple of 512 numbers apart.
+    """
     generator = torch.Generator().manual_seed(places)
-    lefts = [draw(generator, 3, places, width) for width in (20, 30)]
-    right = draw(generator, 3, places, 40)
+    *lefts, right = (draw(generator, 3, places, width) for width in widths)
     for panel in (16, 48):
         parts, whole = _by_place(lefts, right, panel), _by_place(lefts, right, 512)
         for i, power in enumerate((1, 2, 2, 1, 1)):
@@ -246,6 +248,23 @@ def test_panels_of_gram_matrices_give_the_sums_of_whole_ones(places):
     torch.testing.assert_close(value_NT, (gram_l * (right @ right.mT)).sum(2))
     torch.testing.assert_close(norm_r_NT, (right @ right.mT).norm(dim=2))
     torch.testing.assert_close(square_l_NT, gram_l.diagonal(dim1=1, dim2=2))
+
+
+@pytest.mark.parametrize("width", [96, 512, 2048])
+def test_norms_do_not_depend_on_the_records_beside(width):
+    """Wide rows are multiplied a few records at a time."""
+    generator = torch.Generator().manual_seed(width)
+    sides = [draw(generator, 23, 97, n).float() for n in (64, width)]
+    shape = torch.Size([64, width])
+    together = square_norms([OuterProducts(*map(Dense, sides), shape)])
+    alone = [
+        square_norms([OuterProducts(*(Dense(side[i : i + 1]) for side in sides), shape)])
+        for i in range(23)
+    ]
+    for name in ("value_B", "error_B", "length_B", "work_B"):
+        assert torch.equal(getattr(together, name), torch.cat([getattr(n, name) for n in alone]))
+    true_B = (sides[0].double().mT @ sides[1].double()).square().sum((1, 2))
+    assert ((together.value_B - true_B).abs() <= together.error_B).all()
 
 
 @pytest.mark.parametrize("num", [1, 2, 7, 70])
