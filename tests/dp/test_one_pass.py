@@ -73,7 +73,7 @@ def test_the_route_names_every_use(member, uses, device):
 
 
 def test_gram_matrices_of_logits_come_from_the_product_whose_error_is_bounded(monkeypatch):
-    """One product of all words would round more than ``gram._blocked`` says."""
+    """One product of all words would round more than ``gram._roundings`` says."""
     seen: list[torch.Size] = []
     bounded = matrix_rules.product
     monkeypatch.setattr(matrix_rules, "product", lambda a, b: seen.append(a.shape) or bounded(a, b))

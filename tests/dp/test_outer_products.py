@@ -11,7 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dpvision.dp import gram, outer_products
-from dpvision.dp.gram import _by_place, added, square_norms, square_norms_of_shared
+from dpvision.dp.gram import (
+    _by_place,
+    added,
+    square_norms,
+    square_norms_of_shared,
+    sums_of_shared,
+)
 from dpvision.dp.outer_products import (
     Dense,
     OneHot,
@@ -22,6 +28,7 @@ from dpvision.dp.outer_products import (
     product,
     scaled,
 )
+from dpvision.dp.rounding import gamma
 
 KINDS = ("dense", "one_hot", "with_gram", "patches")
 
@@ -248,6 +255,17 @@ def test_panels_of_gram_matrices_give_the_sums_of_whole_ones(places, widths):
     torch.testing.assert_close(value_NT, (gram_l * (right @ right.mT)).sum(2))
     torch.testing.assert_close(norm_r_NT, (right @ right.mT).norm(dim=2))
     torch.testing.assert_close(square_l_NT, gram_l.diagonal(dim1=1, dim2=2))
+
+
+def test_the_bound_counts_every_block_of_every_weight_with_the_same_input():
+    """Three weights of 3,000 numbers a place are nine blocks of at most 1,024, added one after
+    the other: a term of the first is rounded inside its block and eight times more.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lefts = [Dense(draw(generator, 1, 2, 3000).float()) for _ in range(3)]
+    (sums,) = sums_of_shared(lefts, Dense(draw(generator, 1, 2, 40).float()))
+    assert sums.off_l >= gamma(1024 + 8)
+    assert gamma(40) <= sums.off_r <= gamma(42)
 
 
 @pytest.mark.parametrize("width", [96, 512, 2048])

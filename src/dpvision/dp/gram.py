@@ -223,10 +223,9 @@ def _place_sums(lefts: list[Side], right: Side) -> PlaceSums:
         _by_place([left.rows(rows) for left in lefts], right.rows(rows), panel)
         for rows in chunks(right.num_records, numbers, GRAM_NUMBERS, right.device)
     ]
-    terms = max(_blocked(left.width, left.dtype, left.device) for left in lefts) + len(lefts)
     dtype = wide(right.dtype)
-    off_r = gamma(_blocked(right.width, right.dtype, right.device), dtype)
-    return PlaceSums(_joined(parts), gamma(terms, dtype), off_r, places, dtype)
+    off_l, off_r = (gamma(_roundings(sides), dtype) for sides in (lefts, [right]))
+    return PlaceSums(_joined(parts), off_l, off_r, places, dtype)
 
 
 def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -369,16 +368,17 @@ def _cross_gram(a: Side, b: Side, rows: slice) -> Tensor:
     return product(a.rows(rows), b.rows(rows).mT)
 
 
-def _blocked(width: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Roundings of a term of an inner product in ``product``: inside its block, and as the blocks
-    are added up.
+def _roundings(sides: list[Side]) -> int:
+    """Bounds the roundings of a term of a sum of Gram matrices: inside its block, and as the
+    blocks of all sides are added up.
     """
-    most = most_terms_at_once(dtype, device)
-    return width if width <= most else most + -(-width // most)
+    most = [most_terms_at_once(side.dtype, side.device) for side in sides]
+    inside = max(min(side.width, terms) for side, terms in zip(sides, most, strict=True))
+    return inside + sum(-(-side.width // terms) for side, terms in zip(sides, most, strict=True))
 
 
 def _terms(side: Side) -> int:
-    return 1 if isinstance(side, OneHot) else _blocked(side.width, side.dtype, side.device)
+    return 1 if isinstance(side, OneHot) else _roundings([side])
 
 
 def _lost(dtype: torch.dtype) -> float:
