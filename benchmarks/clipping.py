@@ -437,9 +437,8 @@ def run(args: argparse.Namespace) -> int:
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     device = torch.cuda.get_device_name() if bench.on_gpu else "cpu"
-    if args.intel_kernels:
-        device = take_intel_kernels()
     if not bench.on_gpu:
+        device = take_intel_kernels() if args.intel_kernels else device
         torch.set_num_threads(args.threads)
         bench.freed_memory_kept = keep_freed_memory()
     rows: list[dict[str, Any]] = []

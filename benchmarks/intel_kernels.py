@@ -24,6 +24,8 @@ def take_intel_kernels() -> str:
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     for name in ("mkl_serv_intel_cpu_true", "mkl_serv_intel_cpu"):
+        if not hasattr(library, name):
+            raise SystemExit("intel_kernels: this PyTorch has no MKL; leave the option out")
         # Each begins by loading the answer that it has kept, -1 before the first question.
         begin = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
         assert begin is not None

@@ -52,7 +52,8 @@ products have no remainder but in the last panel. On a GPU few launches count fo
 """
 _CLASH = 512
 """Rows that begin a multiple of this many numbers apart (2 KB) fall into few sets of a CPU's cache:
-MKL's narrow AVX-512 products then run at a third to a half of their speed. They are copied first.
+MKL's narrow AVX-512 products then run at a third to two thirds of their speed. They are copied
+first.
 """
 
 
