@@ -13,8 +13,8 @@ and the set's side in pixels unless ``--pooling`` and ``--image-size`` say other
 ``--work``: SET_train.npy (float16, N x D) with SET_train_y.npy, SET_test.npy with SET_test_y.npy;
 files that are there are used. At most ``--most`` random images of the splits take part. The records
 of a cell are a random part of the training split, the same for all heads; rows are treated as by
-``dpvision adapt``; delta is 1 / (2 N). Accuracy in percent, the mean over seeds of the noise.
-``auto`` is ``recommend_head``, which sees public numbers only.
+``dpvision adapt``, with ``--public-store`` if it is given; delta is 1 / (2 N). Accuracy in percent,
+the mean over seeds of the noise. ``auto`` is ``recommend_head``, which sees public numbers only.
 
 --over computes nothing anew: from results of this script and of small_data.py it takes what the
 default encoder with auto loses against the best of all heads and encoders that they have, on the
@@ -58,8 +58,10 @@ from dpvision.adapt.heads.least_squares import least_squares
 from dpvision.adapt.heads.many_steps import many_steps
 from dpvision.adapt.heads.one_step import one_step
 from dpvision.adapt.heads.prototypes import prototypes
+from dpvision.adapt.public_statistics import public_statistics
 from dpvision.adapt.release import Releases, full_batch_plan
 from dpvision.config.heads import HEADS
+from dpvision.data.open import open_store
 from dpvision.devices import keep_freed_memory
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_file import texture_centre
@@ -132,16 +134,24 @@ class Seen:
     image_size: int | None
     most: tuple[int, int]
     """Images of the training and of the test split."""
+    public_store: Path | None = None
+    """Whose images standardise the features."""
 
 
 @functools.cache
-def encoder_of(seen: Seen, name: str) -> tuple[Encoder, torch.Tensor | None]:
-    """The encoder for a set, and the centre that ``dpvision adapt`` takes off its features."""
+def encoder_of(seen: Seen, name: str) -> tuple[Encoder, torch.Tensor | None, torch.Tensor | None]:
+    """The encoder for a set, and the centre and spread by which ``dpvision adapt`` standardises its
+    features.
+    """
     own = 32 if seen.encoder == "pixels" else SETS.get(name)
     opened = open_encoder(seen.encoder, image_size=seen.image_size or own)
     side = opened.image_size
-    pooling, _ = opened.named(torch.zeros(1, 3, side, side), seen.pooling)
-    return opened, None if opened.standard_rows else texture_centre(opened, pooling)
+    pooling, x_BD = opened.named(torch.zeros(1, 3, side, side), seen.pooling)
+    if seen.public_store is not None:
+        public, device = open_store(seen.public_store), torch.device("cpu")
+        hardware = {"batch_size": ROWS, "workers": 1, "device": device}
+        return opened, *public_statistics(opened, pooling, x_BD.shape[1], public, **hardware)
+    return opened, None if opened.standard_rows else texture_centre(opened, pooling), None
 
 
 def features(work: Path, data: Path, seen: Seen, name: str, part: str) -> Split:
@@ -169,7 +179,7 @@ def plain_features(work: Path, data: Path, seen: Seen, name: str, part: str) -> 
     """Features of one split, computed at their first use."""
     paths = work / f"{name}_{part}.npy", work / f"{name}_{part}_y.npy"
     if not all(path.exists() for path in paths):
-        opened, _ = encoder_of(seen, name)
+        opened, *_ = encoder_of(seen, name)
         table = pq.read_table(data / name / f"{part}.parquet")
         most = seen.most[part == "test"]
         table = table.take(np.sort(np.random.default_rng(7).permutation(len(table))[:most]))
@@ -209,11 +219,11 @@ def cell(
     num_classes: int,
     epsilon: float,
     seeds: int,
-    opened: tuple[Any, Any],
+    opened: tuple[Any, Any, Any],
     heads: Sequence[str],
 ) -> dict[str, list[float]]:
     """Test accuracy of every head that can be, for each seed."""
-    encoder, centre_D = opened
+    encoder, centre_D, spread_D = opened
     count, width = train.x_ND.shape
     found: dict[str, list[float]] = {}
     for name, fit in FITS.items():
@@ -238,6 +248,7 @@ def cell(
             train.label_N,
             num_classes,
             centre_D=centre_D,
+            spread_D=spread_D,
             unit=True,
             scale_D=scale_D,
             constant=preset.constant,
@@ -380,6 +391,7 @@ def main() -> None:
     parser.add_argument("--encoder", default=DEFAULT)
     parser.add_argument("--pooling")
     parser.add_argument("--image-size", type=int)
+    parser.add_argument("--public-store", type=Path, help="whose images standardise the features")
     parser.add_argument(
         "--most",
         type=int,
@@ -421,7 +433,9 @@ def main() -> None:
         | {
             "sizes": [int(s) for s in args.sizes.split(",")],
             "epsilons": [float(e) for e in args.epsilons.split(",")],
-            "seen": Seen(args.encoder, args.pooling, args.image_size, tuple(args.most)),
+            "seen": Seen(
+                args.encoder, args.pooling, args.image_size, tuple(args.most), args.public_store
+            ),
         }
     )
     rows, losses = [], []
@@ -431,8 +445,10 @@ def main() -> None:
     rows += summary(losses)
     encoder = args.encoder
     if args.pooling or args.image_size:
-        opened, _ = encoder_of(args.seen, args.sets.partition(",")[0])
+        opened, *_ = encoder_of(args.seen, args.sets.partition(",")[0])
         encoder = f"{opened.name}, {args.pooling or 'default'}, {opened.image_size} px"
+    if args.public_store:
+        encoder += f", standardised by {args.public_store.name}"
     rows = [replace_case(row, encoder) for row in rows]
     write_result(args.json, "head_regret", rows, packages=("torch", "numpy", "dp-accounting"))
 

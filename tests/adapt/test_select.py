@@ -100,6 +100,25 @@ def test_the_better_setting_wins_and_says_so() -> None:
         assert abs(one.score - right) < 6 * noise, "the score is of the head that is released"
 
 
+def test_a_candidate_is_scored_on_rows_divided_as_in_training() -> None:
+    """Undivided, the first dimension would hide the others."""
+    stream = stream_of(400, unit=True)
+    spread_D = torch.ones(stream.feature_ND.shape[1])
+    spread_D[0] = 1e4
+    feature_ND = stream.feature_ND * spread_D.numpy()
+    plan, divided = (
+        plan_of(400),
+        dataclasses.replace(stream, feature_ND=feature_ND, spread_D=spread_D),
+    )
+    found = select_head(divided, [GOOD, Candidate("the same", prototypes)], plan, charge)
+    assert found is not None
+    of_plain = Head(found.head.weight_KD, found.head.bias_K, found.head.centre_D, None, True)
+    right = float(
+        (of_plain.predict(torch.from_numpy(stream.feature_ND)).numpy() == stream.label).mean()
+    )
+    assert abs(found.score - right) < 6 * run_plans(plan)[1].noise_std / 400
+
+
 def test_the_released_run_is_the_one_with_the_highest_noisy_score(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 import torchvision
@@ -26,6 +27,7 @@ from dpvision.models import make_model
 
 from ..adapt.runs_of_heads import head_config, write_digits
 from ..captioners import make_config, make_tokenizer, train_captioner
+from ..eval.labelled import write_store
 from ..hub_folders import write_folder
 from ..statement.runs import MODEL, make_run, make_store
 
@@ -76,6 +78,7 @@ HEADS: dict[str, tuple[str, bool]] = {
     "head on a timm model, stages": ("timm:test_resnet@{timm}", True),
     "head on a masked autoencoder, any scale": ("{mae}", False),
     "head on a masked autoencoder, length 1": ("{mae}", True),
+    "head on a masked autoencoder, public statistics": ("{mae}", True),
     "head on a torchvision model": ("torchvision:resnet18@{torchvision}", True),
     "head on hog": ("hog", True),
     "head on pixels": ("pixels", True),
@@ -144,7 +147,11 @@ def make_head(root: Path, name: str, mae: Path) -> Path:
     encoder = replace(config.model.encoder, image_size=size, pooling=pooling)
     theirs = "@" in spec or spec.startswith("hf:")
     centre = "none" if theirs else "textures"  # a centre takes minutes at 224 px
-    features = replace(config.model.features, unit=unit, centre=centre)
+    public_store = None
+    if name.endswith("public statistics"):
+        noise = np.random.default_rng(0).integers(0, 256, (100, 8, 8, 3), dtype=np.uint8)
+        public_store = str(write_store(root.parent / "public", list(noise), [None] * 100).path)
+    features = replace(config.model.features, unit=unit, centre=centre, public_store=public_store)
     declared = "made here; MIT; this test" if theirs else None
     model = replace(config.model, encoder=encoder, features=features)
     privacy = replace(

@@ -23,7 +23,7 @@ from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.printed import up, up_delta
 from dpvision.report.page import make_report
-from dpvision.statement import history_phrases
+from dpvision.statement import preprocessing_phrases
 from dpvision.statement.schema import problems, statement_schema
 from dpvision.statement.statement import make_statement, write_statement
 from dpvision.statement.verify import verify_statement
@@ -391,7 +391,7 @@ def test_a_captioners_statement_tells_of_its_words(
     manifest["config"]["model"]["kind"] = "captioner"
     save_checkpoint(folder, manifest, checkpoint.model, files={"tokenizer.json": b"{}"})
     made = make_statement(run)
-    assert history_phrases.TOKENIZER in made["history"]["preprocessing"]
+    assert preprocessing_phrases.TOKENIZER in made["history"]["preprocessing"]
     assert made["hashes"]["weights"]["tokenizer.json"] == hashlib.sha256(b"{}").hexdigest()
     assert (
         problems(

@@ -4,7 +4,8 @@ them.
 Training and prediction transform a record in the same way. Each step is a function of the record
 and of public numbers:
 
-    x -> x - centre -> x / ||x|| (``unit``) -> x * scale -> (x, constant) -> map (x, constant)
+    x -> (x - centre) / spread -> x / ||x|| (``unit``) -> x * scale -> (x, constant)
+      -> map (x, constant)
 
 A record with non-finite features or an invalid label is in no block: it contributes exactly zero
 and raises nothing, since whether a release raises must not depend on one record.
@@ -78,6 +79,8 @@ class FeatureStream:
     """Public: declared, never counted in the data."""
     centre_D: Tensor | None = None
     """Public point subtracted from every record, such as the mean of public features; float32."""
+    spread_D: Tensor | None = None
+    """Public positive divisor of each dimension, such as the spread of public features; float32."""
     unit: bool = False
     """Whether to scale every record to length 1. A record of length 0 is unchanged."""
     scale_D: Tensor | None = None
@@ -190,6 +193,8 @@ class FeatureStream:
         x_BE, norm_B = x_BD, None
         if self.centre_D is not None:
             x_BE = x_BE - self.centre_D
+        if self.spread_D is not None:
+            x_BE = x_BE / self.spread_D
         if self.unit:
             norm_B = _norms(x_BE)
             scale_B = torch.where(norm_B > 0, 1 / norm_B, 1.0).float()
@@ -215,25 +220,28 @@ class FeatureStream:
             weight_KE, bias_K = weight_KE[:, :-1], bias_K + self.constant * weight_KE[:, -1]
         if self.scale_D is not None:
             weight_KE = weight_KE * self.scale_D
-        return Head(weight_KE.float(), bias_K.float(), self.centre_D, self.unit)
+        return Head(weight_KE.float(), bias_K.float(), self.centre_D, self.spread_D, self.unit)
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A linear classifier on frozen features: scores = weight x + bias, with x centred and scaled
-    as in training.
+    """A linear classifier on frozen features: scores = weight x + bias, with x centred, divided
+    and scaled as in training.
     """
 
     weight_KD: Tensor
     """float32."""
     bias_K: Tensor
     centre_D: Tensor | None = None
+    spread_D: Tensor | None = None
     unit: bool = False
 
     def scores(self, x_BD: Tensor) -> Tensor:
         """Return the scores, float32 (B, K), of features, float32 (B, D)."""
         if self.centre_D is not None:
             x_BD = x_BD - self.centre_D
+        if self.spread_D is not None:
+            x_BD = x_BD / self.spread_D
         if self.unit:
             x_BD = x_BD / torch.linalg.vector_norm(x_BD, dim=1, keepdim=True).clamp(
                 min=torch.finfo(x_BD.dtype).tiny

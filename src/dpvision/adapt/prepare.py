@@ -19,6 +19,7 @@ import torch
 from dpvision.adapt import defaults
 from dpvision.adapt.fit import kind_of
 from dpvision.adapt.person_rows import PersonImages
+from dpvision.adapt.public_statistics import open_public, statistics_entry
 from dpvision.config import FrozenEncoderConfig, HeadConfig, PrivacyConfig, RunConfig
 from dpvision.config.resolve import require_read, with_candidate, with_head, with_steps
 from dpvision.data.declared import count_units, has_units, rounded_up
@@ -55,8 +56,10 @@ class Prepared:
     """Where people are drawn, whose the rows are."""
     encoder: Encoder
     lineage: list[dict[str, Any]]
-    """The encoder's lineage."""
+    """The encoder's lineage, and the public store's."""
     device: torch.device
+    public: Store | None
+    """Public images that standardise the features."""
 
     @property
     def model(self) -> HeadConfig:
@@ -75,7 +78,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
         ConfigError: the encoder is unknown, has no weights, or mixes images of a batch; a number is
             not declared; settings conflict, or would not be read.
         DataError: the store, its size or its labels do not fit.
-        PrivacyError: the plan or the encoder's lineage is refused.
+        PrivacyError: the plan, the encoder's lineage or the public store is refused.
         CheckpointError: the encoder cannot be read.
     """
     # The settings.
@@ -93,12 +96,14 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     encoder, frozen = open_frozen(model.encoder, device)
     config, plan = planned(config, encoder, frozen, plan)
     config = _with_rules(config, encoder, plan)
+    public_path = model.features.public_store
+    public = None if public_path is None else open_public(public_path, store, encoder)
     # What may refuse this encoder and this plan on this store.
     if plan.guarantee == "dp" and encoder.family != "fixed":
         rows = rows_of_pass(encoder, config.hardware.physical_batch_size, device)
         check_places(encoder, frozen.pooling or "", rows, device)
     lineage = inherit(
-        encoder.lineage,
+        [*encoder.lineage, *([] if public is None else [statistics_entry(public, store)])],
         store,
         plan,
         declaration=config.public_weights,
@@ -116,7 +121,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
         row_N, labelled = people.row_M, people.label_row_P
     num, several = model.num_classes, model.multi_label
     label = store.targets(labelled, num) if several else store.labels[labelled]
-    return Prepared(config, plan, store, row_N, label, people, encoder, lineage, device)
+    return Prepared(config, plan, store, row_N, label, people, encoder, lineage, device, public)
 
 
 def planned(
@@ -169,8 +174,9 @@ def settle(config: RunConfig, encoder: Encoder, frozen: FrozenEncoderConfig) -> 
     """
     model, data = config.model, replace(config.data, mean=encoder.mean, std=encoder.std)
     assert isinstance(model, HeadConfig)
-    # Standardised rows have their centre already.
-    centre = "none" if encoder.standard_rows else model.features.centre
+    # Standardised rows have their centre already, and public images have their own.
+    centred = encoder.standard_rows or model.features.public_store is not None
+    centre = "none" if centred else model.features.centre
     model = replace(model, encoder=frozen, features=replace(model.features, centre=centre))
     asked, config = config, replace(config, model=model, data=data)
     if model.choice.candidates:

@@ -192,14 +192,15 @@ def _run(
     )
     head = candidate.fit(stream, Releases(plan, itertools.count().__next__, *keys("head")))
     scorer = Releases(score_plan.another_run(), itertools.count().__next__, *keys("score"))
-    # The head takes features that are centred and scaled to length 1 at most: it includes the
-    # stream's other steps.
+    # The head takes features that are centred, divided and scaled to length 1 at most: it includes
+    # the stream's other steps.
     records = IntegerStream(
         FeatureStream(
             stream.feature_ND,
             stream.label,
             stream.num_classes,
             centre_D=head.centre_D,
+            spread_D=head.spread_D,
             unit=head.unit,
         )
     )

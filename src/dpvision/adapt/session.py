@@ -28,6 +28,7 @@ from dpvision.adapt.fit import KINDS, fit_head
 from dpvision.adapt.heads.kind import Fitted, Progress
 from dpvision.adapt.person_rows import PersonFeatures
 from dpvision.adapt.prepare import Prepared, prepare
+from dpvision.adapt.public_statistics import Say, public_statistics, require_apart
 from dpvision.adapt.release import Releases
 from dpvision.adapt.select import choose_head
 from dpvision.checkpoint import Checkpoint
@@ -86,17 +87,23 @@ class HeadSession:
 
 @contextlib.contextmanager
 def new_head_session(
-    config: RunConfig | Prepared, root: Path, *, total_epsilon: float | None = None
+    config: RunConfig | Prepared,
+    root: Path,
+    *,
+    total_epsilon: float | None = None,
+    say: Say = lambda text: None,
 ) -> Iterator[HeadSession]:
     """Open a session for a new run in folder ``root``.
 
     Args:
         total_epsilon: largest epsilon that all runs on the store may have with this one.
+        say: shows how far the comparison of public with private images is.
 
     Raises:
         DPVisionError: the run is impossible or unsafe. Nothing has been charged.
     """
     made = config if isinstance(config, Prepared) else prepare(config)
+    _require_apart(made, say)
     encoder = describe(
         made.encoder, made.model.encoder.pooling or "", made.model.encoder.width, made.device
     )
@@ -116,12 +123,13 @@ def new_head_session(
 
 @contextlib.contextmanager
 def resumed_head_session(
-    root: Path, hardware: dict[str, Any] | None = None
+    root: Path, hardware: dict[str, Any] | None = None, *, say: Say = lambda text: None
 ) -> Iterator[HeadSession]:
     """Open a session for an existing run, with its config, plan, encoder and ledger, and new keys.
 
     Args:
         hardware: HardwareConfig fields to change, the only settings that a resumed run may change.
+        say: as for ``new_head_session``.
 
     Raises:
         PrivacyError: too few releases are left for the head.
@@ -130,6 +138,7 @@ def resumed_head_session(
     stopped = Stopped.read(root, hardware)
     made = prepare(stopped.config, stopped.plan)
     stopped.require_store(made.store)
+    _require_apart(made, say)
     encoder = read_object(stopped.base / ENCODER_FILE)
     check_same(made.encoder, encoder, str(root), made.device)
     updates, progress = _read_progress(stopped.checkpoint)
@@ -254,8 +263,18 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
         device=made.device,
         progress=progress,
     )
-    centre_D, order_D = None, encoder.order_D
-    if features.centre == "textures":
+    centre_D, spread_D, order_D = None, None, encoder.order_D
+    if made.public is not None:
+        centre_D, spread_D = public_statistics(
+            encoder,
+            pooling,
+            cfg.encoder.width,
+            made.public,
+            batch_size=hardware.physical_batch_size,
+            workers=hardware.workers,
+            device=made.device,
+        )
+    elif features.centre == "textures":
         centre_D = kept_centre(encoder, pooling, made.store, keep=keep, device=made.device)
     decay = features.frequency_decay or 1.0
     return FeatureStream(
@@ -263,6 +282,7 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
         made.label,
         cfg.num_classes,
         centre_D=centre_D,
+        spread_D=spread_D,
         unit=features.unit,
         scale_D=None if order_D is None else frequency_scale(order_D, decay),
     )
@@ -342,7 +362,14 @@ def _num_bytes(made: Prepared) -> int:
 
 def _tensors(head: Head) -> dict[str, Any]:
     centre_D = torch.zeros(head.weight_KD.shape[1]) if head.centre_D is None else head.centre_D
-    return {"weight": head.weight_KD, "bias": head.bias_K, "centre": centre_D}
+    spread = {} if head.spread_D is None else {"spread": head.spread_D}
+    return {"weight": head.weight_KD, "bias": head.bias_K, "centre": centre_D, **spread}
+
+
+def _require_apart(made: Prepared, say: Say) -> None:
+    if made.public is not None:
+        workers = loader_threads(made.config.hardware.workers, made.device)
+        require_apart(made.public, made.store, workers=workers, say=say)
 
 
 def _charger(run: Run) -> Callable[[], int]:

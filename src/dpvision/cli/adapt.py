@@ -88,6 +88,10 @@ class Shorts:
     Short for --privacy.target-epsilon, or for --privacy.target-unit-epsilon if people are declared
     (--privacy.num-units).
     """
+    public_store: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
+    """For a head: standardise features by the images of this store, imported with --public; a
+    thousand photographs of any kind will do (docs/heads.md).
+    """
 
 
 @dataclass(frozen=True)
@@ -294,12 +298,19 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "l
         emit(
             result,
             args.json,
-            f"{text}\nDry run: every check passed, no features were computed, nothing was charged.",
+            f"{text}\nDry run: every check passed, no features were computed, nothing was charged."
+            + (
+                "" if made.public is None else " A run compares the public with the private images."
+            ),
         )
         return []
     args.say(text)
     require_budget("adapt", made.plan, asked)
-    with new_head_session(made, root, total_epsilon=args.total_epsilon) as session:
+    with contextlib.ExitStack() as stack:
+        with _comparing(args) as say:
+            session = stack.enter_context(
+                new_head_session(made, root, total_epsilon=args.total_epsilon, say=say)
+            )
         return _finish(args, session, root)
 
 
@@ -308,6 +319,7 @@ def head_text(made: "Prepared") -> str:
     import numpy as np
 
     from dpvision.adapt.fit import kind_of
+    from dpvision.adapt.public_statistics import rows_used
 
     cfg, choice = made.model, made.model.choice
     if choice.candidates:
@@ -336,6 +348,11 @@ def head_text(made: "Prepared") -> str:
                 f"note                 {empty.size} declared classes have no image in this "
                 f"public store: {shown}"
             )
+    if made.public is not None:
+        lines.append(
+            f"public store         {made.public.path}: {len(rows_used(made.public)):,} of "
+            f"{made.public.num_records:,} images standardise the features"
+        )
     text = plan_text(made.config, made.plan, made.store, made.lineage)
     return "\n  ".join([text, *lines])
 
@@ -379,7 +396,10 @@ def _resume(args: AdaptArgs, saved: RunConfig, asked: Mapping[str, Any]) -> "lis
     from dpvision.adapt.session import resumed_head_session
 
     root = args.root(args.recipe)
-    with resumed_head_session(root, resumed_hardware("adapt", root, asked, saved)) as session:
+    hardware = resumed_hardware("adapt", root, asked, saved)
+    with contextlib.ExitStack() as stack:
+        with _comparing(args) as say:
+            session = stack.enter_context(resumed_head_session(root, hardware, say=say))
         _check_test(args, session.config)
         made = session.prepared
         args.say(
@@ -398,6 +418,15 @@ def _resume(args: AdaptArgs, saved: RunConfig, asked: Mapping[str, Any]) -> "lis
             )
         )
         return _finish(args, session, root)
+
+
+@contextlib.contextmanager
+def _comparing(args: AdaptArgs) -> Iterator[Callable[[str], None]]:
+    """Show how far the comparison of public with private images is."""
+    with ProgressLine(
+        "opening", private=True, asked=args.show_confidential, quiet=args.quiet
+    ) as line:
+        yield lambda text: line.say(f"{OPERATOR_ONLY}comparing images: {text}")
 
 
 def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> "list[Score]":
@@ -577,6 +606,7 @@ def settings_asked(args: Shorts, typed: Mapping[str, Any], recipe: RunConfig) ->
         "epsilon": args.epsilon,
         "model.num_classes": args.num_classes,
         "model.encoder.spec" if isinstance(recipe.model, HeadConfig) else "init_from": args.encoder,
+        "model.public_store": args.public_store and str(args.public_store),
     }
     return joined(typed, short)
 

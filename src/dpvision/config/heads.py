@@ -269,6 +269,10 @@ class FeatureConfig:
     """Public point subtracted from every record's features first: the encoder's mean over
     procedural textures, or none.
     """
+    public_store: str | None = None
+    """Public store whose features' mean and spread standardise every record's, in place of
+    ``centre`` (``adapt.public_statistics``). May be a path, so never in a statement.
+    """
     frequency_decay: float | None = None
     """For many_steps on features with spatial frequencies (patches): the energy of frequency f is
     divided by this to the power f; 1 leaves the features unchanged. If None, it follows from the

@@ -12,7 +12,7 @@ Legend: N images of a store, M matches.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -31,7 +31,8 @@ from dpvision.errors import DataError
 How = Literal["bytes", "pixels", "perceptual", "features"]
 HOWS: tuple[How, ...] = get_args(How)
 """Strongest first: a match for several reasons keeps the first."""
-_CHUNK = 64
+SIGNED_AT_ONCE = 64
+"""Images of a block of signatures."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,17 @@ class Signatures:
     """bool: False if the image does not decode; then only its bytes are compared."""
     hashed_N: np.ndarray
     """bool: False also if the image is of one colour; then only bytes and pixels are compared."""
+
+    @classmethod
+    def of(cls, table_N8: np.ndarray) -> "Signatures":
+        """Return the signatures in a table of ``signature_blocks``."""
+        return cls(
+            table_N8[:, 0],
+            table_N8[:, 1],
+            table_N8[:, 2:6].reshape(-1, 2, 2),
+            table_N8[:, 6] == 1,
+            table_N8[:, 7] == 1,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,25 +97,24 @@ def signatures(
         DataError: the store holds textures, or a shard cannot be read. ConfigError: imagehash is
             not installed.
     """
-    _check_images(store)
-    chunks = (
-        np.arange(at, min(at + _CHUNK, store.num_records))
-        for at in range(0, store.num_records, _CHUNK)
-    )
-    parts = []
-    for part in ordered_map(
-        lambda rows: _signed(store, rows), chunks, workers=workers, ahead=2 * workers
-    ):
+    parts = [np.zeros((0, 8), dtype=np.uint64)]
+    for part in signature_blocks(store, np.arange(store.num_records), workers=workers):
         parts.append(part)
         if progress is not None:
-            progress(min(len(parts) * _CHUNK, store.num_records))
-    table = np.concatenate(parts) if parts else np.zeros((0, 8), dtype=np.uint64)
-    return Signatures(
-        table[:, 0],
-        table[:, 1],
-        table[:, 2:6].reshape(-1, 2, 2),
-        table[:, 6] == 1,
-        table[:, 7] == 1,
+            progress(min((len(parts) - 1) * SIGNED_AT_ONCE, store.num_records))
+    return Signatures.of(np.concatenate(parts))
+
+
+def signature_blocks(
+    store: Store, rows: np.ndarray, first: int = 0, *, workers: int = 2
+) -> Iterator[np.ndarray]:
+    """Yield the signatures of the images at ``rows[first:]`` as tables, uint64 (at most
+    ``SIGNED_AT_ONCE``, 8): see ``Signatures.of``. Raises as ``signatures``.
+    """
+    _check_images(store)
+    chunks = (rows[at : at + SIGNED_AT_ONCE] for at in range(first, len(rows), SIGNED_AT_ONCE))
+    return ordered_map(
+        lambda part: _signed(store, part), chunks, workers=workers, ahead=2 * workers
     )
 
 

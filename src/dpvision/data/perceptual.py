@@ -51,13 +51,7 @@ def perceptual_hashes(pixels_HWC: np.ndarray) -> np.ndarray | None:
     Raises:
         ConfigError: imagehash is not installed.
     """
-    try:
-        import imagehash
-    except ImportError:
-        raise ConfigError(
-            "overlap: imagehash is not installed; expected it for perceptual hashes. In a "
-            "checkout: pip install '.[overlap]'."
-        ) from None
+    imagehash = _imagehash()
     # phash works at this size, so it resizes neither the image nor its mirror image again.
     small = Image.fromarray(pixels_HWC).convert("L").resize((32, 32), Image.Resampling.LANCZOS)
     if np.asarray(small, dtype=np.float32).std() < _FLAT:
@@ -70,6 +64,22 @@ def perceptual_hashes(pixels_HWC: np.ndarray) -> np.ndarray | None:
         ],
         dtype=np.uint64,
     )
+
+
+def hashes_version() -> str:
+    """Return the version of the library that hashes. Raises as ``perceptual_hashes``."""
+    return str(_imagehash().__version__)
+
+
+def _imagehash() -> Any:
+    try:
+        import imagehash
+    except ImportError:
+        raise ConfigError(
+            "overlap: imagehash is not installed; expected it for perceptual hashes. In a "
+            "checkout: pip install '.[overlap]'."
+        ) from None
+    return imagehash
 
 
 def _number(hashed: Any) -> int:

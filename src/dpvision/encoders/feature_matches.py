@@ -23,11 +23,19 @@ from torch import Tensor
 from dpvision.config import DataConfig
 from dpvision.data.decode import BadImage, decode
 from dpvision.data.loader import image_batches
-from dpvision.data.overlap import Matches, Signatures, find_matches, matches_of, signatures
-from dpvision.data.perceptual import RADIUS, SECOND_RADIUS
+from dpvision.data.overlap import (
+    SIGNED_AT_ONCE,
+    Matches,
+    Signatures,
+    find_matches,
+    matches_of,
+    signature_blocks,
+)
+from dpvision.data.perceptual import RADIUS, SECOND_RADIUS, hashes_version
 from dpvision.data.store import Store
 from dpvision.data.transform import preprocess
 from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.feature_cache import FeatureCache, features_key
 from dpvision.errors import ConfigError, DataError
 
 SAMPLE = 1000
@@ -87,19 +95,9 @@ def find_overlap(
             ``find_feature_matches``.
     """
 
-    def signed(store: Store) -> Signatures:
-        return signatures(
-            store,
-            workers=workers,
-            progress=lambda n: say(f"{store.path.name}: {n:,} of {store.num_records:,} images"),
-        )
-
-    found = find_matches(signed(public), signed(private), radius=radius)
-    methods = ["identical bytes", "identical pixels"]
-    if radius is not None:
-        methods.append(
-            f"perceptual hashes within {radius} and {SECOND_RADIUS} of 64 bits, mirror images too"
-        )
+    signed = [kept_signatures(store, workers=workers, say=say) for store in (public, private)]
+    found = find_matches(*signed, radius=radius)
+    methods = methods_of(radius)
     if encoder is None:
         return Overlap(found, methods)
     threshold = measure_threshold(encoder, public, say=say)
@@ -112,6 +110,45 @@ def find_overlap(
         f"features of {encoder.name} with a cosine above {threshold.cosine:.3f}, mirror images too"
     )
     return Overlap(found.joined(near), methods, threshold)
+
+
+def methods_of(radius: int | None = RADIUS) -> list[str]:
+    """Return how images are compared without an encoder, in words; ``radius`` as for
+    ``find_overlap``.
+    """
+    near = f"perceptual hashes within {radius} and {SECOND_RADIUS} of 64 bits, mirror images too"
+    return ["identical bytes", "identical pixels", *([] if radius is None else [near])]
+
+
+def kept_signatures(
+    store: Store, rows: np.ndarray | None = None, *, workers: int = 2, say: Say = lambda text: None
+) -> Signatures:
+    """Return the signatures of a store's images from its cache, where they are kept for the next
+    comparison if the disk has space.
+
+    Args:
+        rows: sorted int64 positions in the store; if None, all.
+
+    Raises: as ``data.overlap.signatures``.
+    """
+    rows = np.arange(store.num_records) if rows is None else rows
+    cache = FeatureCache(store.path)
+    key = features_key(f"signatures, imagehash {hashes_version()}", store, rows)
+    shape, dtype = (len(rows), 8), np.dtype(np.uint64)
+
+    def blocks(first: int) -> Iterator[np.ndarray]:
+        done = first
+        for part in signature_blocks(store, rows, first, workers=workers):
+            yield part
+            done += len(part)
+            say(f"{store.path.name}: {done:,} of {len(rows):,} images")
+
+    table_N8, num_bytes = cache.load_array(key, shape, dtype), 64 * len(rows)
+    if table_N8 is None and len(rows) and cache.has_room(key, num_bytes):
+        table_N8 = cache.save_array(key, shape, dtype, blocks, step=SIGNED_AT_ONCE)
+    if table_N8 is None:  # no space, or no image
+        table_N8 = np.concatenate([np.zeros((0, 8), dtype=dtype), *blocks(0)])
+    return Signatures.of(table_N8)
 
 
 def make_copies(pixels_HWC: np.ndarray) -> dict[str, np.ndarray]:

@@ -97,7 +97,9 @@ class Network(nn.Module):
         self.config = config
         ours = config["encoder"]["kind"] == "vit"
         self.encoder: Any = ViT(config["encoder"]) if ours else None
-        self.centre = nn.Parameter(torch.zeros(config["width"])) if config["unit"] else None
+        if config["unit"]:
+            self.centre = nn.Parameter(torch.zeros(config["width"]))
+            self.spread = nn.Parameter(torch.ones(config["width"]))
         self.head: nn.Module = nn.Identity()
         if config["kind"] == "classifier":
             self.head = nn.Linear(config["width"], len(config["class_names"]))
@@ -112,8 +114,8 @@ class Network(nn.Module):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return features (B, D) or logits (B, K) of normalised images."""
         x_BD = self.features(x_BCHW)
-        if self.centre is not None:
-            x_BD = F.normalize(x_BD - self.centre, dim=1)
+        if self.config["unit"]:
+            x_BD = F.normalize((x_BD - self.centre) / self.spread, dim=1)
         return self.head(x_BD)
 
     def probabilities(self, x_BCHW: Tensor) -> Tensor:

@@ -236,15 +236,19 @@ def _without_additions(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _linear(head: nn.Module) -> nn.Linear:
-    """Return the linear map of a head. Centring is folded in, W (x - c) + b = W x + (b - W c),
-    unless scaling to length 1 stands between.
+    """Return the linear map of a head. Centring and division are folded in, W (x - c) / s + b =
+    (W / s) x + (b - (W / s) c), unless scaling to length 1 stands between.
     """
     if isinstance(head, nn.Linear):
         return head
     assert isinstance(head, LinearHead)
     linear = nn.Linear(head.weight.shape[1], head.weight.shape[0]).requires_grad_(False)
     linear.weight.copy_(head.weight)
-    linear.bias.copy_(head.bias if head.unit else head.bias - head.weight @ head.centre)
+    linear.bias.copy_(head.bias)
+    if not head.unit:
+        if head.spread is not None:
+            linear.weight.div_(head.spread)
+        linear.bias.sub_(linear.weight @ head.centre)
     return linear
 
 

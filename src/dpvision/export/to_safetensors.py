@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dpvision.encoders.classifier import ImageClassifier
@@ -62,7 +63,10 @@ def write(product: Product, folder: Path, metadata: dict[str, str]) -> None:
         tensors |= {f"head.{n}": t for n, t in product.head.named_parameters()}
     if product.unit:
         assert isinstance(product.trained, ImageClassifier)
-        tensors["centre"] = product.trained.head.get_buffer("centre")
+        centre_D = product.trained.head.get_buffer("centre")
+        spread_D = dict(product.trained.head.named_buffers()).get("spread")
+        tensors["centre"] = centre_D
+        tensors["spread"] = torch.ones_like(centre_D) if spread_D is None else spread_D
     if isinstance(product.trained, Captioner):
         made = product.trained
         for part in ("word_embed", "word_norm", "word_head"):

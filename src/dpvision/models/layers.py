@@ -145,7 +145,8 @@ def init_weights(module: nn.Module, generator: torch.Generator) -> None:
 class LinearHead(nn.Module):
     """Linear classifier: scores = weight x + bias.
 
-    x is the feature minus the run's public centre, scaled to length 1 if ``model.unit``.
+    x is the feature minus the run's public centre, divided by its public spread if the run has a
+    public store, and scaled to length 1 if ``model.unit``.
     """
 
     def __init__(self, cfg: HeadConfig) -> None:
@@ -162,6 +163,9 @@ class LinearHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(cfg.num_classes), requires_grad=False)
         self.register_buffer("centre", torch.zeros(cfg.encoder.width))
         self.centre: Tensor
+        public = cfg.features.public_store is not None
+        self.register_buffer("spread", torch.ones(cfg.encoder.width) if public else None)
+        self.spread: Tensor | None
 
     def forward(self, x_BD: Tensor) -> Tensor:
         """Return scores, float32 (B, K).
@@ -169,6 +173,8 @@ class LinearHead(nn.Module):
         The largest is the prediction; for multi-label records, every score above zero is one.
         """
         x_BD = x_BD - self.centre
+        if self.spread is not None:
+            x_BD = x_BD / self.spread
         if self.unit:
             x_BD = x_BD / torch.linalg.vector_norm(x_BD, dim=1, keepdim=True).clamp(
                 min=torch.finfo(x_BD.dtype).tiny

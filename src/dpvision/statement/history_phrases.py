@@ -7,7 +7,6 @@ figures of all runs on each.
 
 from typing import Any
 
-from dpvision.config import IMAGENET_MEAN, IMAGENET_STD
 from dpvision.config.unit import Stated
 from dpvision.data.store import CURATION, SHARED_KEPT
 from dpvision.privacy.ledger import StoreAccount
@@ -47,15 +46,6 @@ ATTACKED = (
     "not attacked."
 )
 AUDITED_BEFORE = "Earlier audits of this kind: {audits:,}, of which {failed:,} FAILED."
-TOKENIZER = (
-    "Tokenizer: trained on text declared to be public or synthetic; the command that trains it "
-    "refuses private stores. It is released with the weights. Captions were cleaned and "
-    "truncated at import, each independently."
-)
-LEFT_OUT = (
-    "Unreadable and oversized files were left out at import, each independently of the others. "
-    "Identical files were merged into one record."
-)
 PROCEDURAL = "Apache-2.0 (procedural)"
 """Licence of textures and scenes rendered by dpvision."""
 SHARED_IMAGES = (
@@ -69,9 +59,9 @@ COMPARED = (
     "others: one image of the source {}."
 )
 TWINS = (
-    "Whether a public image was also among the private ones: a public store in the lineage was "
-    "cleared of such images, and the images missing from it reveal them. For an image without a "
-    "public twin the guarantee holds in full, because it does not change that store."
+    "Whether a public image, or one that looks like it, was also among the private ones: a public "
+    "store in the lineage was compared with them and holds none of them, which reveals it. For an "
+    "image that resembles no public one the guarantee holds in full: it does not change that store."
 )
 
 
@@ -122,6 +112,8 @@ def entry_text(entry: dict[str, Any], *, own: bool) -> str:
         return f"Published weights {name}.{licence}"
     if kind == "images":
         return f"{who}, on {entry['visibility']} images {name}, without a guarantee.{licence}"
+    if entry["run_id"] is None:
+        return f"Mean and spread of features of public store {store_id[:12]}.{licence}"
     if entry["visibility"] == "public":
         return f"{who}, on public store {store_id[:12]}, whose images need no protection.{licence}"
     return f"{who}, on private store {store_id[:12]}, without a guarantee."
@@ -199,9 +191,9 @@ def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
         "against": record["against"],
         "methods": record["methods"],
         "text": (
-            f"Public images that are also in store {stores} were left out before training on "
-            f"this store ({'; '.join(record['methods'])}). Their number is not given because it "
-            "depends on the private images."
+            f"No image that is also in store {stores} was used of this store "
+            f"({'; '.join(record['methods'])}). How many were left out, if any, is not given "
+            "because it depends on the private images."
         ),
     }
 
@@ -236,48 +228,6 @@ def ledger_source(from_store: bool) -> str:
         "Counted in the run folder's copy of the ledger, its hash chain verified; the store's "
         "ledger was not available."
     )
-
-
-def preprocessing(plan: DPPlan, config: dict[str, Any]) -> list[str]:
-    """Return what was derived from the data before training."""
-    data = config["data"]
-    captions = config["model"].get("kind") == "captioner"
-    own = f"{plan.unit.drawn}'s own id{'s' if plan.unit.draws_people else ''}"
-    constants = (
-        "those of ImageNet, public"
-        if tuple(data["mean"]) == IMAGENET_MEAN and tuple(data["std"]) == IMAGENET_STD
-        else "set in the config, declared not to come from private images"
-    )
-    return [
-        f"Normalisation constants: {constants}.",
-        LEFT_OUT,
-        *([TOKENIZER] if captions else []),
-        f"Crops, flips{', the choice among captions' if captions else ''} and masks depend on the "
-        f"seed, the step and the {own} only.",
-    ]
-
-
-def head_preprocessing(config: dict[str, Any]) -> list[str]:
-    """Return what was derived from the data before a head's first release."""
-    model = config["model"]
-    public = (
-        "The encoder's mean over procedural textures, which contain no private data, was "
-        "subtracted from every feature."
-    )
-    centre = f" {public}" if model["centre"] == "textures" else ""
-    chosen = (
-        f" The head was chosen from declared numbers alone: {model['reason']}."
-        if model.get("reason")
-        else ""
-    )
-    return [
-        "Features: of one centre crop of each image, by an encoder that this run did not train; "
-        "encoders whose features of an image depend on other images are refused. Normalisation "
-        f"constants are the encoder's.{centre}",
-        f"Labels: {model['num_classes']} classes, "
-        f"declared{'; a record may have several' if model.get('multi_label') else ''}.{chosen}",
-        LEFT_OUT,
-    ]
 
 
 OTHER_RUNS_UNKNOWN = (

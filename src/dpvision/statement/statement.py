@@ -26,14 +26,27 @@ from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.folder import held_back, read_run
 from dpvision.runs.lineage import shaped_in_confidence
-from dpvision.statement import history_phrases, phrases, released_scores
+from dpvision.statement import (
+    history_phrases,
+    phrases,
+    preprocessing_phrases,
+    released_scores,
+)
 from dpvision.statement.audits import read_audits
 from dpvision.statement.guarantee import guarantee_of, headline, other_runs, other_stores
 from dpvision.statement.schema import Stop, Tuning
 from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
-_WORDING = (unit, history_phrases, phrases, printed, released_scores, rounding)
+_WORDING = (
+    unit,
+    history_phrases,
+    preprocessing_phrases,
+    phrases,
+    printed,
+    released_scores,
+    rounding,
+)
 """The modules that write sentences."""
 _NOT_SETTINGS = {"recipe", "privacy", "init_from", "public_weights"}
 """Config entries left out: they are elsewhere in the statement, or are local paths."""
@@ -261,9 +274,9 @@ def compose(facts: Facts) -> dict[str, Any]:
                 "charged": plan.selection is not None,
                 "text": history_phrases.tuning(plan, tuning),
             },
-            "preprocessing": history_phrases.head_preprocessing(config)
+            "preprocessing": preprocessing_phrases.head_preprocessing(config)
             if head
-            else history_phrases.preprocessing(plan, config),
+            else preprocessing_phrases.preprocessing(plan, config),
             "lineage": lineage,
             "heads_and_evaluations": history_phrases.OF_A_HEAD if head else history_phrases.HEADS,
             "audits": {"runs": facts.audits, "text": history_phrases.audits(facts.audits)},
@@ -529,9 +542,10 @@ def settings_of(manifest: dict[str, Any]) -> dict[str, Any]:
     unused = {"labels"}
     if not model["candidates"]:
         unused |= {"candidates", "selection_runs", "selection_shape"}
-    return kept | {
-        "model": {k: v for k, v in model.items() if k not in unused} | {"encoder": frozen}
-    }
+    stated = {k: v for k, v in model.items() if k not in unused} | {"encoder": frozen}
+    if stated.get("public_store") is not None:  # a path
+        stated["public_store"] = "named in the lineage"
+    return kept | {"model": stated}
 
 
 def versions_of(manifest: dict[str, Any]) -> dict[str, str]:
