@@ -14,7 +14,7 @@ from dpvision.adapt.heads.many_steps import many_steps
 from dpvision.adapt.prepare import prepare
 from dpvision.adapt.release import full_batch_plan
 from dpvision.adapt.session import feature_stream
-from dpvision.cli.adapt import head_text
+from dpvision.cli.head_text import head_text
 from dpvision.config import HeadConfig, RunConfig, with_settings
 from dpvision.data.store import Store
 from dpvision.encoders.fixed import fixed_encoder

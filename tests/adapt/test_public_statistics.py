@@ -20,7 +20,7 @@ from dpvision.adapt.prepare import prepare
 from dpvision.adapt.public_statistics import public_statistics, rows_used
 from dpvision.adapt.session import adapt, feature_stream, new_head_session, resumed_head_session
 from dpvision.checkpoint import load_checkpoint
-from dpvision.config import HeadConfig, RunConfig
+from dpvision.config import RunConfig, with_settings
 from dpvision.data.loader import image_batches
 from dpvision.data.overlap import write_without
 from dpvision.data.split import split_store
@@ -63,10 +63,7 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def config_of(private: Store, public: Path, head: str = "many_steps") -> RunConfig:
-    config = head_config(private, head)
-    assert isinstance(config.model, HeadConfig)
-    features = replace(config.model.features, public_store=str(public))
-    return replace(config, model=replace(config.model, features=features))
+    return with_settings(head_config(private, head), {"model.public_store": str(public)})
 
 
 def pixels(store: Store) -> np.ndarray:
@@ -104,10 +101,7 @@ def test_no_bit_of_them_depends_on_the_private_images(public: Store, tmp_path: P
 def test_what_predicts_standardises_as_in_training(
     private: Store, public: Store, tmp_path: Path, unit: bool
 ) -> None:
-    config = config_of(private, public.path)
-    assert isinstance(config.model, HeadConfig)
-    features = replace(config.model.features, unit=unit)
-    config = replace(config, model=replace(config.model, features=features))
+    config = with_settings(config_of(private, public.path), {"model.unit": unit})
     root = run_head(config, tmp_path / "run")
     classifier, stream = load_classifier(root), feature_stream(prepare(config))
     rows_BE = next(iter(stream.blocks())).x_BE
@@ -229,10 +223,8 @@ def test_too_few_alike_or_unreadable_images_are_refused(private: Store, tmp_path
 
 
 def test_standardised_rows_take_no_public_store(private: Store, public: Store) -> None:
-    config = config_of(private, public.path)
-    assert isinstance(config.model, HeadConfig)
-    encoder = replace(config.model.encoder, spec="patches", image_size=32)
-    config = replace(config, model=replace(config.model, encoder=encoder))
+    settings = {"model.encoder.spec": "patches", "model.encoder.image_size": 32}
+    config = with_settings(config_of(private, public.path), settings)
     with pytest.raises(ConfigError, match="standardised already; expected another encoder"):
         prepare(config)
 

@@ -26,7 +26,7 @@ from dpvision.adapt.prepare import prepare
 from dpvision.adapt.release import full_batch_plan
 from dpvision.adapt.session import adapt, new_head_session
 from dpvision.checkpoint import load_checkpoint
-from dpvision.cli.adapt import head_text
+from dpvision.cli.head_text import head_text
 from dpvision.config import HeadConfig, PrivacyConfig
 from dpvision.config.heads import ManySteps
 from dpvision.data.store import Store

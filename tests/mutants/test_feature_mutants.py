@@ -4,6 +4,7 @@ docs/pitfalls.md, section "Features".
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +12,19 @@ import torch
 
 from dpvision.adapt import prepare as prepare_module
 from dpvision.adapt import session as session_module
+from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.prepare import prepare
-from dpvision.adapt.session import adapt, new_head_session
+from dpvision.adapt.session import adapt, feature_stream, new_head_session
+from dpvision.config import with_settings
+from dpvision.data.store import Store
 from dpvision.encoders import feature_file
 from dpvision.encoders import open as open_module
+from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_file import feature_array
 from dpvision.privacy.ledger_format import read_ledger
 
 from ..adapt.runs_of_heads import head_config, write_digits
-from ..eval.labelled import vit_encoder
+from ..eval.labelled import vit_encoder, write_store
 from .planting import assert_refused, planted
 
 
@@ -120,4 +125,34 @@ def test_stale_features(tmp_path: Path) -> None:
         lambda encoder, device: encoder.name,
         "another encoder's features were served",
     ):
+        check()
+
+
+def test_private_statistics(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    pixels = list(rng.integers(0, 256, (240, 16, 16, 3), dtype=np.uint8))
+    labels = [str(i % 10) for i in range(120)]
+    public = write_store(tmp_path / "public", pixels[:120], labels)
+    stores = [
+        write_store(tmp_path / f"s{num}", pixels[120 : 120 + num], labels[:num], public=False)
+        for num in (119, 120)
+    ]
+
+    def stream_of(store: Store) -> FeatureStream:
+        settings = {"model.public_store": str(public.path)}
+        return feature_stream(prepare(with_settings(head_config(store, "many_steps"), settings)))
+
+    def check() -> None:
+        one, other = (stream_of(store) for store in stores)
+        for ours, theirs in ((one.centre_D, other.centre_D), (one.spread_D, other.spread_D)):
+            assert ours is not None and theirs is not None
+            assert torch.equal(ours, theirs), "one private record changes the statistics"
+
+    real, mine = session_module.public_statistics, iter(stores)
+
+    def of_private(encoder: Encoder, pooling: str, width: int, _: Store, **hardware: Any) -> Any:
+        return real(encoder, pooling, width, next(mine), **hardware)
+
+    check()
+    with planted(session_module, "public_statistics", of_private, "changes the statistics"):
         check()

@@ -371,6 +371,7 @@ def test_the_commands_on_a_file_without_lineage_pass_as_printed(
     assert f"measured on this machine at {size} px" in found["hours_how"]
     assert f"not measured for this encoder; with {MEASURED_ENCODER}" in found["score"]
     assert "--model.encoder.image-size 96" in found["more"]["images of 96 px"]
+    assert "--public-store" in found["more"]["100 public photographs or more"]
     assert any("correct licence and source" in note for note in found["warnings"])
     declared = "timm:test_resnet; licence not stated; w.safetensors"
     assert f"--public-weights '{declared}'" in found["commands"][0]

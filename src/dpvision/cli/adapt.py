@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from dpvision.cli.head_text import head_text
 from dpvision.cli.output import RecipeName, emit, may_show, private_scores
 from dpvision.cli.paths import check_store
 from dpvision.cli.progress import ProgressLine
@@ -24,14 +25,14 @@ from dpvision.cli.run_args import (
     saved_config,
 )
 from dpvision.cli.scores import Printing, emit_scores, scores_table
-from dpvision.cli.train import TrainArgs, plan_text, train
+from dpvision.cli.train import TrainArgs, train
 from dpvision.cli.typed import joined, parse_first, parse_run
 from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.config.heads import HEADS
 from dpvision.config.resolve import BUDGETS, resolve
 from dpvision.errors import OPERATOR_ONLY, ConfigError, PrivacyError
 from dpvision.eval.score import check_seeds
-from dpvision.privacy.printed import duration, size, up, up_delta
+from dpvision.privacy.printed import up, up_delta
 from dpvision.recipes import get_recipe, recipe_lines
 from dpvision.runs.folder import STOPPED
 from dpvision.runs.spent import charge_words, lost_words, resume_words
@@ -312,70 +313,6 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "l
                 new_head_session(made, root, total_epsilon=args.total_epsilon, say=say)
             )
         return _finish(args, session, root)
-
-
-def head_text(made: "Prepared") -> str:
-    """Return the plan and the head as text, to print before anything is spent."""
-    import numpy as np
-
-    from dpvision.adapt.fit import kind_of
-    from dpvision.adapt.public_statistics import rows_used
-
-    cfg, choice = made.model, made.model.choice
-    if choice.candidates:
-        head, more = f"the best of {', '.join(choice.candidates)} by a private score,", []
-    else:
-        head, more = cfg.head, kind_of(made.config).plan_lines(made.config, made.plan)
-    chosen = f" (chosen)\n  {cfg.head}: {choice.reason}" if choice.reason else ""
-    lines = [
-        f"encoder              {made.encoder.name}, {cfg.encoder.pooling}: "
-        f"{cfg.encoder.width:,} dimensions per image, frozen",
-        f"features             {_features_cost(made)}",
-        f"head                 {head} for {cfg.num_classes:,} classes{chosen}",
-        *more,
-    ]
-    if made.store.results_visibility == "public":
-        # Unlabelled records have -1, or NOT_KNOWN for every class.
-        one, several = made.label[made.label >= 0], made.label == 1
-        counts = (
-            several.sum(axis=0)
-            if made.label.ndim == 2
-            else np.bincount(one, minlength=cfg.num_classes or 0)
-        )
-        if (empty := np.flatnonzero(counts == 0)).size:
-            shown = ", ".join(map(str, empty[:5].tolist())) + (", ..." if empty.size > 5 else "")
-            lines.append(
-                f"note                 {empty.size} declared classes have no image in this "
-                f"public store: {shown}"
-            )
-    if made.public is not None:
-        lines.append(
-            f"public store         {made.public.path}: {len(rows_used(made.public)):,} of "
-            f"{made.public.num_records:,} images standardise the features"
-        )
-    text = plan_text(made.config, made.plan, made.store, made.lineage)
-    return "\n  ".join([text, *lines])
-
-
-def _features_cost(made: "Prepared") -> str:
-    """Return the disk space and time for the features of the declared number of records (of people,
-    as many as may take part), as text.
-    """
-    from dpvision.encoders.feature_file import feature_dtype, seconds_per_image
-
-    plan, width = made.plan, made.model.encoder.width
-    dtype = feature_dtype(made.encoder, plan.dataset_size, width)
-    count = (
-        plan.dataset_size
-        if made.people is None
-        else min(plan.dataset_size, plan.unit.max_records * plan.unit.sampled_from)
-    )
-    seconds = seconds_per_image(made.encoder, made.device) * count
-    return (
-        f"{size(dtype.itemsize * count * width)} as {dtype} in the store's folder; about "
-        f"{duration(max(seconds, 1))} on this machine at {made.encoder.image_size} px without "
-        "decoding, unless they are cached"
-    )
 
 
 def require_budget(command: str, plan: "DPPlan", asked: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from dpvision.plan.evidence import (
     HEADS,
     MEASURED_ENCODER,
     NAMES,
+    PUBLIC_GAIN,
     RESOLUTION_GAIN,
     EncoderResult,
     HeadResult,
@@ -247,16 +248,21 @@ def _encoder_evidence(strength: float, size: int | None) -> tuple[str, ...]:
 
 
 def _sizes(q: Question, at_hand: EncoderAtHand | None) -> dict[str, str]:
-    """Return, for each image size but the default one, what it takes and changes."""
-    if at_hand is None or at_hand.measured is None or q.gpus:
+    """Return, for each image size but the default one, what it takes and changes; and what public
+    images change.
+    """
+    if at_hand is None or len(at_hand.sizes) < 2 or q.gpus:
         return {}
-    default_s, default = at_hand.measured
+    default, default_s = next(iter(at_hand.sizes.items()))
     return {
         f"images of {size} px": f"about {duration(q.images * seconds)} of features in place of "
         f"{duration(q.images * default_s)} at {default} px (--model.encoder.image-size {size}). "
         f"From 96 to 224 px {RESOLUTION_GAIN}"
         for size, seconds in at_hand.sizes.items()
         if size != default
+    } | {
+        "100 public photographs or more": "as --public-store STORE they standardise the features: "
+        f"{PUBLIC_GAIN} (docs/heads.md)"
     }
 
 
