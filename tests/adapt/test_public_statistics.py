@@ -17,11 +17,12 @@ from PIL import Image
 from dpvision.adapt import public_statistics as statistics_module
 from dpvision.adapt.feature_stream import FeatureStream
 from dpvision.adapt.prepare import prepare
-from dpvision.adapt.public_statistics import public_statistics, rows_used
+from dpvision.adapt.public_statistics import public_statistics, require_apart, rows_used
 from dpvision.adapt.session import adapt, feature_stream, new_head_session, resumed_head_session
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import RunConfig, with_settings
 from dpvision.data.loader import image_batches
+from dpvision.data.open import open_store
 from dpvision.data.overlap import write_without
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
@@ -32,6 +33,7 @@ from dpvision.export.product import _linear
 from dpvision.models.layers import LinearHead
 from dpvision.statement.statement import make_statement
 from dpvision.statement.verify import verify_statement
+from dpvision.tune import Question, plan_study
 
 from ..eval.labelled import write_store
 from .runs_of_heads import head_config, run_head
@@ -238,6 +240,46 @@ def test_of_many_public_images_as_many_as_needed_take_part_at_equal_distances(
     assert len(rows) == 50 and rows[0] == 0 and set(np.diff(rows)) == {2, 3}
 
 
+def test_all_public_images_are_compared_also_those_that_take_no_part(
+    private: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statistics_module, "MOST_IMAGES", 50)
+    images = noise(12)
+    images[1] = noise(0, contrast=0.5)[7]
+    shared = write(tmp_path / "s", images, public=True)
+    assert 1 not in rows_used(shared)
+    with pytest.raises(DataError, match="operator only: 1 of its images"):
+        require_apart(shared, private)
+
+
+def test_shards_that_are_replaced_after_a_comparison_are_compared_again(
+    private: Store, tmp_path: Path
+) -> None:
+    """Their sizes and headers the same; what is kept of the comparison before would pass them."""
+    public = write(tmp_path / "s", noise(13), public=True)
+    require_apart(public, private)
+    shard, row = public.shard_paths[0], 3
+    where, size = int(public.index["offset"][row]), int(public.index["size"][row])
+    twin = private.read(7)
+    assert len(twin) <= size, "padded with zeros, which a PNG may end with"
+    with open(shard, "r+b") as file:
+        file.seek(where)
+        file.write(twin.ljust(size, b"\0"))
+    with pytest.raises(DataError, match="operator only: 1 of its images"):
+        require_apart(open_store(public.path), private)
+
+
+def test_a_study_compares_before_its_first_trial(private: Store, tmp_path: Path) -> None:
+    shared = write(tmp_path / "s", [*noise(14), noise(0, contrast=0.5)[7]], public=True)
+    root = tmp_path / "study"
+    test = write(tmp_path / "test", noise(15), public=True)
+    space = ("optim.learning_rate=1,2",)
+    asked = Question(how="charged", space=space, trials=2, budget=40.0, test=test.path)
+    with pytest.raises(DataError, match="operator only: 1 of its images"):
+        plan_study(asked, config_of(private, shared.path), root)
+    assert not root.exists()
+
+
 def test_lineage_and_statement_name_the_store_and_what_the_comparison_tells(
     private: Store, public: Store, tmp_path: Path
 ) -> None:
@@ -248,12 +290,15 @@ def test_lineage_and_statement_name_the_store_and_what_the_comparison_tells(
     assert entry["deduplicated"]["against"] == [private.store_id]
     statement = make_statement(root, store_dir=private.path)
     told = json.dumps(statement)
-    assert str(public.path) not in told and "Mean and spread of features of public store" in told
+    assert "Mean and spread of features of public store" in told
     assert any(
         text.startswith("Whether a public image") for text in statement["scope"]["not_covered"]
     )
     assert "divided by their spread" in " ".join(statement["history"]["preprocessing"])
     (root / "statement.json").write_text(told)
+    for file in root.rglob("*"):
+        if file.is_file() and "confidential" not in file.relative_to(root).parts:
+            assert str(public.path).encode() not in file.read_bytes(), file
     found = verify_statement(root / "statement.json", root, private.path)
     assert "failed" not in {check.status for check in found}, found
 

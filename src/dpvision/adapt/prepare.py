@@ -19,7 +19,7 @@ import torch
 from dpvision.adapt import defaults
 from dpvision.adapt.fit import kind_of
 from dpvision.adapt.person_rows import PersonImages
-from dpvision.adapt.public_statistics import open_public, statistics_entry
+from dpvision.adapt.public_statistics import open_public, public_entry
 from dpvision.config import FrozenEncoderConfig, HeadConfig, PrivacyConfig, RunConfig
 from dpvision.config.resolve import require_read, with_candidate, with_head, with_steps
 from dpvision.data.declared import count_units, has_units, rounded_up
@@ -75,8 +75,8 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
         plan: the plan of a resumed run; if None, a new one is made.
 
     Raises:
-        ConfigError: the encoder is unknown, has no weights, or mixes images of a batch; a number is
-            not declared; settings conflict, or would not be read.
+        ConfigError: the encoder is unknown, has no weights, mixes images of a batch, or takes no
+            public store; a number is not declared; settings conflict, or would not be read.
         DataError: the store, its size or its labels do not fit.
         PrivacyError: the plan, the encoder's lineage or the public store is refused.
         CheckpointError: the encoder cannot be read.
@@ -97,13 +97,18 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     config, plan = planned(config, encoder, frozen, plan)
     config = _with_rules(config, encoder, plan)
     public_path = model.features.public_store
-    public = None if public_path is None else open_public(public_path, store, encoder)
+    public = None if public_path is None else open_public(public_path, store)
+    if public is not None and encoder.standard_rows:
+        raise ConfigError(
+            f"adapt: public_store={public_path} with {encoder.name}, whose features are "
+            "standardised already; expected another encoder. Leave out --public-store."
+        )
     # What may refuse this encoder and this plan on this store.
     if plan.guarantee == "dp" and encoder.family != "fixed":
         rows = rows_of_pass(encoder, config.hardware.physical_batch_size, device)
         check_places(encoder, frozen.pooling or "", rows, device)
     lineage = inherit(
-        [*encoder.lineage, *([] if public is None else [statistics_entry(public, store)])],
+        [*encoder.lineage, *([] if public is None else [public_entry(public, store)])],
         store,
         plan,
         declaration=config.public_weights,

@@ -21,7 +21,8 @@ from dpvision.devices import loader_threads
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_file import feature_array, rows_of_pass
 from dpvision.encoders.feature_matches import kept_signatures, methods_of
-from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
+from dpvision.errors import OPERATOR_ONLY, DataError, PrivacyError
+from dpvision.runs.lineage import store_entry
 
 MOST_IMAGES = 10_000
 """Images of a store that take part, at equal distances: the mean of more is no better."""
@@ -34,21 +35,19 @@ may vary on others.
 Say = Callable[[str], None]
 
 
-def open_public(path: str, private: Store, encoder: Encoder) -> Store:
+def open_public(path: str, private: Store) -> Store:
     """Open a public store for the statistics of a head on ``private``.
 
     Raises:
-        ConfigError: the encoder's rows are standardised already.
         PrivacyError: the store was imported without --public, was cleared of private images, or is
             the private store, or a part of it.
         DataError: no store, or one of textures or of few images.
     """
-    public, where = open_store(path), f"public_store: {path}"
-    if encoder.standard_rows:
-        raise ConfigError(
-            f"{where} with {encoder.name}, whose features are standardised already; expected "
-            "another encoder. Leave out --public-store."
-        )
+    where = f"public_store: {path}"
+    try:
+        public = open_store(path)
+    except DataError as error:
+        raise DataError(f"public_store: {error}") from None
     if public.visibility != "public":
         raise PrivacyError(
             f"{where} is private; expected public images: their mean and spread are released with "
@@ -73,19 +72,15 @@ def open_public(path: str, private: Store, encoder: Encoder) -> Store:
     return public
 
 
-def statistics_entry(public: Store, private: Store) -> dict[str, Any]:
+def public_entry(public: Store, private: Store) -> dict[str, Any]:
     """Return the lineage entry of the public images, with what they are compared with."""
-    return {
-        "store_id": public.store_id,
-        "visibility": public.visibility,
-        "licence": public.licence,
-        "run_id": None,
-        "guarantee": None,
-        "deduplicated": {"against": [private.store_id], "methods": methods_of()},
-    }
+    compared = {"against": [private.store_id], "methods": methods_of()}
+    return store_entry(public, None, None) | {"deduplicated": compared}
 
 
-def require_apart(public: Store, private: Store, *, workers: int, say: Say) -> None:
+def require_apart(
+    public: Store, private: Store, *, workers: int = 2, say: Say = lambda text: None
+) -> None:
     """Refuse a public store with images that are in the private one too, nearly or exactly
     (``data overlap``). The signatures of both are kept in their caches.
 
@@ -95,8 +90,7 @@ def require_apart(public: Store, private: Store, *, workers: int, say: Say) -> N
     Raises:
         DataError: an image is in both. ConfigError: imagehash is not installed.
     """
-    ours = kept_signatures(public, rows_used(public), workers=workers, say=say)
-    theirs = kept_signatures(private, workers=workers, say=say)
+    ours, theirs = (kept_signatures(store, workers=workers, say=say) for store in (public, private))
     found = len(find_matches(ours, theirs).public_M)
     if found:
         raise DataError(
@@ -150,11 +144,11 @@ def public_statistics(
     )
     x_ND = feature_ND[np.isfinite(feature_ND).all(axis=1)].astype(np.float64)
     variance_D = x_ND.var(axis=0) if len(x_ND) else np.zeros(width)
-    if len(x_ND) < FEWEST_IMAGES or not 0 < variance_D.mean() < np.inf:
+    spread_D = np.sqrt(variance_D + _RAISED * variance_D.mean()).astype(np.float32)
+    if len(x_ND) < FEWEST_IMAGES or not 0 < spread_D.min() <= spread_D.max() < np.inf:
         raise DataError(
             f"public_store: {public.path}: {len(x_ND)} of {len(rows)} images have features, of "
             f"mean variance {variance_D.mean():.3g}; expected {FEWEST_IMAGES} or more that "
             "differ. Import other public images."
         )
-    spread_D = np.sqrt(variance_D + _RAISED * variance_D.mean())
-    return torch.from_numpy(x_ND.mean(axis=0)).float(), torch.from_numpy(spread_D).float()
+    return torch.from_numpy(x_ND.mean(axis=0)).float(), torch.from_numpy(spread_D)

@@ -103,7 +103,7 @@ def new_head_session(
         DPVisionError: the run is impossible or unsafe. Nothing has been charged.
     """
     made = config if isinstance(config, Prepared) else prepare(config)
-    _require_apart(made, say)
+    compare_images(made, say)
     encoder = describe(
         made.encoder, made.model.encoder.pooling or "", made.model.encoder.width, made.device
     )
@@ -138,7 +138,7 @@ def resumed_head_session(
     stopped = Stopped.read(root, hardware)
     made = prepare(stopped.config, stopped.plan)
     stopped.require_store(made.store)
-    _require_apart(made, say)
+    compare_images(made, say)
     encoder = read_object(stopped.base / ENCODER_FILE)
     check_same(made.encoder, encoder, str(root), made.device)
     updates, progress = _read_progress(stopped.checkpoint)
@@ -238,6 +238,13 @@ def adapt(
         if request.asked and not session.finished:
             session.run.folder.mark_stopped()
         return path
+
+
+def compare_images(made: Prepared, say: Say = lambda text: None) -> None:
+    """Refuse public images that are among the private ones (``require_apart``)."""
+    if made.public is not None:
+        workers = loader_threads(made.config.hardware.workers, made.device)
+        require_apart(made.public, made.store, workers=workers, say=say)
 
 
 def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None) -> FeatureStream:
@@ -364,12 +371,6 @@ def _tensors(head: Head) -> dict[str, Any]:
     centre_D = torch.zeros(head.weight_KD.shape[1]) if head.centre_D is None else head.centre_D
     spread = {} if head.spread_D is None else {"spread": head.spread_D}
     return {"weight": head.weight_KD, "bias": head.bias_K, "centre": centre_D, **spread}
-
-
-def _require_apart(made: Prepared, say: Say) -> None:
-    if made.public is not None:
-        workers = loader_threads(made.config.hardware.workers, made.device)
-        require_apart(made.public, made.store, workers=workers, say=say)
 
 
 def _charger(run: Run) -> Callable[[], int]:

@@ -278,7 +278,7 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "l
     Raises:
         ConfigError: no epsilon, and no noise, was asked for. What the run would spend is printed.
     """
-    from dpvision.adapt.session import new_head_session
+    from dpvision.adapt.session import compare_images, new_head_session
     from dpvision.privacy.account import check_total
 
     root = args.root(args.recipe)
@@ -288,6 +288,8 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "l
         check_total(made.store.path, made.plan, args.total_epsilon)
     text = "\n".join(filter(None, [head_text(made), charged]))
     if args.dry_run:
+        with _comparing(args) as say:
+            compare_images(made, say)
         people = {} if made.people is None else {"num_people": len(made.label)}
         result = dry_run(made.plan, made.store, made.lineage, charge) | {
             "operator_only": {"num_records": len(made.row_N), **people},
@@ -299,10 +301,7 @@ def adapt_new(args: AdaptArgs, made: "Prepared", asked: Mapping[str, Any]) -> "l
         emit(
             result,
             args.json,
-            f"{text}\nDry run: every check passed, no features were computed, nothing was charged."
-            + (
-                "" if made.public is None else " A run compares the public with the private images."
-            ),
+            f"{text}\nDry run: every check passed, no features were computed, nothing was charged.",
         )
         return []
     args.say(text)

@@ -271,7 +271,7 @@ class FeatureConfig:
     """
     public_store: str | None = None
     """Public store whose features' mean and spread standardise every record's, in place of
-    ``centre`` (``adapt.public_statistics``). May be a path, so never in a statement.
+    ``centre`` (``adapt.public_statistics``). A path, which leaves no run.
     """
     frequency_decay: float | None = None
     """For many_steps on features with spatial frequencies (patches): the energy of frequency f is

@@ -10,6 +10,7 @@ Legend: N images, D feature dimension, B images of a block, C channels, H height
 """
 
 import io
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -120,21 +121,17 @@ def methods_of(radius: int | None = RADIUS) -> list[str]:
     return ["identical bytes", "identical pixels", *([] if radius is None else [near])]
 
 
-def kept_signatures(
-    store: Store, rows: np.ndarray | None = None, *, workers: int = 2, say: Say = lambda text: None
-) -> Signatures:
+def kept_signatures(store: Store, *, workers: int = 2, say: Say = lambda text: None) -> Signatures:
     """Return the signatures of a store's images from its cache, where they are kept for the next
     comparison if the disk has space.
 
-    Args:
-        rows: sorted int64 positions in the store; if None, all.
-
     Raises: as ``data.overlap.signatures``.
     """
-    rows = np.arange(store.num_records) if rows is None else rows
-    cache = FeatureCache(store.path)
-    key = features_key(f"signatures, imagehash {hashes_version()}", store, rows)
-    shape, dtype = (len(rows), 8), np.dtype(np.uint64)
+    cache, shape, dtype = FeatureCache(store.path), (store.num_records, 8), np.dtype(np.uint64)
+    rows = np.arange(store.num_records)
+    # Shards may lie outside the store: one that was replaced is read again.
+    shards = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, store.shard_paths)]
+    key = features_key(f"signatures {shards}, imagehash {hashes_version()}", store, rows)
 
     def blocks(first: int) -> Iterator[np.ndarray]:
         done = first

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from dpvision.config import RunConfig, from_dict, to_dict
+from dpvision.config import HeadConfig, RunConfig, from_dict, to_dict, with_settings
 from dpvision.errors import CheckpointError, ConfigError, remedy_for
 from dpvision.files import replacing, write_json
 from dpvision.privacy.printed import size
@@ -28,6 +28,8 @@ STOPPED = 75
 """
 _SHOWN = 8
 _PATHS = "paths.json"
+IN_LINEAGE = "named in the lineage"
+"""In place of a public store's path."""
 """Under ``confidential/``: where the store is. A folder's name may tell what its images are, and
 whose.
 """
@@ -127,7 +129,8 @@ def create_run(
     (root / "confidential").mkdir(exist_ok=True)
     (root / "confidential").chmod(0o700)
     run_id = secrets.token_hex(8)
-    write_json(root / "confidential" / _PATHS, {"store": config.data.store})
+    paths = {"store": config.data.store, "public_store": _public_store(config)}
+    write_json(root / "confidential" / _PATHS, paths)
     write_json(base / "run.json", {"format": FORMAT, "run_id": run_id, **about})
     return RunFolder(root, base, run_id, lock)
 
@@ -140,10 +143,18 @@ def complete_run(folder: RunFolder, config: RunConfig) -> None:
 
 
 def public_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings as they may leave: a plain dict, ready for JSON, without the path of the
-    store.
+    """Return the settings as they may leave: a plain dict, ready for JSON, without the paths of
+    stores.
     """
+    if _public_store(config) is not None:
+        config = with_settings(config, {"model.public_store": IN_LINEAGE})
     return to_dict(replace(config, data=replace(config.data, store=None)))
+
+
+def _public_store(config: RunConfig) -> str | None:
+    """Return the path of the public images that standardise a head's features."""
+    model = config.model
+    return model.features.public_store if isinstance(model, HeadConfig) else None
 
 
 def settings_of_checkpoint(checkpoint: "Checkpoint") -> RunConfig:
@@ -161,19 +172,18 @@ def settings_of_checkpoint(checkpoint: "Checkpoint") -> RunConfig:
 
 
 def _settings(values: Any, base: Path, where: str) -> RunConfig:
-    """Settings from ``public_settings``, with the path of the store if ``base``, the folder of the
-    run's files, has it.
+    """Settings from ``public_settings``, with the paths of the stores if ``base``, the folder of
+    the run's files, has them.
     """
     config = from_dict(RunConfig, values, where)
     if config.data.store is None:  # earlier versions kept it there
         for folder in (base, base / "confidential"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                return replace(
-                    config,
-                    data=replace(
-                        config.data, store=parse_json((folder / _PATHS).read_bytes())["store"]
-                    ),
-                )
+                paths = parse_json((folder / _PATHS).read_bytes())
+                found = {"data.store": paths["store"]}
+                if _public_store(config) is not None:
+                    found["model.public_store"] = paths["public_store"]
+                return with_settings(config, found)
     return config
 
 

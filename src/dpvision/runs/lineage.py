@@ -213,6 +213,15 @@ def own_entry(
             "plan": plan.to_dict(),
             "total": {"epsilon": epsilon, "delta": delta, "method": method},
         }
+    return store_entry(store, run_id, guarantee)
+
+
+def store_entry(
+    store: Store, run_id: str | None, guarantee: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the lineage entry of a store: of a run on it, or of public images that were read
+    otherwise (no ``run_id``).
+    """
     return {
         "store_id": store.store_id,
         "visibility": store.visibility,

@@ -542,10 +542,9 @@ def settings_of(manifest: dict[str, Any]) -> dict[str, Any]:
     unused = {"labels"}
     if not model["candidates"]:
         unused |= {"candidates", "selection_runs", "selection_shape"}
-    stated = {k: v for k, v in model.items() if k not in unused} | {"encoder": frozen}
-    if stated.get("public_store") is not None:  # a path
-        stated["public_store"] = "named in the lineage"
-    return kept | {"model": stated}
+    return kept | {
+        "model": {k: v for k, v in model.items() if k not in unused} | {"encoder": frozen}
+    }
 
 
 def versions_of(manifest: dict[str, Any]) -> dict[str, str]:

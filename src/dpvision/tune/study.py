@@ -178,6 +178,10 @@ def plan_study(
     _check_stores(how, store, test)
     private = "private" in {one.results_visibility for one in (store, test) if one is not None}
     if isinstance(config.model, HeadConfig) and not selects:
+        if (public := config.model.features.public_store) is not None:
+            from dpvision.adapt.public_statistics import open_public, require_apart
+
+            require_apart(open_public(public, store), store)  # as each trial does
         from dpvision.adapt.prepare import with_planned_steps
 
         # The same number in all trials, whose price it determines, and in the command that uses the
