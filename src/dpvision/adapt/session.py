@@ -164,6 +164,7 @@ def adapt(
     *,
     secrets: Secrets | None = None,
     progress: Callable[[int], None] | None = None,
+    public_progress: Callable[[int], None] | None = None,
     on_step: Callable[[int], None] = lambda steps: None,
 ) -> Path:
     """Compute features, make the releases, train the head and save it.
@@ -171,6 +172,7 @@ def adapt(
     Args:
         secrets: two keys, new for this start; tests inject them.
         progress: called with the number of records whose features are computed.
+        public_progress: the same of the public store's images, which come first.
         on_step: called with the number of charged steps, after each step of a head of many steps.
 
     Returns:
@@ -187,7 +189,7 @@ def adapt(
     """
     secrets = secrets or Secrets()
     made, start = session.prepared, time.monotonic()
-    stream = feature_stream(made, progress)
+    stream = feature_stream(made, progress, public_progress)
     image_ND = (
         stream.feature_ND.image_MD
         if isinstance(stream.feature_ND, PersonFeatures)
@@ -247,7 +249,11 @@ def compare_images(made: Prepared, say: Say = lambda text: None) -> None:
         require_apart(made.public, made.store, workers=workers, say=say)
 
 
-def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None) -> FeatureStream:
+def feature_stream(
+    made: Prepared,
+    progress: Callable[[int], None] | None = None,
+    public_progress: Callable[[int], None] | None = None,
+) -> FeatureStream:
     """Return the features, cached or computed now, and labels of the records (where people are
     drawn, of the people) that take part.
     """
@@ -257,6 +263,20 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
     # Features of public images by confidential weights are private and must not be kept in a public
     # store's folder.
     keep = made.store.visibility == "private" or not encoder.confidential
+    centre_D, spread_D, order_D = None, None, encoder.order_D
+    if made.public is not None:
+        centre_D, spread_D = public_statistics(
+            encoder,
+            pooling,
+            cfg.encoder.width,
+            made.public,
+            batch_size=hardware.physical_batch_size,
+            workers=hardware.workers,
+            device=made.device,
+            progress=public_progress,
+        )
+    elif features.centre == "textures":
+        centre_D = kept_centre(encoder, pooling, made.store, keep=keep, device=made.device)
     feature_ND = feature_array(
         encoder,
         pooling,
@@ -270,19 +290,6 @@ def feature_stream(made: Prepared, progress: Callable[[int], None] | None = None
         device=made.device,
         progress=progress,
     )
-    centre_D, spread_D, order_D = None, None, encoder.order_D
-    if made.public is not None:
-        centre_D, spread_D = public_statistics(
-            encoder,
-            pooling,
-            cfg.encoder.width,
-            made.public,
-            batch_size=hardware.physical_batch_size,
-            workers=hardware.workers,
-            device=made.device,
-        )
-    elif features.centre == "textures":
-        centre_D = kept_centre(encoder, pooling, made.store, keep=keep, device=made.device)
     decay = features.frequency_decay or 1.0
     return FeatureStream(
         feature_ND if made.people is None else PersonFeatures(feature_ND, made.people),

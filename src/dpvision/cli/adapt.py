@@ -91,7 +91,7 @@ class Shorts:
     """
     public_store: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
     """For a head: standardise features by the images of this store, imported with --public; a
-    thousand photographs of any kind will do (docs/heads.md).
+    hundred photographs about as large as yours will do (docs/heads.md).
     """
 
 
@@ -374,8 +374,8 @@ def _finish(args: AdaptArgs, session: "HeadSession", root: Path) -> "list[Score]
 
     made, plan = session.prepared, session.plan
     if not session.finished:
-        with _progress_line(args, made) as (features, step):
-            adapt(session, progress=features, on_step=step)
+        with _progress_line(args, made) as (public, features, step):
+            adapt(session, public_progress=public, progress=features, on_step=step)
     steps, complete = session.run.ledger.steps, session.run.ledger.steps == plan.steps
     behind = runs_on(made.lineage, made.store.store_id)
     result, said = executed(root, plan, steps, behind, complete, "releases")
@@ -434,9 +434,9 @@ def _scores_text(args: AdaptArgs, scores: "list[Score]", root: Path) -> str:
 @contextlib.contextmanager
 def _progress_line(
     args: AdaptArgs, made: "Prepared"
-) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Show progress of the features and the steps; if the features resume an earlier start, print a
-    line that stays.
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None], Callable[[int], None]]]:
+    """Show progress of the public images' features, of the features and of the steps; if the
+    features resume an earlier start, print a line that stays.
     """
     called, total = False, len(made.row_N)
     private = made.store.visibility == "private"
@@ -454,7 +454,11 @@ def _progress_line(
             called = True
             line.count("features (once: they are kept)", done, total)
 
-        yield show, lambda steps: line.say(f"step {steps} of {made.plan.steps}", public=True)
+        yield (
+            lambda done: line.say(f"features of public images: {done:,}", public=True),
+            show,
+            lambda steps: line.say(f"step {steps} of {made.plan.steps}", public=True),
+        )
 
 
 def _check_test(args: AdaptArgs, config: RunConfig) -> None:

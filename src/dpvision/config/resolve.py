@@ -261,8 +261,6 @@ def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
     for name in settings_of(model):
         if name not in own:
             found[f"model.{name}"] = f"{model.head} {_WITHOUT.get(name, 'has no such setting')}"
-    if model.features.public_store is not None:
-        found["model.centre"] = "public_store replaces it"
     if setting(model, "init") == "zero" and not model.choice.candidates:
         found.setdefault("model.init_scale", "init='zero'")
     if not model.choice.candidates:

@@ -1,4 +1,4 @@
-"""A cache of features and scores in the folder of the store that they were computed from.
+"""A cache of features, scores and image signatures in the folder of the store that they are of.
 
 Features of private images are as private as the images: they are under
 STORE/confidential/features/, readable by the owner only. A file's name is a digest of what
