@@ -20,6 +20,7 @@ from dpvision.adapt.prepare import prepare
 from dpvision.adapt.public_statistics import public_statistics, require_apart, rows_used
 from dpvision.adapt.session import adapt, feature_stream, new_head_session, resumed_head_session
 from dpvision.checkpoint import load_checkpoint
+from dpvision.cli import main
 from dpvision.config import RunConfig, with_settings
 from dpvision.data.loader import image_batches
 from dpvision.data.open import open_store
@@ -292,7 +293,8 @@ def test_lineage_and_statement_name_the_store_and_what_the_comparison_tells(
     told = json.dumps(statement)
     assert "Mean and spread of features of public store" in told
     assert any(
-        text.startswith("Whether a public image") for text in statement["scope"]["not_covered"]
+        text.startswith("That no image of a public store")
+        for text in statement["scope"]["not_covered"]
     )
     assert "divided by their spread" in " ".join(statement["history"]["preprocessing"])
     (root / "statement.json").write_text(told)
@@ -325,3 +327,18 @@ def test_a_resumed_run_compares_again_and_has_the_same_numbers(
         resumed_head_session(tmp_path / "other"),
     ):
         pass
+
+
+def test_the_command_refuses_in_a_dry_run_too_and_for_networks(
+    private: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = write(tmp_path / "s", [*noise(16), noise(0, contrast=0.5)[7]], public=True)
+    asked = f"adapt --data {private.path} --num-classes 10 --dataset-size {NUM} --epsilon 4"
+    asked += f" --public-store {shared.path} --runs {tmp_path / 'runs'}"
+    assert main([*asked.split(), "--encoder", "hog", "--dry-run"]) == 2
+    assert "operator only: 1 of its images" in capsys.readouterr().err
+    network = asked.replace("adapt", "adapt transfer.micro_lora", 1)
+    assert main(network.split()) == 2
+    error = capsys.readouterr().err
+    assert "--public-store" in error and "trains a network; expected a head" in error
+    assert not (tmp_path / "runs").exists()

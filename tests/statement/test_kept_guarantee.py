@@ -225,5 +225,5 @@ def test_public_images_cleared_of_private_twins_are_listed(tmp_path: Path, paren
         make_run(tmp_path / "child", tmp_path / "public", privacy=NONE, charged=2, parents=parents)
     )
     assert CLAIM.search(made["headline"]) and any(
-        "a public image" in text for text in made["scope"]["not_covered"]
+        "public twin" in text for text in made["scope"]["not_covered"]
     )

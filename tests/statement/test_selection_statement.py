@@ -132,7 +132,7 @@ def test_a_cleared_public_store_in_the_lineage_is_said_with_what_it_leaves_open(
         "identical bytes; identical pixels" in first["deduplicated"]["text"]
         and own["deduplicated"] is None
     )
-    assert any("a public image" in text for text in made["scope"]["not_covered"])
+    assert any("public twin" in text for text in made["scope"]["not_covered"])
     assert "identical pixels" in make_report(cleared).read_text()
 
 
@@ -147,5 +147,5 @@ def test_other_lineages_say_nothing_of_twins(tmp_path: Path, small_privacy: Priv
             parents=(public_parent(),),
         )
     )
-    assert not any("a public image" in text for text in made["scope"]["not_covered"])
+    assert not any("public twin" in text for text in made["scope"]["not_covered"])
     assert [entry["deduplicated"] for entry in made["history"]["lineage"]] == [None, None]

@@ -90,8 +90,8 @@ class Shorts:
     (--privacy.num-units).
     """
     public_store: Annotated[Path | None, tyro.conf.arg(metavar="STORE")] = None
-    """For a head: standardise features by the images of this store, imported with --public; a
-    hundred photographs about as large as yours will do (docs/heads.md).
+    """For a head: standardise features by the images of this store, imported with --public. A
+    hundred photographs of about the resolution of yours will do (docs/heads.md).
     """
 
 
@@ -539,7 +539,17 @@ def recipe_on(args: Shorts, recipe: str) -> RunConfig:
 
 
 def settings_asked(args: Shorts, typed: Mapping[str, Any], recipe: RunConfig) -> dict[str, Any]:
-    """Return the settings that were typed, and those that the short options stand for."""
+    """Return the settings that were typed, and those that the short options stand for.
+
+    Raises:
+        ConfigError: a public store, and a recipe that trains a network.
+    """
+    if args.public_store is not None and not isinstance(recipe.model, HeadConfig):
+        raise ConfigError(
+            f"adapt: --public-store {args.public_store} with {recipe.recipe}, which trains a "
+            "network; expected a head, whose features it standardises. Leave it out, or take "
+            "transfer.auto."
+        )
     short = {
         "data.store": args.data,
         "privacy.dataset_size": args.dataset_size,

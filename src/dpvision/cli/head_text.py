@@ -46,7 +46,8 @@ def head_text(made: "Prepared") -> str:
     if made.public is not None:
         lines.append(
             f"public store         {made.public.path}: {len(rows_used(made.public)):,} of "
-            f"{made.public.num_records:,} images standardise the features"
+            f"{made.public.num_records:,} images standardise the features; all are compared with "
+            "the private ones first"
         )
     text = plan_text(made.config, made.plan, made.store, made.lineage)
     return "\n  ".join([text, *lines])

@@ -271,7 +271,7 @@ class FeatureConfig:
     """
     public_store: str | None = None
     """Public store whose features' mean and spread standardise every record's, in place of
-    ``centre`` (``adapt.public_statistics``). A path, which leaves no run.
+    ``centre`` (``adapt.public_statistics``). Its path stays confidential.
     """
     frequency_decay: float | None = None
     """For many_steps on features with spatial frequencies (patches): the energy of frequency f is

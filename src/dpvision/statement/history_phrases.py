@@ -59,9 +59,14 @@ COMPARED = (
     "others: one image of the source {}."
 )
 TWINS = (
-    "Whether a public image, or one that looks like it, was also among the private ones: a public "
-    "store in the lineage was compared with them and holds none of them, which reveals it. For an "
-    "image that resembles no public one the guarantee holds in full: it does not change that store."
+    "Whether a public image was also among the private ones: a public store in the lineage was "
+    "cleared of such images, and the images missing from it reveal them. For an image without a "
+    "public twin the guarantee holds in full, because it does not change that store."
+)
+APART = (
+    "That no image of a public store in the lineage, and none that looks like one, is among the "
+    "private images: otherwise this run would have been refused, so that it tells. For an image "
+    "that resembles none of the public ones the guarantee holds in full."
 )
 
 
@@ -125,7 +130,8 @@ def curated(lineage: list[dict[str, Any]]) -> list[str]:
     """
     return [
         *([SHARED_IMAGES] if any(entry.get(SHARED_KEPT) for entry in lineage) else []),
-        *([TWINS] if any(entry["deduplicated"] for entry in lineage) else []),
+        *([TWINS] if any(e["deduplicated"] and e["run_id"] for e in lineage) else []),
+        *([APART] if any(e["deduplicated"] and not e["run_id"] for e in lineage) else []),
         *dict.fromkeys(
             COMPARED.format(_steps(found), _changes(found["stability"]))
             for entry in lineage
@@ -180,20 +186,23 @@ def declared(by: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-def deduplicated(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return which private twins were left out of a public store (``data overlap --out``), or None
-    if none were searched for.
+def deduplicated(entry: dict[str, Any]) -> dict[str, Any] | None:
+    """Return which private twins were left out of a public store (``data overlap --out``), or were
+    not to be found in one that no run trained on, or None if none were searched for.
     """
-    if record is None:
+    if (record := entry.get("deduplicated")) is None:
         return None
     stores = ", ".join(store_id[:8] for store_id in record["against"])
     return {
         "against": record["against"],
         "methods": record["methods"],
         "text": (
-            f"No image that is also in store {stores} was used of this store "
-            f"({'; '.join(record['methods'])}). How many were left out, if any, is not given "
-            "because it depends on the private images."
+            f"Public images that are also in store {stores} were left out before training on "
+            f"this store ({'; '.join(record['methods'])}). Their number is not given because it "
+            "depends on the private images."
+            if entry["run_id"]
+            else f"Compared with store {stores} before the run ({'; '.join(record['methods'])}): "
+            "one image in both would have refused it, and none was left out."
         ),
     }
 

@@ -509,7 +509,7 @@ def _lineage(facts: Facts, guarantee: dict[str, Any] | None) -> list[dict[str, A
     entries = [{"licence": None, **entry} for entry in [*facts.inherited, own]]
     more = [
         {
-            "deduplicated": history_phrases.deduplicated(entry.get("deduplicated")),
+            "deduplicated": history_phrases.deduplicated(entry),
             "declared": history_phrases.declared(entry.get("declared")),
         }
         for entry in entries
