@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -65,6 +65,7 @@ from dpvision.data.open import open_store
 from dpvision.devices import keep_freed_memory
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_file import texture_centre
+from dpvision.encoders.feature_precision import in_precision
 from dpvision.encoders.open import open_encoder
 from dpvision.privacy.stream import Key
 
@@ -136,6 +137,7 @@ class Seen:
     """Images of the training and of the test split."""
     public_store: Path | None = None
     """Whose images standardise the features."""
+    precision: Literal["float32", "bfloat16"] = "float32"
 
 
 @functools.cache
@@ -145,6 +147,7 @@ def encoder_of(seen: Seen, name: str) -> tuple[Encoder, torch.Tensor | None, tor
     """
     own = 32 if seen.encoder == "pixels" else SETS.get(name)
     opened = open_encoder(seen.encoder, image_size=seen.image_size or own)
+    opened = in_precision(opened, seen.precision)
     side = opened.image_size
     pooling, x_BD = opened.named(torch.zeros(1, 3, side, side), seen.pooling)
     if seen.public_store is not None:

@@ -128,6 +128,13 @@ def require_precision(precision: str, device: torch.device) -> None:
         )
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a CPU has instructions for products of bfloat16 (AVX512_BF16, as all x86
+    processors with AMX have); False for other devices.
+    """
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
 def slow_precision(precision: str, device: torch.device) -> str | None:
     """Return a sentence if a device computes several times faster in another precision, or None.
 

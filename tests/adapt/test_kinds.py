@@ -93,7 +93,7 @@ def test_settings_of_old_runs_are_read_and_those_that_the_head_has_not_are_left_
     values = to_dict(head_config(store)) | {"model": old}
     config = from_dict(RunConfig, values)
     new = to_dict(config)["model"]
-    later = {"public_store": None}
+    later = {"public_store": None, "encoder": old["encoder"] | {"precision": "auto"}}
     assert new.items() <= (old | later).items() and from_dict(RunConfig, to_dict(config)) == config
     steps, start = {"loss", "bias"}, {"init", "init_scale"}
     lacks = {

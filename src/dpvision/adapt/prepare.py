@@ -27,6 +27,7 @@ from dpvision.data.open import open_store
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_file import rows_of_pass
+from dpvision.encoders.feature_precision import in_precision
 from dpvision.encoders.identity import check_places
 from dpvision.encoders.open import open_frozen
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
@@ -65,6 +66,11 @@ class Prepared:
     def model(self) -> HeadConfig:
         assert isinstance(self.config.model, HeadConfig)
         return self.config.model
+
+    @property
+    def extractor(self) -> Encoder:
+        """The encoder as it computes the features, in the precision of the config."""
+        return in_precision(self.encoder, self.model.encoder.precision)
 
 
 def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
@@ -106,7 +112,7 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     # What may refuse this encoder and this plan on this store.
     if plan.guarantee == "dp" and encoder.family != "fixed":
         rows = rows_of_pass(encoder, config.hardware.physical_batch_size, device)
-        check_places(encoder, frozen.pooling or "", rows, device)
+        check_places(in_precision(encoder, frozen.precision), frozen.pooling or "", rows, device)
     lineage = inherit(
         [*encoder.lineage, *([] if public is None else [public_entry(public, store)])],
         store,

@@ -22,9 +22,10 @@ def head_text(made: "Prepared") -> str:
     else:
         head, more = cfg.head, kind_of(made.config).plan_lines(made.config, made.plan)
     chosen = f" (chosen)\n  {cfg.head}: {choice.reason}" if choice.reason else ""
+    low = ", in bfloat16" if cfg.encoder.precision == "bfloat16" else ""
     lines = [
         f"encoder              {made.encoder.name}, {cfg.encoder.pooling}: "
-        f"{cfg.encoder.width:,} dimensions per image, frozen",
+        f"{cfg.encoder.width:,} dimensions per image, frozen{low}",
         f"features             {_features_cost(made)}",
         f"head                 {head} for {cfg.num_classes:,} classes{chosen}",
         *more,
@@ -66,7 +67,7 @@ def _features_cost(made: "Prepared") -> str:
         if made.people is None
         else min(plan.dataset_size, plan.unit.max_records * plan.unit.sampled_from)
     )
-    seconds = seconds_per_image(made.encoder, made.device) * count
+    seconds = seconds_per_image(made.extractor, made.device) * count
     return (
         f"{size(dtype.itemsize * count * width)} as {dtype} in the store's folder; about "
         f"{duration(max(seconds, 1))} on this machine at {made.encoder.image_size} px without "

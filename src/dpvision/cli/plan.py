@@ -230,6 +230,7 @@ def _at_hand(spec: str) -> "EncoderAtHand | None":
     Raises: as ``open_encoder``.
     """
     from dpvision.encoders.feature_file import seconds_per_image
+    from dpvision.encoders.feature_precision import in_precision, precision_for
     from dpvision.encoders.open import open_encoder
     from dpvision.plan.question import EncoderAtHand
 
@@ -243,7 +244,8 @@ def _at_hand(spec: str) -> "EncoderAtHand | None":
         check_name(kind, name)
         if find_timm_weights(name)[0] is None:
             return EncoderAtHand(spec, {}, missing=True)
-    encoder = open_encoder(spec)
+    opened = open_encoder(spec)
+    encoder = in_precision(opened, precision_for(opened, "auto", "cpu"))
     sizes = [encoder.image_size]
     if kind in ("timm", "torchvision") and encoder.family == "convnet":
         sizes += [size for size in _SIZES if size != encoder.image_size]

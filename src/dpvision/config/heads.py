@@ -35,8 +35,13 @@ class FrozenEncoderConfig:
     """
     width: int = 0
     """Feature dimension; set when the encoder is opened, 0 before."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision in which a network computes features. "auto": bfloat16 on a CPU with instructions
+    for it (AVX512_BF16), else float32. A run's config has the precision used.
+    """
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for name in ("image_size", "width"):
             value, remedy = getattr(self, name), "Leave it out for the encoder's own."
             require(value >= 0, "model.encoder", name, value, "0 or more", remedy)

@@ -12,6 +12,7 @@ from dpvision.checkpoint import load_checkpoint
 from dpvision.config import FrozenEncoderConfig
 from dpvision.data.store import Store
 from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.feature_precision import precision_for
 from dpvision.encoders.fixed import FIXED, fixed_encoder
 from dpvision.encoders.identity import check_alone
 from dpvision.encoders.trained import run_encoder
@@ -94,14 +95,14 @@ def open_encoder(
 def open_frozen(
     cfg: FrozenEncoderConfig, device: str | torch.device
 ) -> tuple[Encoder, FrozenEncoderConfig]:
-    """Open the encoder that a head's config names, and return it with its actual pooling, image
-    size and feature dimension. A run is named by its recipe, because a statement must not contain
-    paths.
+    """Open the encoder that a head's config names, and return it, in float32, with its actual
+    pooling, image size, feature dimension and the precision for features. A run is named by its
+    recipe, because a statement must not contain paths.
 
     Raises:
-        ConfigError: a timm architecture without weights, an image size that the encoder does not
-            accept (patches accept any maximum resolution, rounded down to one of theirs), or as
-            ``check_alone``.
+        ConfigError: a timm architecture without weights, an image size or a precision that the
+            encoder does not accept (patches accept any maximum resolution, rounded down to one of
+            theirs), or as ``check_alone``.
         CheckpointError: the encoder cannot be read.
     """
     assert cfg.spec is not None
@@ -127,7 +128,13 @@ def open_frozen(
         name = f"{manifest['config']['recipe']}, run {manifest['run_id'][:8]}"
         encoder = replace(encoder, name=name)
     pooling, width = check_alone(encoder, cfg.pooling, device)
-    return encoder, replace(cfg, pooling=pooling, image_size=encoder.image_size, width=width)
+    return encoder, replace(
+        cfg,
+        pooling=pooling,
+        image_size=encoder.image_size,
+        width=width,
+        precision=precision_for(encoder, cfg.precision, device),
+    )
 
 
 def trained_on(encoder: Encoder, images: dict[str, Any]) -> Encoder:
