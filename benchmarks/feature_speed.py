@@ -4,13 +4,12 @@ and after weights are channels-last and freed memory is kept, in one process.
     python benchmarks/feature_speed.py [--encoders NAME,NAME] [--image-size PX] [--json FILE]
 
 Encoders are timm's, with random weights; an image's work does not depend on them. ``bfloat16`` is
-the last variant under autocast, which the product does not use; ``error`` is the largest difference
-of its features from float32, relative to the largest feature. Memory settings cannot be undone, so
+as ``dpvision adapt`` on CPUs with instructions for it; ``error`` is the largest difference of its
+features from float32, relative to the largest feature. Memory settings cannot be undone, so
 the variants run in the order of ``VARIANTS``.
 """
 
 import argparse
-import contextlib
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from common import row, write_result
 
 from dpvision.devices import keep_freed_memory
 from dpvision.encoders.encoder import Encoder
+from dpvision.encoders.feature_precision import in_precision
 from dpvision.encoders.third_party import third_party_encoder
 
 ENCODERS = "tf_efficientnet_lite0,resnet18,regnety_002,mobilenetv3_small_100"
@@ -62,9 +62,7 @@ def main() -> None:
         for name, encoder in encoders.items():
             assert encoder.network is not None
             encoder.network.to(memory_format=layout)
-            lowered = torch.autocast("cpu", torch.bfloat16) if low else contextlib.nullcontext()
-            with lowered:
-                rates, x_BD = measured(encoder, x_BCHW)
+            rates, x_BD = measured(in_precision(encoder, "bfloat16" if low else "float32"), x_BCHW)
             case = f"{name}, {size} px"
             rows.append(row(case, variant, "images_per_cpu_s", rates))
             if low:

@@ -4,9 +4,11 @@ without waiting.
 
 import contextlib
 import ctypes
+import os
 import platform
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,19 @@ from dpvision.errors import ConfigError, PrivacyError
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _NEVER = -1
+_ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Variables by which oneDNN uses fewer instructions than a processor has."""
+_PROCESSOR = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "stepping",
+    "cache size",
+    "flags",
+    "CPU",
+    "Features",
+)
+"""Lines of /proc/cpuinfo that say which processor it is, on x86 and ARM."""
 
 
 def keep_freed_memory() -> bool:
@@ -133,6 +148,24 @@ def has_bfloat16(device: torch.device) -> bool:
     processors with AMX have); False for other devices.
     """
     return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
+def kernels(device: str | torch.device) -> list[str]:
+    """Return what decides by which kernels a device computes: equal lists give equal bits."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return [torch.__version__, torch.cuda.get_device_name(device)]
+    decides = [
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        f"{torch.get_num_threads()} threads",
+        *(f"{name}={os.environ.get(name)}" for name in _ISA),
+        platform.processor(),
+    ]
+    with contextlib.suppress(OSError):
+        one = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        decides += [line for line in one.splitlines() if line.startswith(_PROCESSOR)]
+    return decides
 
 
 def slow_precision(precision: str, device: torch.device) -> str | None:

@@ -99,7 +99,10 @@ def prepare(config: RunConfig, plan: DPPlan | None = None) -> Prepared:
     if cfg.dataset_size == _UNDECLARED:
         raise _undeclared(store, row_N)
     # The encoder, then the head, its plan, and what follows from the plan.
-    encoder, frozen = open_frozen(model.encoder, device)
+    asked = model.encoder
+    if plan is not None and asked.precision == "auto":  # a run from before there was another
+        asked = replace(asked, precision="float32")
+    encoder, frozen = open_frozen(asked, device)
     config, plan = planned(config, encoder, frozen, plan)
     config = _with_rules(config, encoder, plan)
     public_path = model.features.public_store

@@ -15,7 +15,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from dpvision.adapt.public_statistics import Say, public_statistics, require_apa
 from dpvision.adapt.release import Releases
 from dpvision.adapt.select import choose_head
 from dpvision.checkpoint import Checkpoint
-from dpvision.config import HeadConfig, RunConfig
+from dpvision.config import RunConfig
 from dpvision.devices import loader_threads
 from dpvision.encoders.feature_file import feature_array, kept_centre, rows_of_pass
 from dpvision.encoders.identity import check_same, describe
@@ -136,7 +136,7 @@ def resumed_head_session(
         DPVisionError: the run, its ledger, its encoder and its store do not match.
     """
     stopped = Stopped.read(root, hardware)
-    made = prepare(_as_started(stopped.config), stopped.plan)
+    made = prepare(stopped.config, stopped.plan)
     stopped.require_store(made.store)
     compare_images(made, say)
     encoder = read_object(stopped.base / ENCODER_FILE)
@@ -353,17 +353,6 @@ def _saver(
             saved = time.monotonic()
 
     return after_step
-
-
-def _as_started(config: RunConfig) -> RunConfig:
-    """Return a run's config with the precision of its features: runs from before that was a setting
-    computed them in float32.
-    """
-    assert isinstance(config.model, HeadConfig)
-    encoder = config.model.encoder
-    if encoder.precision == "auto":
-        encoder = replace(encoder, precision="float32")
-    return replace(config, model=replace(config.model, encoder=encoder))
 
 
 def _read_progress(checkpoint: Checkpoint | None) -> tuple[int, Progress | None]:

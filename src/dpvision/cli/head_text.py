@@ -15,6 +15,7 @@ def head_text(made: "Prepared") -> str:
 
     from dpvision.adapt.fit import kind_of
     from dpvision.adapt.public_statistics import rows_used
+    from dpvision.devices import has_bfloat16
 
     cfg, choice = made.model, made.model.choice
     if choice.candidates:
@@ -23,6 +24,8 @@ def head_text(made: "Prepared") -> str:
         head, more = cfg.head, kind_of(made.config).plan_lines(made.config, made.plan)
     chosen = f" (chosen)\n  {cfg.head}: {choice.reason}" if choice.reason else ""
     low = ", in bfloat16" if cfg.encoder.precision == "bfloat16" else ""
+    if low and made.device.type == "cpu" and not has_bfloat16(made.device):
+        low += ", which this CPU only emulates, many times slower than float32"
     lines = [
         f"encoder              {made.encoder.name}, {cfg.encoder.pooling}: "
         f"{cfg.encoder.width:,} dimensions per image, frozen{low}",

@@ -245,7 +245,7 @@ def _at_hand(spec: str) -> "EncoderAtHand | None":
         if find_timm_weights(name)[0] is None:
             return EncoderAtHand(spec, {}, missing=True)
     opened = open_encoder(spec)
-    encoder = in_precision(opened, precision_for(opened, "auto", "cpu"))
+    encoder = in_precision(opened, precision_for(opened, None, "auto", "cpu"))
     sizes = [encoder.image_size]
     if kind in ("timm", "torchvision") and encoder.family == "convnet":
         sizes += [size for size in _SIZES if size != encoder.image_size]

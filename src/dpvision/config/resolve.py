@@ -237,7 +237,6 @@ def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
     }
     found |= dict.fromkeys(
         (
-            "hardware.precision",
             "hardware.compile",
             "hardware.finish_step_s",
             "hardware.rank_timeout_s",
@@ -246,6 +245,7 @@ def _unread_by_head(config: RunConfig, model: HeadConfig) -> dict[str, str]:
         "no network is trained",
     )
     found |= {
+        "hardware.precision": "no network is trained, and features have model.encoder.precision",
         "model.reason": "it is a result",
         "model.encoder.width": "it follows from the encoder",
     }

@@ -89,6 +89,8 @@ class Encoder:
     """Spatial frequency of each feature dimension, int64 from 0 (the average over positions), or
     None. Private heads give low frequencies more weight under much noise (``adapt.defaults``).
     """
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """In which the network computes features (``feature_precision``)."""
     window: Window | None = None
     """Declared range of the samples of more than 8 bits that a run was trained on; files are read
     by it.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.data.transform import LibraryResize
+from dpvision.devices import kernels
 from dpvision.encoders.encoder import Encoder
 from dpvision.errors import CheckpointError, ConfigError
 
@@ -206,7 +207,9 @@ def fingerprint(encoder: Encoder, device: str | torch.device = "cpu") -> str:
     noise at each of its resolutions.
 
     The noise distinguishes encoders without weights (patches of textures), the weights those that
-    noise might not.
+    noise might not. Machines that differ in the last bits of float32 have other features of noise.
+    In bfloat16 those of a few images can be the same and others not, so the digest is of what the
+    bits depend on, too.
     """
     about = [
         encoder.name,
@@ -218,6 +221,7 @@ def fingerprint(encoder: Encoder, device: str | torch.device = "cpu") -> str:
         encoder.resize,
         encoder.crop,
         *(() if encoder.library is None else (asdict(encoder.library),)),
+        *(() if encoder.precision == "float32" else (encoder.precision, kernels(device))),
     ]
     digest = hashlib.sha256(json.dumps(about).encode())
     _add_weights(digest, encoder)

@@ -133,7 +133,7 @@ def open_frozen(
         pooling=pooling,
         image_size=encoder.image_size,
         width=width,
-        precision=precision_for(encoder, cfg.precision, device),
+        precision=precision_for(encoder, pooling, cfg.precision, device),
     )
 
 

@@ -141,7 +141,7 @@ def predict_files(
 
     Every forward pass has ``batch_size`` images, the last one padded, so that an image's
     probabilities do not depend on the number of images. With the images per pass of ``dpvision
-    adapt`` its features have the bits that the head was trained on.
+    adapt`` its features have the bits that a head of float32 features was trained on.
 
     Args:
         workers: threads that read images, at least 1.
