@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from dpvision.adapt import prepare as prepare_module
 from dpvision.adapt import session as session_module
@@ -17,10 +18,13 @@ from dpvision.adapt.prepare import prepare
 from dpvision.adapt.session import adapt, feature_stream, new_head_session
 from dpvision.config import with_settings
 from dpvision.data.store import Store
-from dpvision.encoders import feature_file
+from dpvision.encoders import feature_file, feature_precision
 from dpvision.encoders import open as open_module
 from dpvision.encoders.encoder import Encoder
 from dpvision.encoders.feature_file import feature_array
+from dpvision.encoders.feature_precision import in_precision, precision_for
+from dpvision.encoders.identity import check_places
+from dpvision.encoders.pooled import PooledNetwork, frozen
 from dpvision.privacy.ledger_format import read_ledger
 
 from ..adapt.runs_of_heads import head_config, write_digits
@@ -56,6 +60,25 @@ def test_encoder_sees_batch(tmp_path: Path) -> None:
         patch.setattr(prepare_module, "check_places", lambda *args: None)  # sees it too
         with with_it:
             check()
+
+
+def test_rounding_hides_place() -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 5, 3), nn.GELU(approximate="tanh"))
+    pooled = PooledNetwork(layers, lambda net, x_BCHW: net(x_BCHW))
+    about = {"image_size": 9, "mean": (0.5,) * 3, "std": (0.5,) * 3, "family": "convnet"}
+    encoder = frozen(pooled, "cpu", name="made", **about)
+
+    def check() -> None:
+        lowered = in_precision(encoder, "bfloat16")
+        check_places(lowered, "mean", 32)  # sees nothing
+        assert_refused(
+            lambda: precision_for(encoder, "mean", "bfloat16", "cpu"),
+            "an operation that may depend on its place",
+        )
+
+    check()
+    with planted(feature_precision, "_unknown_operation", lambda *args: None, "was accepted"):
+        check()
 
 
 def test_unreadable_row_shifts(tmp_path: Path) -> None:
