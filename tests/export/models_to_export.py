@@ -75,6 +75,7 @@ NUM_RECORDS, NUM_DECLARED = 203, 204
 HEADS: dict[str, tuple[str, bool]] = {
     "head on a timm model, any scale": ("timm:test_vit@{timm}", False),
     "head on a timm model, length 1": ("timm:test_vit@{timm}", True),
+    "head on a timm convnet": ("timm:test_efficientnet@{timm}", True),
     "head on a timm model, stages": ("timm:test_resnet@{timm}", True),
     "head on a masked autoencoder, any scale": ("{mae}", False),
     "head on a masked autoencoder, length 1": ("{mae}", True),

@@ -152,7 +152,7 @@ def table() -> dict[str, dict[str, str]]:
 
 QUICK = {"captioner (`dpcap.*`)", "classifier on our ViT, class token"}
 """Models whose ONNX files are made in the fast tests too: each takes seconds."""
-QUICK_HEADS = {name for name in HEADS if "masked autoencoder" in name}
+QUICK_HEADS = {name for name in HEADS if "masked autoencoder" in name or "convnet" in name}
 """Heads that are made in seconds."""
 
 

@@ -79,6 +79,7 @@ def pooled_timm(to: str, product: Product) -> Any:
         model = _as_timm(encoder)
     else:
         model = copy.deepcopy(encoder.model if isinstance(encoder, TimmEncoder) else encoder)
+        model.to(memory_format=torch.contiguous_format)  # a frozen convnet's are channels-last
     about = getattr(model, "pretrained_cfg", None) or {}
     if not timm.is_model(about.get("architecture", "")):
         what = getattr(getattr(encoder, "cfg", None), "name", type(encoder).__name__)
