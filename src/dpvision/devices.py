@@ -160,7 +160,7 @@ def kernels(device: str | torch.device) -> list[str]:
         torch.backends.cpu.get_cpu_capability(),
         f"{torch.get_num_threads()} threads",
         *(f"{name}={os.environ.get(name)}" for name in _ISA),
-        platform.processor(),
+        platform.machine(),
     ]
     with contextlib.suppress(OSError):
         one = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
