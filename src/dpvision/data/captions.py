@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ftfy
-
 
 @dataclass(frozen=True)
 class CaptionRule:
@@ -170,6 +168,8 @@ def _clean(text: str) -> tuple[str, bool]:
     if not (
         raw.isascii() and raw.isprintable() and "&" not in raw
     ):  # ftfy leaves such text unchanged
+        import ftfy  # 0.14 s, which runs without captions need not wait for
+
         raw = "".join(
             c
             for c in ftfy.fix_text(raw)

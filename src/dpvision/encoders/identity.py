@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.data.transform import LibraryResize
-from dpvision.devices import kernels
+from dpvision.devices import keep_freed_memory, kernels
 from dpvision.encoders.encoder import Encoder
 from dpvision.errors import CheckpointError, ConfigError
 
@@ -83,6 +83,8 @@ def check_places(
     Raises:
         ConfigError: they do.
     """
+    if torch.device(device).type == "cpu":
+        keep_freed_memory()
     size, generator = encoder.image_size, torch.Generator().manual_seed(0)
     x_BCHW = torch.randn(num_rows, 3, size, size, generator=generator).to(device)
     reference_BD = encoder(x_BCHW, pooling)
