@@ -29,7 +29,7 @@ from dpvision.config import (
 )
 from dpvision.encoders.classifier import ImageClassifier, OnePooling, load_classifier
 from dpvision.encoders.encoder import Encoder
-from dpvision.encoders.fixed import FixedNetwork, fixed_encoder
+from dpvision.encoders.fixed import FIXED, FixedNetwork, fixed_encoder
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import ConfigError
 from dpvision.models import make_model
@@ -217,7 +217,7 @@ def test_an_encoder_that_torch_does_not_compute_is_not_recorded() -> None:
         torch.jit.trace(network, x_BCHW)
 
 
-@pytest.mark.parametrize("name", ["pixels", "hog", "scattering", "patches", "patches+scattering"])
+@pytest.mark.parametrize("name", FIXED)
 def test_the_constants_of_fixed_features_are_buffers_that_move_with_the_module(name: str) -> None:
     encoder = fixed_encoder(name, 32)
     assert isinstance(encoder.network, FixedNetwork)

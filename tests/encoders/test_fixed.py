@@ -62,6 +62,7 @@ def test_each_gives_finite_features_for_every_size_and_each_image_on_its_own(
         ("scattering", 3 * 81 * 16),
         ("patches", 14_400),
         ("patches+scattering", 22_176),
+        ("patches+scattering+zooms", 22_176),
     ],
 )
 def test_widths_at_thirty_two_pixels_are_those_of_the_documentation(name: str, width: int) -> None:
@@ -111,7 +112,8 @@ def test_unknown_names_and_tiny_images_are_refused() -> None:
     with pytest.raises(
         ConfigError,
         match=r"'sift'; expected one of "
-        r"\['pixels', 'hog', 'scattering', 'patches', 'patches\+scattering'\]",
+        r"\['pixels', 'hog', 'scattering', 'patches', 'patches\+scattering', "
+        r"'patches\+scattering\+zooms'\]",
     ):
         fixed_encoder("sift", 32)
     with pytest.raises(ConfigError, match=r"image_size=7; expected 8 px or more for hog\. Enlarge"):
@@ -157,7 +159,7 @@ were modules. The features of a head's run must stay what they were.
 """
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PINNED)
 def test_features_are_those_of_earlier_versions(name: str) -> None:
     grey = (load_digits().images[:12] * 15.9).astype(np.uint8)
     sheets = [

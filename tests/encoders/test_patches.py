@@ -12,6 +12,8 @@ from PIL import Image
 from scipy import fft
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2.functional import center_crop, pad, resize
 
 from dpvision.data.transform import blank_margin, own_size
 from dpvision.encoders.fixed import fixed_encoder
@@ -199,11 +201,11 @@ def test_a_centred_transform_sees_the_mirror_image_mirrored(texture_NCHW: Tensor
     assert error[True] < 0.01 < 0.1 < error[False]
 
 
-@pytest.mark.parametrize("name", ["patches", "patches+scattering"])
+@pytest.mark.parametrize("name", ["patches", "patches+scattering", "patches+scattering+zooms"])
 def test_an_images_features_have_the_same_bits_whatever_stands_beside_it(
     name: str, small: SizeConstants, texture_NCHW: Tensor
 ) -> None:
-    features = PatchFeatures({32: small}, scattering="scattering" in name)
+    features = PatchFeatures({32: small}, scattering="scattering" in name, zooms="zooms" in name)
     x_BCHW = texture_NCHW.float() / 255
     whole_BD = features(x_BCHW)
     torch.testing.assert_close(torch.linalg.vector_norm(whole_BD, dim=1), torch.ones(24))
@@ -213,6 +215,36 @@ def test_an_images_features_have_the_same_bits_whatever_stands_beside_it(
     other[:7], other[8:] = 1e3, -1e3
     assert torch.equal(features(other)[7], whole_BD[7])
     assert torch.equal(features(x_BCHW.flip(0)), whole_BD.flip(0))
+
+
+@pytest.mark.parametrize("side", [32, 64])
+def test_a_row_with_zooms_is_the_mean_of_those_of_versions_that_torchvision_makes(
+    side: int, small: SizeConstants
+) -> None:
+    constants = small if side == 32 else learn_constants(replace(SMALL, side_px=64, stride=2))
+    plain, features = (
+        PatchFeatures({side: constants}, scattering=True, zooms=zooms) for zooms in (False, True)
+    )
+    x_BCHW = textures(torch.arange(6), side).float() / 255
+    edge = side // 16
+    inner = center_crop(x_BCHW, [side - 2 * edge] * 2)
+    outer = pad(x_BCHW, [edge] * 4, padding_mode="reflect")
+    versions = [
+        x_BCHW,
+        resize(inner, [side] * 2, InterpolationMode.BICUBIC, antialias=False),
+        resize(outer, [side] * 2, InterpolationMode.BICUBIC, antialias=True),
+    ]
+    mean_BD = torch.stack([plain(version).double() for version in versions]).mean(0)
+    wanted_BD = mean_BD / mean_BD.norm(dim=1, keepdim=True)
+    assert (features(x_BCHW) - wanted_BD).abs().max() < 1e-6
+    assert (plain(x_BCHW) - wanted_BD).norm(dim=1).min() > 0.05
+    # an image and its mirror image have the same row, as without zooms
+    mirrored_BD, row_BD = features(x_BCHW.flip(-1)), features(x_BCHW)
+    off, off_plain = (
+        (a - b).norm(dim=1).max()
+        for a, b in ((mirrored_BD, row_BD), (plain(x_BCHW.flip(-1)), plain(x_BCHW)))
+    )
+    assert off < off_plain + 0.01
 
 
 def test_orders_tell_the_frequencies_of_a_rows_dimensions(texture_NCHW: Tensor) -> None:

@@ -68,7 +68,7 @@ MODELS: dict[str, ModelConfig] = {
     "FiLM on a timm model": classifier(encoder=_TIMM, pooling="cls", tuned="film"),
 }
 """Name of a row of docs/export.md -> the run's model."""
-PATCHES_PX = {"patches": 64, "patches+scattering": 32}
+PATCHES_PX = {"patches": 64, "patches+scattering": 32, "patches+scattering+zooms": 32}
 """Largest resolution of heads on patches: a trace of all resolutions takes a minute."""
 NUM_RECORDS, NUM_DECLARED = 203, 204
 """Private digits of a head's store, and their declared number."""
@@ -85,6 +85,7 @@ HEADS: dict[str, tuple[str, bool]] = {
     "head on pixels": ("pixels", True),
     "head on patches": ("patches", True),
     "head on patches and scattering": ("patches+scattering", True),
+    "head on patches and scattering, zooms": ("patches+scattering+zooms", True),
     "head on `hf:`, ViT": ("hf:{vit}", True),
     "head on `hf:`, CLIP": ("hf:{clip}", True),
     "head on `hf:`, ConvNeXt": ("hf:{convnext}", True),

@@ -60,8 +60,9 @@ declare three public numbers: records, classes and epsilon.
 
 An ENCODER is a dpvision run folder, timm:NAME (weights in timm's cache) or timm:NAME@FILE,
 torchvision:NAME@FILE, hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE, simclr:FILE,
-tan:FILE, or one that needs no file: patches+scattering (the default), patches, scattering, hog,
-pixels. Nothing is downloaded (docs/weights.md).
+tan:FILE, or one that needs no file: patches+scattering (the default), patches+scattering+zooms
+(about a point more accurate, three times the work), patches, scattering, hog, pixels. Nothing is
+downloaded (docs/weights.md).
 
 --head auto (the default) chooses a head by the declared numbers and prints the reason;
 docs/heads.md has the rules. To train the network itself, name a recipe that does (dpvision adapt

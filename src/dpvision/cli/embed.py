@@ -32,7 +32,8 @@ def embed(
     Args:
         encoder: A run folder or one of its checkpoints, random:RUN, timm:NAME or torchvision:NAME
             (@FILE for weights), hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE,
-            simclr:FILE, tan:FILE, pixels, hog, scattering, patches or patches+scattering.
+            simclr:FILE, tan:FILE, pixels, hog, scattering, patches, patches+scattering
+            or patches+scattering+zooms.
         source: Store, folder of images, parquet file or tar file.
         out: File to write: .npz or .safetensors. For private images its path needs a folder named
             confidential.

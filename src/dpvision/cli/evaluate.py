@@ -203,7 +203,7 @@ def evaluate(
 
     An ENCODER is a run folder, random:RUN, timm:NAME or torchvision:NAME (@FILE for weights),
     hf:DIR, onnx:NODE@FILE, vip:FILE, mae:FILE, dpcap:FILE, simclr:FILE, tan:FILE, pixels, hog,
-    scattering, patches or patches+scattering.
+    scattering, patches, patches+scattering or patches+scattering+zooms.
 
       dpvision evaluate runs/first --train stores/pets-train --test stores/pets-test
       dpvision evaluate runs/a runs/b hog --train stores/pets --protocols ridge,few_shot_probe

@@ -34,7 +34,14 @@ _LICENCE = "Apache-2.0 (procedural)"  # of the constants learned from textures
 _SCATTERING_CHUNK = 16  # images at once: 40 MiB of wavelets
 
 
-FIXED = ("pixels", "hog", "scattering", "patches", "patches+scattering")
+FIXED = (
+    "pixels",
+    "hog",
+    "scattering",
+    "patches",
+    "patches+scattering",
+    "patches+scattering+zooms",
+)
 """Names of the encoders without training."""
 
 
@@ -45,8 +52,8 @@ def fixed_encoder(
 
     ``pixels``: see ``raw_pixels``. ``hog``: ``hog.hog`` with eight cells per side. ``scattering``:
     two scales and eight directions of the image at up to 32 px, averaged to 4 x 4 positions (3,888
-    dimensions). ``patches`` and ``patches+scattering``: ``patch_features`` (14,400 and 22,176
-    dimensions), each image at its own resolution.
+    dimensions). ``patches``, ``patches+scattering`` and ``patches+scattering+zooms``:
+    ``patch_features`` (14,400 and twice 22,176 dimensions), each image at its own resolution.
 
     Args:
         name: one of ``FIXED``.
@@ -118,7 +125,9 @@ def raw_pixels(x_BCHW: Tensor) -> dict[str, Tensor]:
 
 def _patches(name: str, image_size: int, device: str | torch.device) -> Encoder:
     sizes = tuple(side for side in SIZES if side <= max(image_size, SIZES[0]))
-    features = patch_features(scattering="scattering" in name, most_px=sizes[-1])
+    features = patch_features(
+        scattering="scattering" in name, most_px=sizes[-1], zooms="zooms" in name
+    )
     network = FixedNetwork("3x3", features.eval().to(device))
     orders_D = feature_orders(scattering="scattering" in name)
     return Encoder(

@@ -21,7 +21,8 @@ from dpvision.runs.lineage import runs_with_these_weights
 
 _FORMS = (
     "a run folder, random:RUN, {timm,torchvision}:NAME, hf:DIR, onnx:NODE@FILE, "
-    "{vip,mae,dpcap,simclr,tan}:FILE, pixels, hog, scattering, patches or patches+scattering"
+    "{vip,mae,dpcap,simclr,tan}:FILE, pixels, hog, scattering, patches, patches+scattering or "
+    "patches+scattering+zooms"
 )
 _LIBRARIES = ("timm", "torchvision")
 _RELEASED = ("vip", "mae", "dpcap", "simclr", "tan")
@@ -45,7 +46,8 @@ def open_encoder(
             ``timm:NAME`` or ``torchvision:NAME``, with ``@FILE`` for weights of a file;
             ``hf:DIR``, a folder of transformers; ``onnx:NODE@FILE``, a value of an ONNX graph;
             ``vip:FILE``, ``mae:FILE``, ``dpcap:FILE``, ``simclr:FILE``, ``tan:FILE``, released
-            checkpoints; ``pixels``, ``hog``, ``scattering``, ``patches``, ``patches+scattering``.
+            checkpoints; ``pixels``, ``hog``, ``scattering``, ``patches``, ``patches+scattering``,
+            ``patches+scattering+zooms``.
         ema: whether to use a run's averaged weights.
         image_size: image size for encoders that accept any (pixels, hog, scattering, most
             convnets), or the maximum resolution of patches; ignored by the others.

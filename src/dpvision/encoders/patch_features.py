@@ -4,6 +4,9 @@ learned from procedural textures.
     row = [patches / |patches|, 0.7 scattering / |scattering|] / sqrt(1.49),
     each block whitened (``whitening``)
 
+With zooms a row is the mean of the rows of three versions of the image, scaled to length 1: as it
+is, its middle 7/8 enlarged, and the image with a mirrored border shrunk to 8/9 of its side.
+
 They use no photographs and cost no privacy, so the head can spend all of epsilon. An image is used
 at its own resolution: the largest of 32, 64, 128 and 224 px that is at most 1.25 times its shorter
 side, up to a declared cap.
@@ -30,6 +33,8 @@ from dpvision.encoders.scattering import make_scattering
 from dpvision.threads import is_traced, map_pieces
 
 SCATTERING_WEIGHT = 0.7
+ZOOMS = (7 / 8, 9 / 8)
+"""Side of the seen part of an image relative to its own (docs/log/2026-11-28-zooms.md)."""
 _CHUNK = 16
 
 
@@ -39,10 +44,14 @@ class PatchFeatures(nn.Module):
     Args:
         constants: by side of the images, px.
         scattering: whether to add the scattering transform.
+        zooms: whether to average over ``ZOOMS``, at three times the work.
     """
 
-    def __init__(self, constants: dict[int, SizeConstants], *, scattering: bool) -> None:
+    def __init__(
+        self, constants: dict[int, SizeConstants], *, scattering: bool, zooms: bool = False
+    ) -> None:
         super().__init__()
+        self.zooms = ZOOMS if zooms else ()
         self.constants = nn.ModuleDict({str(side): found for side, found in constants.items()})
         sides = {min(side, SCATTERING_CAP) for side in constants} if scattering else set()
         self.transforms = nn.ModuleDict(
@@ -91,6 +100,12 @@ class PatchFeatures(nn.Module):
         return self._features(padded)[: len(x_BCHW)]
 
     def _features(self, x_BCHW: Tensor) -> Tensor:
+        row_BD = self._of_version(x_BCHW)
+        for zoom in self.zooms:
+            row_BD = row_BD + self._of_version(zoomed(x_BCHW, zoom))
+        return F.normalize(row_BD, dim=1) if self.zooms else row_BD
+
+    def _of_version(self, x_BCHW: Tensor) -> Tensor:
         side = int(x_BCHW.shape[-1])
         constants: Any = self.constants[str(side)]
         row_BD = constants.patches(constants.bank(x_BCHW))
@@ -103,10 +118,24 @@ class PatchFeatures(nn.Module):
         )
 
 
-def patch_features(*, scattering: bool, most_px: int = 128) -> PatchFeatures:
+def zoomed(x_BCHW: Tensor, zoom: float) -> Tensor:
+    """Return images of the same size that show the middle ``zoom`` of the side of each; where that
+    is above 1, a mirrored border too.
+    """
+    side = int(x_BCHW.shape[-1])
+    border = (2 * round(side * zoom / 2) - side) // 2
+    if border < 0:
+        x_BCHW = x_BCHW[..., -border:border, -border:border]
+    else:
+        x_BCHW = F.pad(x_BCHW, (border,) * 4, mode="reflect")
+    return F.interpolate(
+        x_BCHW, (side, side), mode="bicubic", align_corners=False, antialias=border > 0
+    )
+
+
+def patch_features(*, scattering: bool, most_px: int = 128, zooms: bool = False) -> PatchFeatures:
     """Return the features with the shipped constants, at resolutions up to ``most_px``, one of
     ``SIZES``.
     """
-    return PatchFeatures(
-        {side: load_constants(side) for side in SIZES if side <= most_px}, scattering=scattering
-    )
+    constants = {side: load_constants(side) for side in SIZES if side <= most_px}
+    return PatchFeatures(constants, scattering=scattering, zooms=zooms)
