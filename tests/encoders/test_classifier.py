@@ -175,6 +175,7 @@ def test_trained_classifiers_can_be_traced_and_exported(name: str, tmp_path: Pat
         pytest.param("scattering", 36, "4x4", marks=pytest.mark.slow),
         pytest.param("patches", 64, "3x3", marks=pytest.mark.slow),
         pytest.param("patches+scattering", 64, "3x3", marks=pytest.mark.slow),
+        pytest.param("patches+scattering+zooms", 64, "3x3", marks=pytest.mark.slow),
         pytest.param("timm:vit_tiny_patch16_224", None, "2x2", marks=pytest.mark.slow),
         pytest.param("timm:convnext_atto", None, "2x2", marks=pytest.mark.slow),
         pytest.param("timm:efficientnet_lite0", None, "mean", marks=pytest.mark.slow),
