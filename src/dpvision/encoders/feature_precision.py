@@ -12,8 +12,9 @@ last elements of a tensor in another way than the others is found by comparing p
 Legend: B images, D feature dimension, C channels, H height, W width.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from dpvision.encoders.encoder import Encoder
 from dpvision.errors import ConfigError
 
 Asked = Literal["auto", "float32", "bfloat16"]
+_Features = TypeVar("_Features", Tensor, dict[str, Tensor])
 
 _EXACT = {
     *("add", "sub", "mul", "div", "neg", "abs", "relu", "clamp", "clamp_min", "clamp_max"),
@@ -79,23 +81,20 @@ def in_precision(encoder: Encoder, precision: Asked) -> Encoder:
     if precision == "float32":
         return encoder
     assert precision == "bfloat16", "chosen by precision_for"
-    poolings, stages = encoder.poolings, encoder.stages
-
-    def lowered_poolings(x_BCHW: Tensor) -> dict[str, Tensor]:
-        with torch.autocast(x_BCHW.device.type, torch.bfloat16):
-            return {name: x_BD.float() for name, x_BD in poolings(x_BCHW).items()}
-
-    def lowered_stages(x_BCHW: Tensor) -> Tensor:
-        assert stages is not None
-        with torch.autocast(x_BCHW.device.type, torch.bfloat16):
-            return stages(x_BCHW).float()
-
+    stages = None if encoder.stages is None else _lowered(encoder.stages)
     return replace(
-        encoder,
-        precision="bfloat16",
-        poolings=lowered_poolings,
-        stages=None if stages is None else lowered_stages,
+        encoder, precision="bfloat16", poolings=_lowered(encoder.poolings), stages=stages
     )
+
+
+def _lowered(function: Callable[[Tensor], _Features]) -> Callable[[Tensor], _Features]:
+    """Return a function of images in autocast. ``PooledNetwork`` averages in float32."""
+
+    def lowered(x_BCHW: Tensor) -> _Features:
+        with torch.autocast(x_BCHW.device.type, torch.bfloat16):
+            return function(x_BCHW)
+
+    return lowered
 
 
 @torch.no_grad()  # inference mode would show operations that are made of others
