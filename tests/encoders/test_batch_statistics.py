@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpvision.encoders.batch_statistics import check_statistics
+from dpvision.encoders.batch_statistics import TEXTURES, check_statistics, make_images
 from dpvision.encoders.open import open_encoder
 from dpvision.errors import CheckpointError
 from dpvision.synthetic.textures import textures
@@ -68,6 +68,13 @@ def test_a_file_opened_under_a_wrong_name_is_refused_unless_its_folder_says_what
     (tmp_path / "config.json").write_text("{}")
     edit_json(tmp_path / "config.json", architecture=LITE, pretrained_cfg={})
     assert open_encoder(f"timm:{LITE}@{file}").std == IMAGENET[1]
+
+
+def test_the_shipped_textures_are_those_that_the_package_makes():
+    shipped, made = load_file(TEXTURES)["images"], make_images()
+    # Another processor may round a pixel otherwise.
+    assert (shipped.int() - made.int()).abs().max() <= 1
+    assert (shipped != made).float().mean() < 1e-3
 
 
 def test_statistics_that_say_nothing_refuse_nothing():

@@ -5,7 +5,10 @@ timm has pairs of models whose tensors have the same shapes and which compute di
 otherwise than those of ``efficientnet_lite0``. A file opened under the wrong name of the two loses
 accuracy without an error. A trained BatchNorm layer stores mean and variance of its input, so that
 the right name is the one under which the layers' inputs are closest to what is stored. The images
-are procedural textures: no private image is read.
+are sixteen procedural textures, shipped with the package, since to make them takes longer than the
+rest of the check: no private image is read.
+
+    python -m dpvision.encoders.batch_statistics        makes their file
 
 What this cannot see: a model without BatchNorm, and names or normalisations that timm does not
 list for these shapes.
@@ -14,12 +17,13 @@ Legend: B images, C channels, H height, W width.
 """
 
 import contextlib
-import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -29,7 +33,8 @@ from dpvision.synthetic.textures import textures
 Colours = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation by which images are normalised."""
 
-_NUM_IMAGES, _SIZE_PX = 32, 64
+TEXTURES = Path(__file__).parent / "constants" / "textures-64px.safetensors"
+_NUM_IMAGES, _SIZE_PX = 16, 64
 _FITS, _WORSE = 0.1, 5.0
 """A normalisation is refused where another one fits the first layer within _FITS, in nats of a
 median channel, and it is _WORSE times as far.
@@ -113,9 +118,9 @@ def _model(name: str, tensors: Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-@functools.cache
-def _images() -> Tensor:
-    return textures(torch.arange(_NUM_IMAGES), _SIZE_PX).float() / 255
+def make_images() -> Tensor:
+    """Return the images anew, uint8."""
+    return textures(torch.arange(_NUM_IMAGES), _SIZE_PX)
 
 
 class _Enough(Exception):
@@ -145,8 +150,9 @@ def _distances(model: nn.Module, colours: Colours, *, first: bool = False) -> li
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     hooks = [layer.register_forward_pre_hook(compare) for layer in layers]
     mean, std = (torch.tensor(value)[:, None, None] for value in colours)
+    images_BCHW = load_file(TEXTURES)["images"].float() / 255
     with contextlib.suppress(_Enough):
-        model((_images() - mean) / std)
+        model((images_BCHW - mean) / std)
     for hook in hooks:
         hook.remove()
     return found
@@ -160,3 +166,7 @@ def _words(colours: Colours) -> str:
 def _one_of(labels: list[str], where: str) -> str:
     """Return names to use, at most three."""
     return " or ".join(f"timm:{label}@{where}" for label in labels[:3])
+
+
+if __name__ == "__main__":
+    save_file({"images": make_images()}, TEXTURES)

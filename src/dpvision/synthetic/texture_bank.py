@@ -97,18 +97,17 @@ def _cells(rng: np.random.Generator, num: int) -> tuple[np.ndarray, np.ndarray, 
     the nearest point's index.
     """
     points = rng.random((num, 2)) * FIELD_SIDE
-    grid = np.arange(FIELD_SIDE)
+    away_N2S = np.abs(np.arange(FIELD_SIDE) - points[..., None])
+    y_NS, x_NS = np.square(np.minimum(away_N2S, FIELD_SIDE - away_N2S)).swapaxes(0, 1)
+    # Squared distances.
     nearest = np.full((FIELD_SIDE, FIELD_SIDE), np.inf)
     second, who = nearest.copy(), np.zeros((FIELD_SIDE, FIELD_SIDE), dtype=np.int64)
-    for i, (y, x) in enumerate(points):
-        dy, dx = np.abs(grid - y), np.abs(grid - x)
-        distance = np.hypot(
-            np.minimum(dy, FIELD_SIDE - dy)[:, None], np.minimum(dx, FIELD_SIDE - dx)[None]
-        )
-        second = np.minimum(second, np.maximum(nearest, distance))
+    for i in range(num):
+        distance = y_NS[i, :, None] + x_NS[i]
+        np.minimum(second, np.maximum(nearest, distance), out=second)
         who[distance < nearest] = i
-        nearest = np.minimum(nearest, distance)
-    return nearest, second, who
+        np.minimum(nearest, distance, out=nearest)
+    return np.sqrt(nearest), np.sqrt(second), who
 
 
 def _warped(field: np.ndarray, rng: np.random.Generator, strength: float) -> np.ndarray:
