@@ -251,8 +251,7 @@ def _at_hand(spec: str) -> "EncoderAtHand | None":
         sizes += [size for size in _SIZES if size != encoder.image_size]
     seconds = {}
     for size in sizes:
-        sized = replace(encoder, image_size=size)
-        seconds[size] = min(seconds_per_image(sized) for _ in range(2))  # the first call warms up
+        seconds[size] = seconds_per_image(replace(encoder, image_size=size))
     declaration = None
     if any(entry["visibility"] == "undeclared" for entry in encoder.lineage):
         what, _, file = encoder.name.partition("@")
