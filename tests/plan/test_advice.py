@@ -15,7 +15,14 @@ from safetensors.torch import save_file
 from dpvision.cli import main
 from dpvision.errors import ConfigError
 from dpvision.plan import advice
-from dpvision.plan.evidence import CLASSES, ENCODER_HEADS, HEADS, MEASURED_ENCODER, PRETRAINING
+from dpvision.plan.evidence import (
+    CLASSES,
+    ENCODER_HEADS,
+    HEADS,
+    MEASURED_ENCODER,
+    PRETRAINING,
+    ZOOMS_GAIN,
+)
 from dpvision.plan.head_advice import expected_accuracy, head_signal
 from dpvision.plan.question import Advice, EncoderAtHand, Question
 from dpvision.recipes import get_recipe
@@ -39,6 +46,16 @@ def rows(name: str) -> list[dict]:
 def value(name: str, case: str, variant: str) -> float:
     (found,) = [r["value"] for r in rows(name) if (r["case"], r["variant"]) == (case, variant)]
     return found
+
+
+def test_the_gain_by_zooms_is_the_measured_one() -> None:
+    case = "{}: cifar10, 50000 records, epsilon {}"
+    plain, zooms = (
+        [value("2026-11-28-zooms", case.format(encoder, e), "many_steps") for e in (1, 3, 8)]
+        for encoder in ("patches+scattering", "patches+scattering+zooms")
+    )
+    gains = [b - a for a, b in zip(plain, zooms, strict=True)]
+    assert ZOOMS_GAIN.startswith(f"{min(gains):.1f} to {max(gains):.1f} points on 50,000 ")
 
 
 def head_cells() -> list[Cell]:

@@ -37,6 +37,7 @@ PUBLIC_GAIN = (
     f"at 224 px {MEASURED_ENCODER} gained 6.6 points on 222 pets at epsilon 8, and 0.7 on 1,500 "
     "satellite images"
 )
+ZOOMS_GAIN = "0.5 to 1.0 points on 50,000 photographs of CIFAR-10"
 CLASSES = {"cifar10": 10, "eurosat": 10, "mednist": 6, "pets_sample": 37}
 NAMES = {
     "cifar10": "CIFAR-10 (photographs of objects)",

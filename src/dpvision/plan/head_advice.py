@@ -18,6 +18,7 @@ from dpvision.plan.evidence import (
     NAMES,
     PUBLIC_GAIN,
     RESOLUTION_GAIN,
+    ZOOMS_GAIN,
     EncoderResult,
     HeadResult,
 )
@@ -281,5 +282,7 @@ def _more_of_head(q: Question, high: float) -> dict[str, str]:
     return {
         "ten times the images": spread(q.with_images(10)),
         "twice the epsilon": spread(replace(q, epsilon=q.epsilon * 2)),
-        "ten times the compute": "nothing: the head is limited by noise, and computed in full",
+        "ten times the compute": "nothing: the head is limited by noise, and computed in full"
+        if q.public_encoder
+        else f"{ZOOMS_GAIN}, by --encoder patches+scattering+zooms with three times the work",
     }
