@@ -293,7 +293,11 @@ def test_layers_of_few_places_have_blocks_of_their_own_within_the_same_budget(
     real = OuterProducts.weighted_sum
 
     def noted(
-        use: OuterProducts, factor_B: torch.Tensor, keep_B: torch.Tensor | None, parts: list[slice]
+        use: OuterProducts,
+        factor_B: torch.Tensor,
+        keep_B: torch.Tensor | None,
+        parts: list[slice],
+        **kwargs: bool,
     ) -> torch.Tensor:
         sides = [side.rows(slice(None)) for side in (use.left, use.right)]
         for part in parts:
@@ -308,7 +312,7 @@ def test_layers_of_few_places_have_blocks_of_their_own_within_the_same_budget(
             )
             true = torch.einsum("b,btp,btq->pq", factor_B[part].double(), left_NTP, right_NTQ)
             assert 0 < (computed - true).norm() <= bounds[use.left.places][-1]
-        return real(use, factor_B, keep_B, parts)
+        return real(use, factor_B, keep_B, parts, **kwargs)
 
     monkeypatch.setattr(OuterProducts, "weighted_sum", noted)
     clipped_sum(

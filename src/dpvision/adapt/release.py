@@ -23,7 +23,7 @@ from torch import Tensor
 from dpvision.config import PrivacyConfig
 from dpvision.dp.clipped import ClippedSum, no_records, once, seal
 from dpvision.dp.noise import DPGradient, privatize
-from dpvision.dp.rounding import clip_factors, margin, require_exact_products
+from dpvision.dp.rounding import MARGIN, clip_factors, require_exact_products
 from dpvision.errors import PrivacyError
 from dpvision.privacy import gaussian
 from dpvision.privacy.plan import DPPlan, default_delta, make_plan
@@ -32,7 +32,6 @@ from dpvision.privacy.stream import Key
 from dpvision.train.distributed import Group, all_reduce_sum
 
 _ALONE = Group(0, 1, torch.device("cpu"))
-_MARGIN = margin(torch.float32)
 """Fraction of C reserved for rounding. Row lengths are within 6 eps of float32
 (``feature_stream``), 14 eps for a row that was shortened and squared; the residuals, the factor and
 their products each round by half an ulp. Sums over records are float64 throughout.
@@ -76,7 +75,7 @@ class Contributions:
         if clip_norm is None:
             return finite_B.float()
         return clip_factors(
-            norm_B, finite_B, max_grad_norm=clip_norm, rule=self._plan.clipping, kept=_MARGIN
+            norm_B, finite_B, max_grad_norm=clip_norm, rule=self._plan.clipping, kept=MARGIN
         ).float()
 
     def add(self, name: str, value: Tensor) -> None:

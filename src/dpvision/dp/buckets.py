@@ -25,6 +25,10 @@ from dpvision.dp.rounding import BUDGET, gamma
 _BITS = 63
 _TOP = 31
 """Bits of the hash that choose the bucket."""
+_UNITS = 2**16
+"""Units of a block's cost in its budget."""
+_MOST_COST = 2**24
+"""Cost, in budgets, from which a record is alone in its block: that of two is above u 2^24 = 1."""
 
 
 def hashes(key: StepKey, record_id_B: Tensor) -> Tensor:
@@ -111,11 +115,13 @@ def blocks(bits_B: np.ndarray, cost_B: np.ndarray, terms: int, max_grad_norm: fl
             of the sum of squares), float64.
         terms: T + 1 of the layer with most places T.
     """
-    total = np.concatenate([[0.0], np.cumsum(cost_B)])
+    # Integers, so that a block's cost does not depend on the records before it.
+    share_B = np.minimum(cost_B / (BUDGET * max_grad_norm), _MOST_COST)
+    total = np.concatenate([[0], np.ceil(share_B * _UNITS).astype(np.int64).cumsum()])
 
     def within(start: int, stop: int) -> bool:
-        cost = total[stop] - total[start]
-        return cost == 0 or block_error(stop - start, terms) * cost <= BUDGET * max_grad_norm
+        cost = int(total[stop] - total[start])
+        return cost == 0 or block_error(stop - start, terms) * cost <= _UNITS
 
     return list(halved(bits_B, 0, len(bits_B), within)) if len(bits_B) else []
 

@@ -84,8 +84,8 @@ def clipped_sum(
             ``norms_B`` is empty.
         rule: "hard", the factor min(1, C / norm); "automatic", C / (norm + 0.01) (Bu et al. 2023).
         method: "one_pass", or "vmap", the much slower reference: the same up to rounding.
-        loss_scale: factor of the losses in the backward pass, for float16; a public number, undone
-            before the norm.
+        loss_scale: factor of the losses in the backward pass, for float16; a public power of two,
+            2^-12 to 2^24, undone before the norm.
         chunk_size: largest number of records whose gradients are held at once, under "vmap" and for
             parameters without a rule; if None, as many as fit 256 MiB. Changes the order of float
             sums only.
@@ -439,10 +439,12 @@ def _check(
         raise ConfigError(
             f"clip: max_grad_norm={max_grad_norm!r}; expected between 1e-12 and 1e12. Use 0.1 to 1."
         )
-    if not (0 < loss_scale < math.inf and math.frexp(loss_scale)[0] == 0.5):
+    # Squares of smaller gradients would be lost, and the norm with them.
+    least, most = 2.0 ** (_SMALLEST - _HEADROOM), 2.0**_LARGEST
+    if not (least <= loss_scale <= most and math.frexp(loss_scale)[0] == 0.5):
         raise ConfigError(
             f"clip: loss_scale={loss_scale!r}; expected a power of two, which scales without "
-            "rounding. Use 65536."
+            "rounding, from 2^-12 to 2^24. Use 65536."
         )
     if chunk_size is not None and not chunk_size >= 1:
         raise ConfigError(

@@ -151,23 +151,39 @@ def square_norms_of_shared(lefts: list[Side], right: Side) -> SquareNorms:
     return summed_squares(sums_of_shared(lefts, right))
 
 
-def written_square_norms(outer: OuterProducts, rows: slice, value_N: Tensor) -> SquareNorms:
-    """Return what rounding can change in ``value_N``, the squared norms of outer products that are
-    written out for the norm only; the value itself is zero.
+def written_square_norms(
+    outers: Sequence[OuterProducts],
+    kept: Sequence[Tensor],
+    rows: slice,
+    value_N: Tensor,
+    dtype: torch.dtype,
+) -> SquareNorms:
+    """The squared norms ``value_N`` of records' gradients that are written out for the norm only,
+    with what rounding can change in them and in the sum.
+
+    The uses of a weight round the same numbers: so their lengths are added, not their squares.
+
+    Args:
+        outers: all uses as outer products, which the sum adds up.
+        kept: norms, float64 (N,), of the gradients of uses that are kept written out.
+        dtype: precision of the products and of their sum.
     """
-    lengths_NT = [
-        torch.linalg.vector_norm(padded_rows(side.rows(rows)), dim=2, dtype=torch.float64)
-        for side in (outer.left, outer.right)
-    ]
-    length_N = row_sums(lengths_NT[0] * lengths_NT[1])
-    places = outer.left.places
-    off_N = gamma(places, wide(_dtype(outer))) * length_N
-    return SquareNorms(
-        torch.zeros_like(length_N),
-        off_N * (2 * value_N.sqrt() + off_N),
-        length_N**2,
-        ((places + 1) * length_N) ** 2,
-    )
+    count = len(outers) + len(kept)
+    off_N, length_N, work_N = torch.zeros(3, len(value_N), dtype=torch.float64).to(value_N.device)
+    for norm_N in kept:
+        off_N += gamma(count - 1, dtype) * norm_N
+        work_N += 2 * norm_N
+    for outer in outers:
+        lengths_NT = [
+            torch.linalg.vector_norm(padded_rows(side.rows(rows)), dim=2, dtype=torch.float64)
+            for side in (outer.left, outer.right)
+        ]
+        own_N, places = row_sums(lengths_NT[0] * lengths_NT[1]), outer.left.places
+        off_N += gamma(places + count - 1, dtype) * own_N
+        length_N += own_N
+        work_N += (places + 1) * own_N
+    error_N = off_N * (2 * value_N.sqrt() + off_N)
+    return SquareNorms(value_N, error_N, length_N.square(), work_N.square() + 4 * value_N)
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,6 +44,7 @@ from dpvision.dp.weight_grads import (
     Slot,
     by_places,
     groups_of,
+    is_plain,
     most_terms,
     pull_back,
     small_written,
@@ -345,7 +346,14 @@ def _add_up(passed: Passed, weighed: Weighed, num_records: int, how: How) -> dic
         groups, cut = piece
         # One group, or small ones together.
         sums = (
-            [[slot.weighted_sum(factor_B, weighed.kept, cut) for slot in groups[0]]]
+            [
+                [
+                    slot.weighted_sum(
+                        factor_B, weighed.kept, cut, exact=not is_plain(groups[0], params)
+                    )
+                    for slot in groups[0]
+                ]
+            ]
             if len(groups) == 1
             else [[part] for part in weighted_sums(groups, factor_B, weighed.kept, cut)]
         )

@@ -383,12 +383,15 @@ class OuterProducts:
             return torch.stack(made).reshape(-1, *self.shape)
         return product(self.left.rows(rows).mT, self.right.rows(rows)).reshape(-1, *self.shape)
 
-    def weighted_sum(self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]) -> Tensor:
+    def weighted_sum(
+        self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice], *, exact: bool = False
+    ) -> Tensor:
         """sum over i of factor_i G_i, of the weight's shape; records with ``keep_B`` False are left
         out whatever they hold.
 
         Args:
             blocks: consecutive records that are summed in float32 (or wider) together.
+            exact: whether blocks are added up in float64 (``rounding.sum_dtype``).
 
         Returns:
             The sum, in the precision of the products, or in float64 where many blocks are added up
@@ -399,9 +402,9 @@ class OuterProducts:
         # With several, each chunk takes as many whole blocks as it has room for, and each block's
         # product is added, tile by tile of the weight, to a total that is wider if need be.
         if isinstance(self.left, OneHot):
-            return self._scattered(self.left, factor_B, keep_B, exact=len(blocks) > 1)
+            return self._scattered(self.left, factor_B, keep_B, exact=exact or len(blocks) > 1)
         if isinstance(self.right, Patches) and self.right.by_convolution:
-            return self._by_convolution(self.right, factor_B, keep_B, blocks)
+            return self._by_convolution(self.right, factor_B, keep_B, blocks, exact=exact)
         total: Tensor | None = (
             None  # no zeros to begin with: filling a model's size with them costs a tenth of a step
         )
@@ -433,7 +436,8 @@ class OuterProducts:
             ]
             fresh = total is None
             if total is None:
-                dtype = sum_dtype(len(blocks), blocks[-1].stop, widest(left.dtype, right.dtype))
+                dtype = widest(left.dtype, right.dtype)
+                dtype = sum_dtype(len(blocks), blocks[-1].stop, dtype, exact=exact)
                 total = torch.empty(
                     self.left.width, self.right.width, dtype=dtype, device=self.device
                 )
@@ -453,7 +457,13 @@ class OuterProducts:
         return total.view(self.shape)
 
     def _by_convolution(
-        self, right: Patches, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]
+        self,
+        right: Patches,
+        factor_B: Tensor,
+        keep_B: Tensor | None,
+        blocks: list[slice],
+        *,
+        exact: bool,
     ) -> Tensor:
         """The weighted sum as a convolution's backward pass over each block, a chunk of records at
         a time.
@@ -471,7 +481,8 @@ class OuterProducts:
                 part = piece if part is None else part.add_(piece)
             assert part is not None
             if total is None:
-                total = part.to(sum_dtype(len(blocks), blocks[-1].stop, part.dtype))
+                dtype = sum_dtype(len(blocks), blocks[-1].stop, part.dtype, exact=exact)
+                total = part.to(dtype)
             else:
                 total += part
         assert total is not None

@@ -46,10 +46,11 @@ MOST_SUMMED = 1200
 each record, are added in float32.
 """
 MARGIN_EPS = 32
-"""Part of C kept free, in epsilons of the gradients' precision, where every gradient is written
-out: more than all that can make a contribution larger than computed (the norm: 16.5 eps; the
-factor, and factor x gradient: half an eps each).
+"""Part of C kept free, in epsilons of float32, where every gradient is written out, or is float64:
+more than all that can make a contribution larger than computed (in float32 the norm: 16.5 eps; the
+factor, and factor x gradient: half an eps each; in float64 the sum of 10,000 records).
 """
+MARGIN = MARGIN_EPS * torch.finfo(torch.float32).eps
 AUTOMATIC_GAMMA = 0.01
 """gamma of automatic clipping (Bu et al. 2023, AUTO-S): added to the norm of a record's gradient,
 so in the units of that norm, whatever C is. Records whose gradient is much shorter than this are
@@ -65,28 +66,25 @@ def gamma(count: float, dtype: torch.dtype = torch.float32) -> float:
     return part / (1 - part) if part < 1 else float("inf")
 
 
-def margin(dtype: torch.dtype) -> float:
-    """Part of C kept free where every gradient is written out, and what is summed is summed in
-    float64.
-    """
-    return MARGIN_EPS * torch.finfo(dtype).eps
-
-
 def reserve(dtype: torch.dtype) -> float:
     """Part of C kept free where gradients of ``dtype`` are summed by matrix products."""
-    return RESERVE if dtype == torch.float32 else margin(dtype)
+    return RESERVE if dtype == torch.float32 else MARGIN
 
 
-def sum_dtype(num_blocks: int, num_records: int, dtype: torch.dtype) -> torch.dtype:
-    """Precision in which the sums of a pass's blocks, each of ``dtype``, are added."""
-    return dtype if num_blocks * num_records <= MOST_SUMMED else torch.float64
+def sum_dtype(num_blocks: int, num_records: int, dtype: torch.dtype, *, exact: bool) -> torch.dtype:
+    """Precision in which the sums of a pass's blocks, each of ``dtype``, are added.
+
+    Args:
+        exact: whether it is float64 in any case, since a record's part may be longer than C.
+    """
+    return dtype if num_blocks * num_records <= MOST_SUMMED and not exact else torch.float64
 
 
 def proven_bound() -> float:
     """Bound on |computed sum(D) - computed sum(D')| / C for neighbouring data sets, float32
     gradients: at most 1.
     """
-    return (1 - RESERVE) * (1 + LOOSE) * (1 + margin(torch.float32)) + 3 * BUDGET + ROUNDED
+    return (1 - RESERVE) * (1 + LOOSE) * (1 + MARGIN) + 3 * BUDGET + ROUNDED
 
 
 def added_bound() -> float:

@@ -114,17 +114,11 @@ class Slot:
             return SquareNorms.certain(sum_of_squares(self.written_BW))
         numbers = max(outer.working_numbers for outer in self.outers)
         rows = list(chunks(num_records, numbers, OUTER_NUMBERS, self.weight.device))
-        parts = [self.written_norms(part, sum_of_squares(self.write_out(part))) for part in rows]
-        return SquareNorms.joined(parts)
+        return SquareNorms.joined([self._written_norms(part) for part in rows])
 
-    def written_norms(self, rows: slice, value_N: Tensor) -> SquareNorms:
-        """Return the squared norms of some records whose outer products are materialised for the
-        norm but not for the sum.
-        """
-        total = SquareNorms.certain(value_N)
-        for outer in self.outers:
-            total = total + written_square_norms(outer, rows, value_N)
-        return total
+    def _written_norms(self, rows: slice) -> SquareNorms:
+        value_N, kept = sum_of_squares(self.write_out(rows)), kept_norms([self], rows)
+        return written_square_norms(self.outers, kept, rows, value_N, wide(self.weight.dtype))
 
     def shared_input(self) -> tuple[int, torch.Size, tuple[int, ...]] | None:
         """Return an identifier of the input if its Gram matrix is needed and may be shared with
@@ -137,19 +131,23 @@ class Slot:
             return None
         return right.kept.data_ptr(), right.kept.shape, right.kept.stride()
 
-    def weighted_sum(self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]) -> Tensor:
+    def weighted_sum(
+        self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice], *, exact: bool
+    ) -> Tensor:
         """Return the sum over i of factor_i G_i, of the weight's shape; records with ``keep_B``
         False are left out, whatever they hold.
 
-        ``blocks`` and the precision of the sum are as in ``OuterProducts.weighted_sum``.
+        ``blocks`` and the precision of the sum are as in ``OuterProducts.weighted_sum``; uses are
+        added in float64 if ``exact``.
         """
         # One sum for each use kept as outer products, and one for all that were written out: a
         # product of the factors with the matrix of gradients, block by block. Then their sum.
-        parts = [outer.weighted_sum(factor_B, keep_B, blocks) for outer in self.outers]
+        parts = [outer.weighted_sum(factor_B, keep_B, blocks, exact=exact) for outer in self.outers]
         if self.written_BW is not None:
             grad_BN = self.written_BW.reshape(len(self.written_BW), -1)
-            parts.append(weighted_rows(grad_BN, factor_B, keep_B, blocks).view(self.weight.shape))
-        total = parts[0]
+            sum_N = weighted_rows(grad_BN, factor_B, keep_B, blocks, exact=exact)
+            parts.append(sum_N.view(self.weight.shape))
+        total = parts[0].double() if exact else parts[0]
         for part in parts[1:]:
             total = total + part
         return total
@@ -182,8 +180,19 @@ def sum_of_squares(grad_BW: Tensor) -> Tensor:
     return row_sums(part_BN.double().square())
 
 
+def kept_norms(slots: list[Slot], rows: slice) -> list[Tensor]:
+    """Norms of the gradients of some records that slots keep written out, float64 (N,) each."""
+    kept = [slot.written_BW[rows] for slot in slots if slot.written_BW is not None]
+    return [sum_of_squares(grad_NW).sqrt() for grad_NW in kept]
+
+
 def weighted_rows(
-    grad_BN: Tensor, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]
+    grad_BN: Tensor,
+    factor_B: Tensor,
+    keep_B: Tensor | None,
+    blocks: list[slice],
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """Return the sum over i of factor_i times row i, (N,); arguments as for
     ``Slot.weighted_sum``.
@@ -194,7 +203,7 @@ def weighted_rows(
     sums = (factor_B[block] @ grad_BN[block] for block in blocks)
     total = next(sums)
     if len(blocks) > 1:
-        total = total.to(sum_dtype(len(blocks), blocks[-1].stop, total.dtype))
+        total = total.to(sum_dtype(len(blocks), blocks[-1].stop, total.dtype, exact=exact))
         for part in sums:
             total += part
     return total
@@ -340,12 +349,10 @@ def group_square_norms(
     parts = []
     for rows in chunks(num_records, numbers, OUTER_NUMBERS, group[0].weight.device):
         pulled = written_out(group, params, rows)
-        part = SquareNorms.certain(
-            torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0)
-        )
-        for slot in group:
-            part = part + slot.written_norms(rows, torch.zeros_like(part.value_B))
-        parts.append(part)
+        value_N = torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0)
+        outers = [outer for slot in group for outer in slot.outers]
+        kept, dtype = kept_norms(group, rows), wide(group[0].weight.dtype)
+        parts.append(written_square_norms(outers, kept, rows, value_N, dtype))
     return SquareNorms.joined(parts)
 
 
@@ -430,6 +437,14 @@ def norm_is_own(group: list[Slot], params: dict[str, Tensor]) -> bool:
         )
     spans.sort()
     return all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+
+
+def is_plain(group: list[Slot], params: dict[str, Tensor]) -> bool:
+    """Return whether no number of a parameter has several uses, whose parts of a record's gradient
+    may be longer than their sum.
+    """
+    several = any(len(slot.outers) + (slot.written_BW is not None) > 1 for slot in group)
+    return not several and norm_is_own(group, params)
 
 
 def _is_view(weight: Tensor, param: Tensor) -> bool:
