@@ -342,6 +342,16 @@ def test_losses_of_one_model_do_not_disturb_one_another():
         check_equal(model, loss_fn, rows(batch, [2]))
 
 
+def test_negative_indices_count_from_the_end():
+    table = nn.Embedding(10, 4).double()
+
+    def losses(model, batch, key):
+        index_BT = batch.image_BVCHW[:, 0, 0, 0].abs().mul(10).long().clamp(max=9) - 10
+        return model.weight[index_BT].square().sum((1, 2))
+
+    check_equal(table, losses, make_batch(5, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("bound", [False, True])
 def test_the_model_can_be_forgotten(bound):
     """Routes are remembered by model; they do not keep it, nor does a loss function that holds

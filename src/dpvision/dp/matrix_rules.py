@@ -185,8 +185,14 @@ def embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
+    *,
+    from_end: bool = False,
 ) -> Any:
-    """``F.embedding``; the gradient of ``padding_idx`` is zero as in torch."""
+    """``F.embedding``; the gradient of ``padding_idx`` is zero as in torch.
+
+    Args:
+        from_end: whether negative numbers count from the end.
+    """
     batch_dim = run.batch_dim(input)
     if batch_dim is None:
         return NotImplemented
@@ -212,7 +218,8 @@ def embedding(
             )
         )
 
-    return run.tap(F.embedding(input, weight.detach()), (input,), sink)
+    row = input.where(input >= 0, input + shape[0]) if from_end else input
+    return run.tap(F.embedding(row, weight.detach()), (row,), sink)
 
 
 def getitem(run: Pass, weight: Tensor, index: Any) -> Any:
@@ -224,7 +231,7 @@ def getitem(run: Pass, weight: Tensor, index: Any) -> Any:
         or run.batch_dim(weight) is not None
     ):
         return NotImplemented
-    return embedding(run, index, weight)
+    return embedding(run, index, weight, from_end=True)
 
 
 class _Head(torch.autograd.Function):
