@@ -67,6 +67,8 @@ def remedy_for(error: BaseException, otherwise: str) -> str:
     """
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return "Allow this process more open files: ulimit -n 65536."
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return "That disk is read-only: give a path on another."
     if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM):
         return otherwise
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "."

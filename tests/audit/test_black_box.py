@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpvision.audit.black_box import black_box, figures, limits
+from dpvision.audit.black_box import black_box, check_settings, figures, limits, num_canaries
 from dpvision.audit.canary_images import canary_rows, write_canaries
 from dpvision.audit.lira import Scored, attack, fair_coins, label_scores, likelihood_ratios
 from dpvision.cli.audit import run as command
@@ -147,6 +147,15 @@ def test_likelihood_ratios_are_those_of_the_law_that_made_the_scores() -> None:
     got = likelihood_ratios(score_N, score_SN, inside_SN)
     assert np.abs(got - want).max() < 0.5 and np.corrcoef(got, want)[0, 1] > 0.999
     assert not likelihood_ratios(score_N, score_SN, np.ones_like(inside_SN)).any()
+
+
+def test_a_large_delta_leaves_room_for_fewer_canaries(config: RunConfig) -> None:
+    """Records x delta is at most 1.5: with 500 canaries the plan was refused after all was made."""
+    small = replace(config, privacy=replace(config.privacy, delta=1e-3))
+    assert num_canaries(small, None, None) == 375 and num_canaries(config, None, None) == 500
+    check_settings(small, None, 375, None, 0)
+    with pytest.raises(ConfigError, match="canaries=376.*at most 375.*Use --canaries 375"):
+        check_settings(small, None, 376, None, 0)
 
 
 def test_canaries_that_all_or_no_shadow_models_have_are_guessed_as_well_as_others() -> None:

@@ -12,7 +12,7 @@ from sklearn.datasets import load_sample_images
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig
-from dpvision.data.transform import preprocess_of
+from dpvision.data.transform import LibraryData, LibraryResize, preprocess_of
 from dpvision.encoders.calibration import Calibration, save_calibration, weights_of
 from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.trained import load_model
@@ -84,6 +84,7 @@ IMAGES = [
     Image.fromarray(load_sample_images().images[0]).crop(box)
     for box in ((0, 0, 300, 300), (5, 9, 205, 327), (100, 40, 171, 82))
 ]
+SIDES = [(20, 20), (25, 90), (51, 52), (64, 64), (102, 300), (103, 104)]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,24 @@ def test_a_calibrated_run_leaves_with_its_temperature_offset_and_thresholds(
     card = (folder / "README.md").read_text()
     assert "the sigmoid of the scores divided by 2.5; a class is predicted above" in card
     assert f"0. {CLASSES[0]}, above 0.2\n1. {CLASSES[1]}, above 0.5\n" in card
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DataConfig(own_sizes=(32, 64, 128)),
+        LibraryData(library=LibraryResize(146, keep_aspect=True)),
+        LibraryData(library=LibraryResize(128, keep_aspect=False, filter="bilinear")),
+    ],
+    ids=["own sizes", "shorter side", "square"],
+)
+def test_the_code_for_onnx_makes_the_pixels_that_a_head_sees(data: DataConfig) -> None:
+    """A file whose resolution is its own was enlarged to the largest: 22 of 60 other classes."""
+    for file in [*IMAGES, *(Image.new("RGB", (w, h), (w, h, 9)) for w, h in SIDES)]:
+        of_onnx: dict[str, Any] = {"image": file, "numpy": np}
+        exec(pixels_code(128, data), of_onnx)
+        expected = preprocess_of(128, data)(file)
+        np.testing.assert_allclose(of_onnx["x_BCHW"][0], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ from dpvision.files import remove_folder, write_json
 from dpvision.privacy.coin_guesses import FALSE_ALARM
 from dpvision.privacy.composition import curve
 from dpvision.privacy.plan import DPPlan, draft_plan, make_plan
+from dpvision.privacy.refusal import MAX_N_TIMES_DELTA
 from dpvision.runs.folder import public_settings, run_base
 from dpvision.runs.run import code_versions
 from dpvision.statement.audits import FORMAT
@@ -64,7 +65,7 @@ _VOCABULARY, _SENTENCES = 440, 4000
 """Entries and training text of the tokenizer, at most."""
 _KEYS = 8
 """Steps whose augmentations and masks a canary's loss is averaged over."""
-_FEWEST = 20
+_FEWEST, _CANARIES = 20, 500
 _FEWEST_SHADOWS = 4
 HEAD_SHADOWS = 16
 """Shadow models of a head, which is cheap to train."""
@@ -109,7 +110,7 @@ def black_box(
         NotInTime: from ``say``. RunStopped: by a signal.
     """
     shadows = num_shadows(config, shadows)
-    check_settings(config, num_canaries, data, shadows)
+    check_settings(config, plan, num_canaries, data, shadows)
     with contextlib.ExitStack() as stack:
         folder = keep
         if folder is None:
@@ -225,10 +226,33 @@ def num_shadows(config: RunConfig, asked: int | None) -> int:
     return HEAD_SHADOWS if isinstance(config.model, HeadConfig) else 0
 
 
-def check_settings(config: RunConfig, num_canaries: int, data: Path | None, shadows: int) -> None:
+def num_canaries(config: RunConfig, plan: DPPlan | None, asked: int | None) -> int:
+    """Return ``asked``; if None, 500, or as many as the plan's delta allows records for."""
+    return min(_CANARIES, max(_FEWEST, _most_canaries(config, plan))) if asked is None else asked
+
+
+def _most_canaries(config: RunConfig, plan: DPPlan | None) -> int:
+    delta = (config.privacy.delta if plan is None else plan.delta) or 1e-5
+    return int(MAX_N_TIMES_DELTA / delta) // (1 + _OTHERS)
+
+
+def check_settings(
+    config: RunConfig,
+    plan: DPPlan | None,
+    num_canaries: int,
+    data: Path | None,
+    shadows: int,
+) -> None:
     if num_canaries < _FEWEST:
         raise ConfigError(
             f"audit: canaries={num_canaries}; expected at least {_FEWEST}. Use --canaries 500."
+        )
+    most = _most_canaries(config, plan)
+    if data is None and num_canaries > most:
+        raise ConfigError(
+            f"audit: canaries={num_canaries}, with {_OTHERS} other records each; expected at most "
+            f"{most}, since records x delta must be at most {MAX_N_TIMES_DELTA}. "
+            + (f"Use --canaries {most}." if most >= _FEWEST else "Audit a run of smaller delta.")
         )
     if not (shadows == 0 or _FEWEST_SHADOWS <= shadows <= 99):
         raise ConfigError(

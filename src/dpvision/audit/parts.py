@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.audit.acceptance import Say
-from dpvision.audit.black_box import black_box, check_settings, forget, num_shadows
+from dpvision.audit.black_box import (
+    black_box,
+    check_settings,
+    forget,
+    num_canaries,
+    num_shadows,
+)
 from dpvision.audit.results import KEEP, forget_written, made_before, one_audit, write_result
 from dpvision.audit.white_box import white_box
 from dpvision.config import RunConfig
@@ -32,7 +38,8 @@ class Parts:
     """Of the finished run; None for a recipe."""
     run: Path | None = None
     """Folder of the finished run, where results are kept; None for a recipe."""
-    canaries: int = 500
+    canaries: int | None = None
+    """If None, 500, or as many as the plan's delta allows."""
     shadows: int | None = None
     data: Path | None = None
     out: Path | None = None
@@ -51,6 +58,10 @@ class Parts:
     def is_main(self) -> bool:
         """Whether this process writes the results: rank 0."""
         return int(os.environ.get("RANK", "0")) == 0
+
+    @property
+    def num_canaries(self) -> int:
+        return num_canaries(self.config, self.plan, self.canaries)
 
     @property
     def num_shadows(self) -> int:
@@ -98,7 +109,7 @@ class Parts:
                     "or name a file."
                 )
         if "black-box" in kinds:
-            check_settings(self.config, self.canaries, self.data, self.num_shadows)
+            check_settings(self.config, self.plan, self.num_canaries, self.data, self.num_shadows)
 
     def made_before(self, kind: str) -> dict[str, Any] | None:
         """Return the result that is there already; None if it is to be made."""
@@ -110,7 +121,7 @@ class Parts:
             if self.again or self.data is not None:
                 return None
             ranks = int(os.environ.get("WORLD_SIZE", "1"))
-            settings = {"canaries": self.canaries, "shadows": self.num_shadows, "ranks": ranks}
+            settings = {"canaries": self.num_canaries, "shadows": self.num_shadows, "ranks": ranks}
             return made_before(self.run, self.file(kind), kind, self.plan, settings)
 
     def make(self, kind: str, say: Say) -> dict[str, Any]:
@@ -125,7 +136,7 @@ class Parts:
                 result = black_box(
                     self.config,
                     self.plan,
-                    self.canaries,
+                    self.num_canaries,
                     data=self.data,
                     shadows=self.shadows,
                     say=say,

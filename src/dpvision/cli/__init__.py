@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from dpvision.errors import DPVisionError
+from dpvision.errors import DPVisionError, remedy_for
 
 # command -> (module, one line of help)
 COMMANDS = {
@@ -108,9 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             place = f" ({error.filename})" if error.filename else ""
+            remedy = remedy_for(error, "Free space, then repeat or --resume.")
             print(
                 f"error: disk: {error.strerror}{place}; expected to write there. Earlier "
-                "checkpoints are safe: free space, then repeat or --resume.",
+                f"checkpoints are safe. {remedy}",
                 file=sys.stderr,
             )
             return 2

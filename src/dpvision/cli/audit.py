@@ -57,7 +57,7 @@ def audit(
     black_box: bool = False,
     minutes: float | None = None,
     again: bool = False,
-    canaries: int = 500,
+    canaries: int | None = None,
     shadows: int | None = None,
     data: Path | None = None,
     epsilon: float | None = None,
@@ -100,7 +100,8 @@ def audit(
         minutes: Time for all parts together. A part that cannot finish is left out, with the time
             that it needs.
         again: With RUN: audit again with new coins and new noise where there is a result.
-        canaries: Number of canaries of the black box, 20 or more. Its time grows with them.
+        canaries: Number of canaries of the black box, 20 or more. Its time grows with them. If
+            omitted, 500, or as many as the run's delta allows.
         shadows: Number of shadow models of the black box, 0 or 4 to 99, each trained as long as
             the first: canaries are then scored by likelihood ratios (LiRA). If omitted, 16 of a
             head and 0 of a network.
@@ -220,7 +221,7 @@ def _does(kind: str, parts: "Parts") -> str:
     """Return what a part does, shown when it begins."""
     if kind == "white-box":
         return "50 steps on a small network of its kind, then all steps on a table of weights"
-    text = f"trains by the plan on synthetic records, {parts.canaries:,} canaries among them"
+    text = f"trains by the plan on synthetic records, {parts.num_canaries:,} canaries among them"
     return f"{text}, with {n} shadow models" if (n := parts.num_shadows) else text
 
 
@@ -294,6 +295,8 @@ def _black_box_text(result: dict[str, Any]) -> str:
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lost = result.get("steps_without_update", 0)
+    above = any(attack[name] > allowed[name] for name in _ATTACK)
+    chance = " Rates of so few canaries may be above the plan's by chance." if above else ""
     return "\n".join(
         [
             f"Black-box audit of {result['recipe']}: {bound['canaries']:,} canaries, "
@@ -317,9 +320,10 @@ def _black_box_text(result: dict[str, Any]) -> str:
                 for row in [("", "this attack", "the plan's"), *rows]
             ),
             "",
-            "Passed. A weak attack proves nothing: the plan's figures are proven, not these. So "
-            f"many canaries show no epsilon above {up(bound['epsilon_low_at_most'])}, whatever "
-            "the mechanism." + (_BLIND if result.get("model") == "mae" else "")
+            f"Passed: epsilon is the test.{chance} A weak attack proves nothing: the plan's "
+            f"figures are proven, not these. {bound['canaries']:,} canaries can show no epsilon "
+            f"above {up(bound['epsilon_low_at_most'])} at this delta, whatever the mechanism."
+            + (_BLIND if result.get("model") == "mae" else "")
             if result["passed"]
             else _failed("the weights give away more than the plan allows", result["false_alarm"]),
         ]

@@ -412,8 +412,10 @@ def _own_heads(
     import torch
 
     from dpvision.checkpoint import load_checkpoint
+    from dpvision.cli.paths import check_run
     from dpvision.data.open import open_store
     from dpvision.encoders.feature_file import Extraction
+    from dpvision.encoders.fixed import FIXED
     from dpvision.eval.any_of_labels import load_any_of_labels
     from dpvision.eval.probes.own_head import (
         has_own_head,
@@ -425,6 +427,8 @@ def _own_heads(
     from dpvision.runs.lineage import lineage_of_results, shaped_in_confidence
 
     lacks = next((spec for spec in specs if not is_run(spec) or not has_own_head(spec)), None)
+    if lacks is not None and ":" not in lacks and lacks not in FIXED:
+        check_run(Path(lacks))
     if lacks is not None or test is None:
         what = (
             "no --test"

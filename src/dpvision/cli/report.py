@@ -1,5 +1,6 @@
 """``dpvision report``: write the guarantee statement and the pages."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,6 +76,7 @@ def report(
     from dpvision.report.page import make_report
     from dpvision.statement.declarations import read_declared
     from dpvision.statement.signature import fingerprint, read_private_key, write_signature
+    from dpvision.statement.statement import read_evidence
 
     told = None if declared is None else read_declared(declared, "report")
     key = None if sign is None else read_private_key(sign)
@@ -89,6 +91,14 @@ def report(
         gallery=None if made is None else made.public_part(),
         declared=told,
     )
+    evidence = read_evidence(run, store)
+    was = evidence.manifest["config"]["data"]["store"]
+    if evidence.store_dir is None and was is not None:
+        print(
+            f"The store is not at {was} any more: the statement does not know of other runs on its "
+            "records. Give --store.",
+            file=sys.stderr,
+        )
     written = {"statement": run / "statement.json", "report": page, "operator": operator}
     if key is not None:
         written["signature"] = write_signature(written["statement"], key)

@@ -27,11 +27,14 @@ def fits(count: int, declared: int, *, at_most: bool = False) -> bool:
 
 
 def rounded_up(count: int) -> int:
-    """Round ``count`` up to as few significant digits as 1% allows: 8981 gives 9000."""
+    """Round ``count`` up to the largest multiple of 1, 2, 5, 10, 20 ... that 1% allows: 8981 gives
+    9000, 501 gives 505. Below 100 only the count itself is within 1%.
+    """
     for power in range(len(str(count)) - 1, 0, -1):
-        rounded = -(-count // 10**power) * 10**power
-        if fits(count, rounded, at_most=True):
-            return rounded
+        for step in (10**power, 10**power // 2, 10**power // 5):
+            rounded = -(-count // step) * step
+            if fits(count, rounded, at_most=True):
+                return rounded
     return count
 
 

@@ -124,8 +124,7 @@ def read_metadata(
             if key is None:
                 raise DataError(
                     f"source: {file}: columns {columns}; expected one named "
-                    f"{' or '.join(keys)}. Add it, "
-                    "or move the file away."
+                    f"{' or '.join(keys)}, between commas. Add it, or move the file away."
                 )
             for row in rows:
                 name = one_form(posixpath.normpath(row[key]))

@@ -18,6 +18,7 @@ from dpvision.data.keys import StepKey
 from dpvision.dp.clip import LossFn, clipped_sum
 from dpvision.dp.compiled import CompiledBlocks
 from dpvision.dp.fingerprint import Fingerprint, fingerprint, norms_of, values_of
+from dpvision.dp.rounding import reserve
 from dpvision.dp.separable import (
     MAX_RECORDS,
     blame,
@@ -147,7 +148,8 @@ def _check_sum(
         known = i < len(first)
         single = first[i] if known else _single_gradient(loss_fn, model, weights, one, key)
         norms.append(single.norm)
-        factor = min(1.0, max_grad_norm / single.norm) if single.norm else 1.0
+        clipped = max_grad_norm * (1 - reserve(torch.float64))
+        factor = min(1.0, clipped / single.norm) if single.norm else 1.0
         for part, total in zip(parts, expected, strict=True):
             if i < len(part.record_id_B):
                 total += factor * single.values

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.export import Dim
 
 from dpvision.config import DataConfig
-from dpvision.data.transform import kept_share
+from dpvision.data.transform import ENLARGEMENT, LibraryData, kept_share
 from dpvision.encoders.classifier import ImageClassifier
 from dpvision.errors import ConfigError
 from dpvision.export.product import Product, captions_to_check, refused
@@ -34,11 +35,17 @@ USES = {
     "encoder": """(feature_BD,) = session.run(None, {"images": x_BCHW})""",
     "classifier": """logit_BK, probability_BK = session.run(None, {"images": x_BCHW})""",
 }
-_PIXELS = """w, h = image.size  # an upright RGB image of Pillow
-left, top = {corner}
+_SQUARE = """left, top = {corner}
 image = image.resize(({side}, {side}), 3, box=(left, top, w - left, h - top))  # 3: bicubic
-x_HWC = (numpy.asarray(image) / 255 - {mean}) / {std}
-x_BCHW = x_HWC.transpose(2, 0, 1)[None].astype(numpy.float32)
+"""
+_LIBRARY = """w, h = {size}
+left, top = (w - {side}) // 2, (h - {side}) // 2
+image = image.resize((w, h), {filter}).crop((left, top, left + {side}, top + {side}))
+"""
+_OWN_SIZE = """side = max((s for s in {sizes} if s <= {most} * min(w, h)), default={least})
+"""
+_CANVAS = """margin = 0, {canvas} - side
+x_HWC = numpy.pad(x_HWC, (margin, margin, (0, 0)), constant_values=numpy.nan)
 """
 CAPTION = """import numpy, onnxruntime, tokenizers
 
@@ -140,11 +147,25 @@ def how_to_load(product: Product) -> str:
 
 def pixels_code(side: int, data: DataConfig) -> str:
     """Return Python that makes x_BCHW of one Pillow image, as training and evaluation see it."""
-    cut = (1 - kept_share(side, data)) / 2
-    corner = f"{cut} * w, {cut} * h" if cut else "0, 0"
-    if data.resize is None:
-        corner = "(w - min(w, h)) / 2, (h - min(w, h)) / 2"
-    return _PIXELS.format(corner=corner, side=side, mean=[*data.mean], std=[*data.std])
+    lines = ["w, h = image.size  # an upright RGB image of Pillow\n"]
+    sizes, cut = data.own_sizes, (1 - kept_share(side, data)) / 2
+    if isinstance(data, LibraryData):
+        rule, resized = data.library, f"{data.library.side}, {data.library.side}"
+        if rule.keep_aspect:
+            resized = f"(int({rule.side} * n / min(w, h)) for n in (w, h))"
+        number = int(Image.Resampling[rule.filter.upper()])
+        lines += [_LIBRARY.format(size=resized, side=side, filter=number)]
+    else:
+        corner = f"{cut} * w, {cut} * h" if cut else "0, 0"
+        if data.resize is None:
+            corner = "(w - min(w, h)) / 2, (h - min(w, h)) / 2"
+        if sizes:
+            lines += [_OWN_SIZE.format(sizes=[*sizes], most=ENLARGEMENT, least=sizes[0])]
+        lines += [_SQUARE.format(corner=corner, side="side" if sizes else side)]
+    lines += [f"x_HWC = (numpy.asarray(image) / 255 - {[*data.mean]}) / {[*data.std]}\n"]
+    if sizes:
+        lines += [_CANVAS.format(canvas=side)]
+    return "".join([*lines, "x_BCHW = x_HWC.transpose(2, 0, 1)[None].astype(numpy.float32)\n"])
 
 
 def read(product: Product, folder: Path) -> Callable[[Tensor], Tensor]:

@@ -106,8 +106,8 @@ def _shown_by_tails(plan: DPPlan) -> str | None:
             f"delta={up_delta(plan.delta)}; "
             "expected more noise in a step: that not all normals beyond "
             f"{gaussian.DENSE_NORMAL:.2f} are drawn could show a record with probability "
-            f"{seen:.1g}, which must be below 1% of delta. Plan more noise, more steps or a larger "
-            "delta."
+            f"{min(seen, 1.0):.1g}, which must be below 1% of delta. Plan more noise, more steps "
+            "or a larger delta."
         )
     return None
 
