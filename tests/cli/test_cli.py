@@ -177,6 +177,11 @@ def test_the_way_from_training_to_statement(
     written = _run(capsys, ["report", run, "--json"])
     statement = json.loads(Path(written["statement"]).read_text())
     assert statement["guarantee"]["epsilon"] == pytest.approx(done["epsilon"])
+    assert "not at" not in capsys.readouterr().err
+    store.rename(tmp_path / "moved")
+    assert main(["report", run]) == 0
+    assert f"The store is not at {store} any more" in capsys.readouterr().err
+    (tmp_path / "moved").rename(store)
     out = tmp_path / "confidential" / "features.npz"
     out.parent.mkdir()
     assert (

@@ -74,6 +74,7 @@ def report(
     from dpvision.report.gallery import gallery_of_run
     from dpvision.report.operator_page import make_operator_page
     from dpvision.report.page import make_report
+    from dpvision.runs.folder import read_run
     from dpvision.statement.declarations import read_declared
     from dpvision.statement.signature import fingerprint, read_private_key, write_signature
     from dpvision.statement.statement import read_evidence
@@ -91,9 +92,8 @@ def report(
         gallery=None if made is None else made.public_part(),
         declared=told,
     )
-    evidence = read_evidence(run, store)
-    was = evidence.manifest["config"]["data"]["store"]
-    if evidence.store_dir is None and was is not None:
+    was = read_run(run)[1].data.store
+    if was is not None and read_evidence(run, store).store_dir is None:
         print(
             f"The store is not at {was} any more: the statement does not know of other runs on its "
             "records. Give --store.",
