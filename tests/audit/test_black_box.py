@@ -154,7 +154,7 @@ def test_a_large_delta_leaves_room_for_fewer_canaries(config: RunConfig) -> None
     small = replace(config, privacy=replace(config.privacy, delta=1e-3))
     assert num_canaries(small, None, None) == 375 and num_canaries(config, None, None) == 500
     check_settings(small, None, 375, None, 0)
-    with pytest.raises(ConfigError, match="canaries=376.*at most 375.*Use --canaries 375"):
+    with pytest.raises(ConfigError, match=r"canaries=376.*at most 375.*Use --canaries 375"):
         check_settings(small, None, 376, None, 0)
 
 

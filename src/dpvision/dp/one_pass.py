@@ -44,9 +44,10 @@ from dpvision.dp.weight_grads import (
     Slot,
     by_places,
     groups_of,
-    is_plain,
     most_terms,
+    norm_is_own,
     pull_back,
+    pulled_sum,
     small_written,
     sum_of_squares,
     summed,
@@ -345,21 +346,19 @@ def _add_up(passed: Passed, weighed: Weighed, num_records: int, how: How) -> dic
     def add_up(piece: tuple[list[list[Slot]], list[slice]]) -> dict[str, Tensor]:
         groups, cut = piece
         # One group, or small ones together.
-        sums = (
-            [
-                [
-                    slot.weighted_sum(
-                        factor_B, weighed.kept, cut, exact=not is_plain(groups[0], params)
-                    )
-                    for slot in groups[0]
-                ]
+        if len(groups) > 1:
+            small = weighted_sums(groups, factor_B, weighed.kept, cut)
+            sums = [
+                pull_back(group, [own], params, batched=False)
+                for group, own in zip(groups, small, strict=True)
             ]
-            if len(groups) == 1
-            else [[part] for part in weighted_sums(groups, factor_B, weighed.kept, cut)]
-        )
+        elif norm_is_own(groups[0], params):
+            each = [slot.weighted_sum(factor_B, weighed.kept, cut) for slot in groups[0]]
+            sums = [pull_back(groups[0], each, params, batched=False)]
+        else:
+            sums = [pulled_sum(groups[0], params, factor_B, weighed.kept)]
         made: dict[str, Tensor] = {}
-        for group, own in zip(groups, sums, strict=True):
-            part = pull_back(group, own, params, batched=False)
+        for group, part in zip(groups, sums, strict=True):
             for i in weighed.apart:
                 for name, grad in written_out(group, params, slice(i, i + 1)).items():
                     part[name] = part[name].double().add_(grad[0].double() * factor_B[i].double())

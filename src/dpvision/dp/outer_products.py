@@ -410,10 +410,10 @@ class OuterProducts:
         )
         scale_left = self.left.width <= self.right.width
         numbers = max(self.left.width, self.right.width) * self.left.places
-        for pieces in _gathered(
-            blocks,
-            max(1, OUTER_NUMBERS.get(self.device.type, OUTER_NUMBERS["cuda"]) // max(1, numbers)),
-        ):
+        most = max(1, OUTER_NUMBERS.get(self.device.type, OUTER_NUMBERS["cuda"]) // max(1, numbers))
+        gathered = list(_gathered(blocks, most))
+        num_added = sum(map(len, gathered))
+        for pieces in gathered:
             rows = slice(pieces[0].start, pieces[-1].stop)
             left, right = self.left.rows(rows), self.right.rows(rows)
             if scale_left:
@@ -437,7 +437,7 @@ class OuterProducts:
             fresh = total is None
             if total is None:
                 dtype = widest(left.dtype, right.dtype)
-                dtype = sum_dtype(len(blocks), blocks[-1].stop, dtype, exact=exact)
+                dtype = sum_dtype(num_added, blocks[-1].stop, dtype, exact=exact)
                 total = torch.empty(
                     self.left.width, self.right.width, dtype=dtype, device=self.device
                 )

@@ -42,8 +42,8 @@ MOST_ROUNDED = 256
 sum in float64.
 """
 MOST_SUMMED = 1200
-"""Blocks times records of a pass up to which the blocks' sums, whose norms add up to at most C for
-each record, are added in float32.
+"""Blocks (or pieces of them) times records of a pass up to which their sums, whose norms add up to
+at most C for each record, are added in float32.
 """
 MARGIN_EPS = 32
 """Part of C kept free, in epsilons of float32, where every gradient is written out, or is float64:

@@ -4,15 +4,17 @@ as outer products.
 A slot is a parameter, or a weight that the model computes from parameters alone (a reshaped layer
 scale, a standardised kernel). A parameter's gradient is its slots' gradients pulled back through
 that computation. If the weight is a view of the parameter, the slot's norm is the parameter's;
-otherwise gradients are materialised a chunk at a time and pulled back one by one.
+otherwise gradients are materialised a chunk at a time and pulled back one by one, for the norm and
+again for the sum.
 
 Legend: B records, N records of a chunk, W the dimensions of a weight.
 """
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -92,15 +94,20 @@ class Slot:
             )
 
     @property
+    def uses(self) -> int:
+        """int: parts that its sum is made of, each of which may be longer than the whole."""
+        return len(self.outers) + (self.written_BW is not None)
+
+    @property
     def used(self) -> bool:
-        return self.written_BW is not None or bool(self.outers)
+        return self.uses > 0
 
     def write_out(self, rows: slice) -> Tensor:
         """Materialise the gradients of some records, (N, *weight shape)."""
         parts = [outer.write_out(rows) for outer in self.outers]
         if self.written_BW is not None:
             parts.append(self.written_BW[rows])
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        return functools.reduce(torch.add, parts)  # ``sum`` would add by a number's place
 
     def square_norms(self, num_records: int) -> SquareNorms:
         """Return the squared norms of the records' gradients for the weight."""
@@ -117,8 +124,9 @@ class Slot:
         return SquareNorms.joined([self._written_norms(part) for part in rows])
 
     def _written_norms(self, rows: slice) -> SquareNorms:
-        value_N, kept = sum_of_squares(self.write_out(rows)), kept_norms([self], rows)
-        return written_square_norms(self.outers, kept, rows, value_N, wide(self.weight.dtype))
+        value_N, dtype = sum_of_squares(self.write_out(rows)), wide(self.weight.dtype)
+        kept = [] if self.written_BW is None else [sum_of_squares(self.written_BW[rows]).sqrt()]
+        return written_square_norms(self.outers, kept, rows, value_N, dtype)
 
     def shared_input(self) -> tuple[int, torch.Size, tuple[int, ...]] | None:
         """Return an identifier of the input if its Gram matrix is needed and may be shared with
@@ -131,15 +139,14 @@ class Slot:
             return None
         return right.kept.data_ptr(), right.kept.shape, right.kept.stride()
 
-    def weighted_sum(
-        self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice], *, exact: bool
-    ) -> Tensor:
+    def weighted_sum(self, factor_B: Tensor, keep_B: Tensor | None, blocks: list[slice]) -> Tensor:
         """Return the sum over i of factor_i G_i, of the weight's shape; records with ``keep_B``
         False are left out, whatever they hold.
 
-        ``blocks`` and the precision of the sum are as in ``OuterProducts.weighted_sum``; uses are
-        added in float64 if ``exact``.
+        ``blocks`` and the precision of the sum are as in ``OuterProducts.weighted_sum``; several
+        uses are added in float64.
         """
+        exact = self.uses > 1
         # One sum for each use kept as outer products, and one for all that were written out: a
         # product of the factors with the matrix of gradients, block by block. Then their sum.
         parts = [outer.weighted_sum(factor_B, keep_B, blocks, exact=exact) for outer in self.outers]
@@ -178,12 +185,6 @@ def sum_of_squares(grad_BW: Tensor) -> Tensor:
     piece = math.gcd(grad_BW[0].numel(), _PIECE)
     part_BN = torch.linalg.vector_norm(grad_BW.reshape(len(grad_BW), -1, piece), dim=2)
     return row_sums(part_BN.double().square())
-
-
-def kept_norms(slots: list[Slot], rows: slice) -> list[Tensor]:
-    """Norms of the gradients of some records that slots keep written out, float64 (N,) each."""
-    kept = [slot.written_BW[rows] for slot in slots if slot.written_BW is not None]
-    return [sum_of_squares(grad_NW).sqrt() for grad_NW in kept]
 
 
 def weighted_rows(
@@ -334,26 +335,51 @@ def group_square_norms(
     group: list[Slot], params: dict[str, Tensor], num_records: int
 ) -> SquareNorms:
     """Return the squared norms of the gradients for all parameters of one group."""
-    # If the slots are disjoint parts of one parameter, their square norms add up. If not (a weight
-    # computed from parameters, a tied one), gradients are written out for a chunk of records,
-    # pulled back to the parameters, and normed there. The bound on what the later sum rounds is
-    # that of the slots' outer products in both cases.
+    # If the slots are disjoint parts of one parameter, their square norms add up. If not, what is
+    # normed is what is added (``pulled_sum``).
     if norm_is_own(group, params):
         total = group[0].square_norms(num_records)
         for slot in group[1:]:
             total = total + slot.square_norms(num_records)
         return total
+    parts = [
+        SquareNorms.certain(functools.reduce(torch.add, map(sum_of_squares, pulled.values())))
+        for _, pulled in _pulled_chunks(group, params, num_records)
+    ]
+    return SquareNorms.joined(parts)
+
+
+def pulled_sum(
+    group: list[Slot], params: dict[str, Tensor], factor_B: Tensor, keep_B: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the sum over i of factor_i G_i for the parameters of a group, float64; records with
+    ``keep_B`` False are left out.
+
+    For parameters of which the weights are computed, or that have overlapping views. Each record's
+    gradient is pulled back by itself, as for its norm: pulled back after the sum, it would be
+    rounded relative to the weights' sums, which may be far longer than C where their gradients
+    cancel in the parameter (a standardised kernel, copies by an index).
+    """
+    total: dict[str, Tensor] = {}
+    for rows, pulled in _pulled_chunks(group, params, len(factor_B)):
+        for name, grad_NW in pulled.items():
+            grad_NP = grad_NW.reshape(len(grad_NW), -1).double()
+            if keep_B is not None:
+                grad_NP = grad_NP.masked_fill(~keep_B[rows, None], 0.0)
+            part = factor_B[rows].double() @ grad_NP
+            total[name] = total[name] + part if name in total else part
+    return {name: value.view_as(params[name]) for name, value in total.items()}
+
+
+def _pulled_chunks(
+    group: list[Slot], params: dict[str, Tensor], num_records: int
+) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+    """``written_out`` for a chunk of records at a time, the same chunks each time."""
     numbers = sum(slot.weight.numel() for slot in group) + max(
         (o.working_numbers for s in group for o in s.outers), default=0
     )
-    parts = []
     for rows in chunks(num_records, numbers, OUTER_NUMBERS, group[0].weight.device):
-        pulled = written_out(group, params, rows)
-        value_N = torch.stack([sum_of_squares(grad) for grad in pulled.values()]).sum(0)
-        outers = [outer for slot in group for outer in slot.outers]
-        kept, dtype = kept_norms(group, rows), wide(group[0].weight.dtype)
-        parts.append(written_square_norms(outers, kept, rows, value_N, dtype))
-    return SquareNorms.joined(parts)
+        yield rows, written_out(group, params, rows)
 
 
 def written_out(group: list[Slot], params: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
@@ -437,14 +463,6 @@ def norm_is_own(group: list[Slot], params: dict[str, Tensor]) -> bool:
         )
     spans.sort()
     return all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
-
-
-def is_plain(group: list[Slot], params: dict[str, Tensor]) -> bool:
-    """Return whether no number of a parameter has several uses, whose parts of a record's gradient
-    may be longer than their sum.
-    """
-    several = any(len(slot.outers) + (slot.written_BW is not None) > 1 for slot in group)
-    return not several and norm_is_own(group, params)
 
 
 def _is_view(weight: Tensor, param: Tensor) -> bool:
