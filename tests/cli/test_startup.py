@@ -106,6 +106,8 @@ ERRORS = [
         ],
         "holds a run already",
     ),
+    (["train", "demo", "--data", "none", "--name", "../evil"], "expected the name of one folder"),
+    (["train", "demo", "--data", "none", "--name", ".."], "expected the name of one folder"),
     (["adapt", "--head", "two_steps"], "two_steps"),
     (["tune", "vip.micor"], "Did you mean"),
     (["tune", "vip.micro", "--data", "none"], "no --how"),

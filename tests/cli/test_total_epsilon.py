@@ -19,6 +19,7 @@ from dpvision.privacy import gaussian
 from dpvision.privacy.account import epsilon_left, store_account
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.plan import DPPlan, make_plan
+from dpvision.privacy.store_marks import StoreLedgers
 
 from ..adapt.runs_of_heads import write_digits
 
@@ -135,7 +136,10 @@ def test_a_head_after_fine_tuning_with_batch_norm_has_the_total_in_its_statement
     assert main(["report", str(root), "--store", str(mine.path), "--tuning", "none"]) == 0
     guarantee = json.loads((root / "statement.json").read_text())["guarantee"]
     assert 0.998 * TOTAL < guarantee["epsilon"] <= TOTAL
+    ledgers = StoreLedgers.of(mine.path).folder
+    before = {path.name: path.read_bytes() for path in ledgers.glob("*.jsonl")}
     assert main([*refit, "--resume"]) == 0, "finished: its own epsilon stands"
+    assert before == {path.name: path.read_bytes() for path in ledgers.glob("*.jsonl")}
 
 
 def test_the_plan_that_was_made_is_checked_too(

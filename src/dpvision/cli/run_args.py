@@ -49,7 +49,16 @@ class RunArgs:
     """Print the result as JSON."""
 
     def root(self, recipe: str) -> Path:
-        """The run's folder."""
+        """The run's folder.
+
+        Raises:
+            ConfigError: the name is not one of a folder in ``runs``.
+        """
+        if self.name is not None and (self.name == ".." or Path(self.name).name != self.name):
+            raise ConfigError(
+                f"run: name={self.name!r}; expected the name of one folder. Give the folder that "
+                "it is to be in as --runs."
+            )
         return self.runs / (self.name or recipe)
 
     def say(self, text: str) -> None:

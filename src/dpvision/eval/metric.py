@@ -146,7 +146,7 @@ def multi_label_scores(
     name: str,
     score_NK: np.ndarray,
     target_NK: np.ndarray,
-    threshold: float | None,
+    decided_NK: np.ndarray | None,
     how: str,
     visibility: Visibility,
 ) -> list[Score]:
@@ -160,8 +160,8 @@ def multi_label_scores(
     Args:
         score_NK: finite; larger is more likely.
         target_NK: 0 or 1.
-        threshold: decision threshold; if None, scores only define an order, and there is no second
-            score.
+        decided_NK: whether each class is predicted, bool; if None, scores only define an order, and
+            there is no second score.
         how: end of the protocol's description.
 
     Raises:
@@ -192,8 +192,8 @@ def multi_label_scores(
             name, mean_R, num, chance, f"mean average precision of {of} classes, {how}", visibility
         )
     ]
-    if threshold is not None:
-        right_N = ((score_NK > threshold) == target_NK).mean(axis=1)
+    if decided_NK is not None:
+        right_N = (decided_NK == target_NK).mean(axis=1)
         share_K = target_NK.mean(axis=0)
         constant = float(np.maximum(share_K, 1 - share_K).mean())
         told = f"share of decisions right, {classes} classes, {how}"

@@ -173,7 +173,7 @@ class Ledger:
                 ledger = cls(ledgers, read_ledger(path), fd)
                 undo.pop_all()
                 undo.callback(ledger.close)  # once, also where a failed write has closed it
-                if resume:
+                if resume and ledger.steps < plan.steps:  # else nothing can follow
                     ledger._write(encode(start_line(ledger._digest, resume=True)))
                     ledger._restarts += 1
                 ledgers.set_marks(
@@ -190,7 +190,7 @@ class Ledger:
 
     @property
     def restarts(self) -> int:
-        """int: starts of the run after the first."""
+        """int: starts of the run after the first, with a step left to charge."""
         return self._restarts
 
     @property

@@ -23,6 +23,7 @@ from dpvision.eval.probes.calibrate import (
     fit_threshold,
     mean_loss,
 )
+from dpvision.eval.probes.own_head import score_own_head
 
 from ...adapt.runs_of_heads import head_config, run_head, write_digits
 from ...adapt.test_multi_label import NUM_CLASSES, several_config, write_several
@@ -148,6 +149,7 @@ def test_a_multi_label_run_gets_thresholds(
     plain = load_classifier(run)
     assert plain.thresholds_K == pytest.approx((special.expit(0.5),) * NUM_CLASSES)
     store = stores["several public"]
+    before = score_own_head(run, store, workers=1)[1].value
     made = calibrate(run, store, recall=recall, workers=1).calibration
     classifier = load_classifier(run)
     assert classifier.thresholds_K == made.thresholds and made.thresholds is not None
@@ -157,6 +159,11 @@ def test_a_multi_label_run_gets_thresholds(
     with torch.no_grad():
         probability_NK = classifier.probabilities(x_BCHW).numpy()
     target_NK = store.targets(np.arange(store.num_records), NUM_CLASSES)
+    scored = score_own_head(run, store, workers=1)[1]
+    decided_NK = probability_NK > np.array(made.thresholds)
+    assert scored.value == pytest.approx((decided_NK == target_NK).mean(), abs=0.005)
+    assert scored.protocol.endswith(f"centre crop, thresholds of {made.rule}")
+    assert abs(scored.value - before) > 0.01, "predict's decisions, not its own"
     for k in np.flatnonzero(target_NK.any(axis=0)).tolist():
         said_N = probability_NK[:, k] > made.thresholds[k]
         if recall is None:

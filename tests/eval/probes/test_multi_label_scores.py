@@ -72,7 +72,7 @@ def test_the_mean_is_over_classes_that_somebody_has_and_chance_is_their_share() 
 def test_decisions_are_counted_over_all_classes_beside_the_best_constant_answer() -> None:
     score, target = made(80, 5)
     target[:, 2] = 0
-    _, found = multi_label_scores("own head", score, target, 0.5, "how", "private")
+    _, found = multi_label_scores("own head", score, target, score > 0.5, "how", "private")
     right = [
         [(s > 0.5) == bool(t) for s, t in zip(a, b, strict=True)]
         for a, b in zip(score, target, strict=True)
@@ -90,7 +90,7 @@ def test_the_interval_is_as_wide_as_that_of_fresh_test_sets() -> None:
     sets = [made(200, 3, seed) for seed in range(60)]
     for which in (0, 1):
         scores = [
-            multi_label_scores("x", score, target, 0.5, "how", "public")[which]
+            multi_label_scores("x", score, target, score > 0.5, "how", "public")[which]
             for score, target in sets
         ]
         spread = 2 * 1.96 * np.std([s.value for s in scores])

@@ -17,7 +17,7 @@ from dpvision.config import ClassifierConfig, HeadConfig, RunConfig
 from dpvision.data.class_names import all_names, numbered_as
 from dpvision.data.loader import image_batches
 from dpvision.data.store import Store
-from dpvision.encoders.calibration import read_calibration
+from dpvision.encoders.calibration import Calibration, read_calibration
 from dpvision.encoders.classifier import OpenHead, is_head, loss_of, open_head, threshold_of
 from dpvision.encoders.feature_file import Extraction, Progress, feature_blocks
 from dpvision.encoders.trained import load_model
@@ -119,13 +119,13 @@ def head_scores(
     assert model.num_classes is not None
     name = "own head, averaged weights" if found.ema else "own head"
     if model.multi_label:
-        target_NK = test_store.targets(row_N, model.num_classes)
+        decided_NK, how = _decisions(found, model)
         return multi_label_scores(
             name,
             score_NK.numpy(),
-            target_NK,
-            threshold_of(model),
-            "own head, centre crop",
+            test_store.targets(row_N, model.num_classes),
+            decided_NK,
+            f"own head, centre crop{how}",
             found.visibility,
         )
     predicted_N, truth_N = score_NK.argmax(1).numpy(), test_store.labels[row_N]
@@ -157,25 +157,47 @@ def scores_by_class(
         ConfigError, DataError: as these two.
     """
     check_specificity(specificity)
-    model, checkpoint = model_of(found.config), found.checkpoint
+    model = model_of(found.config)
     assert model.num_classes is not None
     given = read_groups(groups, by, found.store, found.row_N) if groups is not None else None
-    scale = read_calibration(checkpoint, found.ema, model.num_classes)
-    logit_NK = found.score_NK
-    if scale is not None:
-        logit_NK = (logit_NK - scale.offset) / scale.temperature
-    alone = loss_of(model) == "sigmoid"
-    probability_NK = logit_NK.sigmoid() if alone else logit_NK.softmax(dim=1)
+    probability_NK, _ = _calibrated(found, model)
     return class_scores(
         probability_NK.numpy(),
         found.store.targets(found.row_N, model.num_classes),
-        all_names(checkpoint.manifest.get("class_names"), model.num_classes),
+        all_names(found.checkpoint.manifest.get("class_names"), model.num_classes),
         units(found.store)[found.row_N],
         groups=given,
         specificity=specificity,
         multi_label=model.multi_label,
         visibility=found.visibility,
     )
+
+
+def _decisions(
+    found: "OwnScores", model: ClassifierConfig | HeadConfig
+) -> tuple[np.ndarray | None, str]:
+    """Return whether each class is predicted, as ``predict`` does, bool (N, K), and by what, in
+    words; None if the scores only define an order.
+    """
+    probability_NK, scale = _calibrated(found, model)
+    if scale is not None and scale.thresholds is not None:
+        above_NK = probability_NK.double() > torch.tensor(scale.thresholds, dtype=torch.float64)
+        return above_NK.numpy(), f", thresholds of {scale.rule}"
+    own = threshold_of(model)
+    return None if own is None else (found.score_NK > own).numpy(), ""
+
+
+def _calibrated(
+    found: "OwnScores", model: ClassifierConfig | HeadConfig
+) -> tuple[Tensor, Calibration | None]:
+    """Return probabilities, float32 (N, K), and the run's calibration, if it has one."""
+    assert model.num_classes is not None
+    scale = read_calibration(found.checkpoint, found.ema, model.num_classes)
+    logit_NK = found.score_NK
+    if scale is not None:
+        logit_NK = (logit_NK - scale.offset) / scale.temperature
+    alone = loss_of(model) == "sigmoid"
+    return logit_NK.sigmoid() if alone else logit_NK.softmax(dim=1), scale
 
 
 def model_of(config: RunConfig) -> ClassifierConfig | HeadConfig:
