@@ -212,7 +212,7 @@ PUBLIC = {
     "dp/reference_bits.py": "random images, and small numbers in zero parameters, on which a "
     "record's bits are checked",
     "dp/fingerprint.py": "fixed factors by which a gate tells two gradients apart",
-    "dp/record_flow.py": "random numbers in place of records, on which each call is tried alone",
+    "dp/trial.py": "random numbers in place of records, on which each call is tried alone",
     "train/own_loop.py": "a record's own random transforms: any function of the record will do",
     "train/objectives.py": "the public example batch",
     "adapt/heads/many_steps.py": "random features of a published seed",

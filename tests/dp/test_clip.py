@@ -459,6 +459,29 @@ def test_reduced_precision_products_are_refused():
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        (torch.backends, "bf16"),
+        (torch.backends.mkldnn.conv, "bf16"),
+        (torch.backends.mkldnn.matmul, "bf16"),
+        (torch.backends.mkldnn.rnn, "bf16"),
+        (torch.backends.cuda.matmul, "tf32"),
+    ],
+)
+def test_products_in_fewer_bits_by_a_backends_setting_are_refused(settings, value):
+    """PyTorch's own word for all products stays "highest", or raises."""
+    before = settings.fp32_precision
+    try:
+        settings.fp32_precision = value
+        with pytest.raises(PrivacyError, match="precision='.*expected '"):
+            clipped_sum(
+                image_losses, GradientIsImage(3, 8, 8), make_batch(2), KEY, max_grad_norm=1.0
+            )
+    finally:
+        settings.fp32_precision = before
+
+
 def test_sums_with_different_clip_norms_do_not_add_up():
     model = GradientIsImage(3, 8, 8)
     with pytest.raises(PrivacyError, match="plan's max_grad_norm"):

@@ -614,13 +614,13 @@ def test_refusal_taken_for_rows() -> None:
         assert moved.norm() <= C, MORE
 
     check()
-    tried = record_flow._Trial.dims
+    tried = record_flow.Trial.dims
 
     def by_name(call: Any, dims: Any) -> Any:
         return (dims, False) if call.func is torch.quantile else tried(call, dims)
 
     record_flow._TRIED.clear()  # of what the check before tried
-    with planted(record_flow._Trial, "dims", by_name, MORE):
+    with planted(record_flow.Trial, "dims", by_name, MORE):
         check()
 
 

@@ -48,9 +48,10 @@ from dpvision.dp.weight_grads import (
     norm_is_own,
     pull_back,
     pulled_sum,
+    require_no_longer,
     small_written,
-    sum_of_squares,
     summed,
+    summed_square,
     total_square_norms,
     weighted_sums,
     written_out,
@@ -117,6 +118,8 @@ class Weighed:
     """Blocks of valid records for each of ``parts``."""
     cost_KB: Tensor
     """By which the blocks are cut, on the CPU."""
+    slow_B: Tensor
+    """Square norms of the gradients for slow parameters, in units of the loss scale."""
 
 
 def one_pass(
@@ -244,7 +247,15 @@ def weigh(passed: Passed, batch: Batch, bits: np.ndarray, how: How) -> Weighed:
         finite[apart] = 0
         kept = None if bool(finite[:num].all()) else send(finite.bool(), factor_B.device)
     return Weighed(
-        norms.value_B, factor_B, norms.finite_B, added, kept, parts, cuts, torch.stack(costs)
+        norms.value_B,
+        factor_B,
+        norms.finite_B,
+        added,
+        kept,
+        parts,
+        cuts,
+        torch.stack(costs),
+        norms.slow_B,
     )
 
 
@@ -285,7 +296,7 @@ def _norms(passed: Passed, parts: list[list[list[Slot]]], batch: Batch, how: How
     )
     slow_B = torch.zeros(num, dtype=torch.float64, device=device)
     for rows in passed.chunks:
-        slow_B[rows] += sum(map(sum_of_squares, passed.slow_gradients(rows).values()))
+        slow_B[rows] = summed_square(passed.slow_gradients(rows).values())
     squares = [total_square_norms(members, params, num, device) for members in parts]
     squares[0] = squares[0] + SquareNorms.certain(slow_B)
     square = sum(squares[1:], start=squares[0])
@@ -327,11 +338,11 @@ def _write_out(norms: _Norms, apart: list[int], passed: Passed, how: How) -> Non
     one: what is normed is then what is added.
     """
     for i in apart:
-        own = [written_out(group, passed.params, slice(i, i + 1)) for group in passed.groups]
-        norms.value_B[i] = (
-            norms.slow_B[i]
-            + sum(sum_of_squares(grad)[0] for grads in own for grad in grads.values())
-        ).sqrt() / how.loss_scale
+        total = norms.slow_B[i]
+        for group in passed.groups:
+            grads = written_out(group, passed.params, slice(i, i + 1))
+            total = total + summed_square(grads.values())[0]
+        norms.value_B[i] = total.sqrt() / how.loss_scale
     norms.finite_B = torch.isfinite(norms.value_B)
     norms.highest_B[apart] = norms.value_B[apart]
     norms.slack_B[apart] = 0.0
@@ -379,7 +390,10 @@ def _add_up(passed: Passed, weighed: Weighed, num_records: int, how: How) -> dic
         for part in map_pieces(add_up, pieces, factor_B.device):
             total |= part  # a parameter is in one group only
         for rows in passed.chunks:
-            for name, value in passed.slow_gradients(rows).items():
+            grads = passed.slow_gradients(rows)
+            if len(passed.chunks) > 1:  # computed anew
+                require_no_longer(summed_square(grads.values()), weighed.slow_B[rows])
+            for name, value in grads.items():
                 added = summed(value, factor_B[rows], weighed.finite_B[rows])
                 total[name] = added.add_(total[name]) if name in total else added
         either = total | {

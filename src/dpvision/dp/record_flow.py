@@ -4,12 +4,10 @@
 show: rows sorted by a label that they share, or a branch taken for images above 20. This module
 follows every tensor that is computed from the records and asks only what each call may do to rows:
 by its name and dimensions, and, since no list of names is complete, by trying it alone on random
-numbers (``_Trial``). What Python reads of the records is seen by ``record_reads``.
+numbers (``trial``). What Python reads of the records is seen by ``record_reads``.
 """
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpvision.dp.batch_dims import MIXED, OPENED, READS, BatchDim, Call, counts, tensors_in
 from dpvision.dp.record_reads import ReadsOfRecords, RecordsRead, reads_harmlessly
+from dpvision.dp.trial import Trial
 from dpvision.precision import autocast_dtype
 
 
@@ -57,19 +56,24 @@ _LAYOUT = _names(
 _BY_INDEX = _names("gather index_select take_along_dim sort argsort topk flip roll rot90")
 _INTO = _names("scatter scatter_add scatter_reduce index_copy index_add index_fill index_reduce")
 _ALONG = _names(
-    """softmax log_softmax softmin gumbel_softmax normalize renorm cumsum cumprod cummax
-    cummin logcumsumexp"""
+    """softmax log_softmax softmin gumbel_softmax normalize cumsum cumprod cummax cummin
+    logcumsumexp"""
 )
 """Functions that combine the numbers along a dimension and keep its size."""
-_DIM = {"take_along_dim": 2, "topk": 2, "roll": 2, "rot90": 2, "normalize": 2, "renorm": 2}
+_DIM = {"take_along_dim": 2, "topk": 2, "roll": 2, "rot90": 2, "normalize": 2}
 """Position of the dimension among the arguments, where it is not the second."""
 _DIM_IF_NONE = {"sort": -1, "argsort": -1, "topk": -1, "normalize": 1, "gumbel_softmax": -1}
 _ANYWHERE = _names("take put index index_put masked_scatter as_strided msort flipud")
 """Functions without a dimension that may move rows."""
 
 
-_ROUNDING = 1e-6
-"""Relative change of a row below which it counts as rounding."""
+_ACROSS = _names("renorm segment_reduce _segment_reduce prod cumprod")
+"""Functions that are right for one record alone (``vmap``) and may join several: by the dimension
+that they keep, by lengths that add up, or in the backward pass, where one zero among all numbers
+chooses how every gradient is computed.
+"""
+_BILINEAR = _names("linear matmul __matmul__ mm bmm conv1d conv2d conv3d")
+"""Functions that join the same numbers whatever their size."""
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, type(...))
 _PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of the settings that a remembered trial may have."""
@@ -222,6 +226,8 @@ class _Flow(TorchFunctionMode):
             return highest
         if dim is None:  # of the same size for any number of records
             return Level.MOVED if name in _PLACING else Level.JOINED
+        if name in _ACROSS:
+            return Level.MOVED
         if name in _ALONG and self._acts_on_rows(name, args, kwargs):
             return Level.JOINED
         if self._moves(name, args, kwargs):
@@ -261,7 +267,8 @@ class _Flow(TorchFunctionMode):
         few = any(not given[key].is_floating_point() for key in rows) or any(
             not t.is_floating_point() for t in made
         )
-        trial = _Trial(func, args, kwargs, given, rows, {id(t) for t in moved}, few)
+        sizes = name not in _BILINEAR
+        trial = Trial(func, args, kwargs, given, rows, {id(t) for t in moved}, few, sizes)
         precisions = tuple(autocast_dtype(t.device) for t in given.values())
         own = func if name else object()
         places = {key: i for i, key in enumerate(given)}
@@ -374,171 +381,6 @@ def _case(value: Any, places: dict[int, int], rows: dict[int, Any]) -> Any:
     if type(value) is slice:
         return slice, _case([value.start, value.stop, value.step], places, rows)
     return (type(value), value) if type(value) in _PLAIN else object()
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A call to be tried on random numbers."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    given: dict[int, Tensor]
-    """Tensor arguments by id."""
-    rows: dict[int, BatchDim]
-    """Batch dimensions of those that hold records."""
-    moved: set[int]
-    """Those that are only moved, so that numbers of another type do as well."""
-    few: bool
-    """Whether to try numbers of few values too, which are often equal."""
-
-    def dims(
-        self, dims: tuple[BatchDim | None, ...]
-    ) -> tuple[tuple[BatchDim | None, ...] | None, bool]:
-        """Return the batch dimensions of the results with an order of rows in which the second
-        record changes no row of others, None if there is none or the call takes no numbers tried;
-        and whether this holds for any numbers of the call's own.
-        """
-        # 1. Numbers that a function may refuse are followed by others: normal ones by those in
-        #    [0, 1) (a probability), these by positive definite matrices; integers of 0 and 1 by the
-        #    call's own (an index into one row). The CPU comes first, since a GPU may not recover
-        #    from a refusal; an operator may work on its own device only.
-        # 2. A call that refuses all of them may do anything to rows.
-        # 3. A comparison of normal numbers says nothing of equal ones: few values are tried too.
-        left: list[list[BatchDim | None]] = [_orders(dim) for dim in dims]
-        devices = dict.fromkeys((torch.device("cpu"), *(t.device for t in self.given.values())))
-        cases = itertools.product(devices, _DRAWS, (True, False))
-        whole = next((case[2] for case in cases if self._keep(left, *case)), None)
-        if whole is None:
-            return None, False
-        for seed in range(3 if self.few else 0):
-            self._keep(left, torch.device("cpu"), _coins, True, seed)
-        return tuple(found[0] for found in left) if all(left) else None, whole
-
-    def _keep(
-        self,
-        left: list[list[BatchDim | None]],
-        device: torch.device,
-        draw: Any,
-        whole: bool,
-        seed: int = 0,
-    ) -> bool:
-        """Keep those of the orders in which no row of others changes; False if the call raises."""
-        generator = torch.Generator().manual_seed(seed)
-        first, second = {}, {}
-        try:
-            for key, t in self.given.items():
-                like = torch.empty(t.shape) if key in self.moved else t
-                drawn = whole or _is_drawn(like)
-                value = _drawn(like, draw, generator) if drawn else t.to("cpu", copy=True)
-                first[key] = second[key] = value.to(device)
-                if drawn and key in self.rows:
-                    other = _with_other_record(value, self.rows[key], draw, generator)
-                    second[key] = other.to(device)
-            before, after = (
-                [
-                    t.cpu()
-                    for t in tensors_in(
-                        (self.func(*_replaced(self.args, new), **_replaced(self.kwargs, new)),), {}
-                    )
-                ]
-                for new in (first, second)
-            )
-            if not len(before) == len(after) == len(left):
-                return False
-            kept = [
-                [
-                    dim
-                    for dim in found
-                    if dim is None
-                    or dim == MIXED
-                    or not _differs(_of_others(a, dim), _of_others(b, dim))
-                ]
-                for found, a, b in zip(left, before, after, strict=True)
-            ]
-        except Exception:  # whatever the function raises for numbers that it refuses
-            return False
-        left[:] = kept
-        return True
-
-
-def _orders(dim: BatchDim | None) -> list[BatchDim | None]:
-    """A batch dimension with each order that its rows may have."""
-    if dim is None or dim == MIXED or dim.per_record == 1:
-        return [dim]
-    return [replace(dim, side_by_side=True), replace(dim, side_by_side=False)]
-
-
-def _by_record(value: Tensor, dim: BatchDim) -> Tensor:
-    """A view of a tensor's rows, (3, ...): those of each of three records."""
-    if dim.side_by_side:
-        return value.unflatten(dim.dim, (3, dim.per_record)).movedim(dim.dim, 0)
-    return value.unflatten(dim.dim, (dim.per_record, 3)).movedim(dim.dim + 1, 0)
-
-
-def _coins(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Random numbers 0, 1 and 2."""
-    return torch.randint(0, 3, shape, generator=generator).float()
-
-
-def _is_drawn(value: Tensor) -> bool:
-    """Whether any random numbers will do: integers may be indices."""
-    return value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
-
-
-def _drawn(value: Tensor, draw: Any, generator: torch.Generator) -> Tensor:
-    """Random numbers of a tensor's shape and type; 0 and 1 for integers and truth values."""
-    if value.is_complex():
-        parts = (draw(value.shape, generator=generator) for _ in range(2))
-        return torch.complex(*parts).to(value.dtype)
-    if value.is_floating_point():
-        return draw(value.shape, generator=generator).to(value.dtype)
-    if draw is _coins and value.dtype != torch.bool:
-        return draw(value.shape, generator=generator).to(value.dtype)
-    return torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
-
-
-def _positive_definite(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Random positive definite matrices, where the last two dimensions are equal."""
-    value = torch.randn(shape, generator=generator)
-    square = len(shape) > 1 and shape[-1] == shape[-2]
-    return value @ value.mT + torch.eye(shape[-1]) if square else value.abs()
-
-
-_DRAWS: tuple[Callable[..., Tensor], ...] = (torch.randn, torch.rand, _positive_definite)
-
-
-def _with_other_record(
-    value: Tensor, dim: BatchDim, draw: Any, generator: torch.Generator
-) -> Tensor:
-    """Copy a tensor with other random numbers in the rows of the second of three records."""
-    changed = value.clone()
-    _by_record(changed, dim)[1] = _by_record(_drawn(value, draw, generator), dim)[1]
-    return changed
-
-
-def _of_others(value: Tensor, dim: BatchDim) -> Tensor:
-    """Rows of the first and the third record."""
-    return _by_record(value.narrow(dim.dim, 0, 3 * dim.per_record), dim)[::2]
-
-
-def _differs(a: Tensor, b: Tensor) -> bool:
-    """Whether shapes differ, or numbers by more than rounding."""
-    if a.shape != b.shape or torch.equal(a, b):
-        return a.shape != b.shape
-    a, b = (value.to(torch.complex128).nan_to_num() for value in (a, b))
-    return bool((a - b).abs().max() > _ROUNDING * a.abs().max())
-
-
-def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
-    """Copy arguments with other tensors by id; all are copied, since the call may write to them."""
-    if isinstance(value, Tensor):
-        return new[id(value)].clone() if id(value) in new else value.clone()
-    if isinstance(value, dict):
-        return {key: _replaced(item, new) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(item, new) for item in value)
-    return value
 
 
 def _items(index: Any) -> tuple[Any, ...]:

@@ -114,16 +114,30 @@ def clip_factors(
     return torch.where(finite_B, factor_B, 0.0)
 
 
+_TOO_LONG = "a product rounded to fewer bits can exceed the clip norm"
+
+
 def require_exact_products(where: str) -> None:
     """Refuse float32 matrix products in reduced precision: the bounds do not hold for them.
 
     Raises:
         PrivacyError: they are switched on.
     """
-    precision = torch.get_float32_matmul_precision()
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # where ``torch.backends`` has set it otherwise; refused below
+        precision = "highest"
     if precision != "highest":
         raise PrivacyError(
-            f"{where}: float32_matmul_precision={precision!r}; expected 'highest': a product "
-            "rounded to fewer bits can exceed the clip norm. Call "
-            "torch.set_float32_matmul_precision('highest')."
+            f"{where}: float32_matmul_precision={precision!r}; expected 'highest': {_TOO_LONG}. "
+            "Call torch.set_float32_matmul_precision('highest')."
         )
+    for name in ("mkldnn.conv", "mkldnn.matmul", "mkldnn.rnn", "cuda.matmul"):
+        backend, _, kind = name.partition(".")
+        settings = getattr(getattr(torch.backends, backend), kind, None)
+        precision = getattr(settings, "fp32_precision", "none")
+        if precision not in ("none", "ieee"):
+            raise PrivacyError(
+                f"{where}: torch.backends.{name}.fp32_precision={precision!r}; expected 'ieee': "
+                f"{_TOO_LONG}. Leave torch.backends.fp32_precision as it was."
+            )

@@ -42,6 +42,8 @@ _WRITTEN = {"cpu": 1.5, "cuda": 1.0}
 """Gradients with up to this many times the numbers of their factors are written out. On a processor
 half as many numbers again are worth the time that they save; on a GPU that was not measured.
 """
+_AGAIN = 1e-6
+"""Relative excess of a squared norm that is rounding: half of it is in the reserve."""
 _SMALL = 2**16
 """Most numbers of a record's gradient that is copied beside others, to be normed with them."""
 
@@ -343,10 +345,30 @@ def group_square_norms(
             total = total + slot.square_norms(num_records)
         return total
     parts = [
-        SquareNorms.certain(functools.reduce(torch.add, map(sum_of_squares, pulled.values())))
+        SquareNorms.certain(summed_square(pulled.values()))
         for _, pulled in _pulled_chunks(group, params, num_records)
     ]
     return SquareNorms.joined(parts)
+
+
+def summed_square(grads: Iterable[Tensor]) -> Tensor:
+    """Squared norms of the records' gradients for several parameters together, float64 (B,)."""
+    return functools.reduce(torch.add, map(sum_of_squares, grads))
+
+
+def require_no_longer(square_B: Tensor, normed_B: Tensor) -> None:
+    """Refuse gradients that were computed twice and are longer in the sum than in the norm.
+
+    Raises:
+        PrivacyError: code of the model does something else the second time.
+    """
+    longer_B = ~(square_B <= normed_B * (1 + _AGAIN)) & torch.isfinite(normed_B)
+    if bool(longer_B.any()):
+        raise PrivacyError(
+            "clip: gradients differ from one computation to the next; expected a function of the "
+            "record, the weights and the key. The model or the loss counts its calls, or draws "
+            "random numbers of its own: compute them from the step (docs/clipping.md)."
+        )
 
 
 def pulled_sum(
