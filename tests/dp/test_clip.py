@@ -474,7 +474,7 @@ def test_products_in_fewer_bits_by_a_backends_setting_are_refused(settings, valu
     before = settings.fp32_precision
     try:
         settings.fp32_precision = value
-        with pytest.raises(PrivacyError, match="precision='.*expected '"):
+        with pytest.raises(PrivacyError, match=r"precision='.*expected '"):
             clipped_sum(
                 image_losses, GradientIsImage(3, 8, 8), make_batch(2), KEY, max_grad_norm=1.0
             )
