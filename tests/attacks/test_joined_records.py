@@ -6,7 +6,7 @@ On 2026-11-29 each moved the sum of 64 records by 38 to 63 C, and a layer that c
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -182,6 +182,37 @@ def test_a_record_with_a_number_that_is_not_finite_contributes_nothing(
     assert torch.equal(total(everyone), total(rest))
     first = rest[0]
     assert (total(everyone) - total([i for i in everyone if i != first])).norm() <= 0.9951
+
+
+class Measured(NamedTuple):
+    """A user's own records: numbers and a target, of which one may be missing."""
+
+    record_id_B: Tensor
+    valid_B: Tensor
+    x_BN: Tensor
+    target_B: Tensor
+
+
+@pytest.mark.parametrize("method", ["one_pass", "vmap"])
+def test_a_target_that_is_missing_leaves_its_record_out(method: str) -> None:
+    def loss(model: nn.Module, batch: Measured, key: StepKey) -> Tensor:
+        error_B = model(batch.x_BN)[:, 0] - batch.target_B
+        return torch.where(error_B.isnan(), model(batch.x_BN)[:, 0], error_B.square())
+
+    generator = torch.Generator().manual_seed(0)
+    batch = Measured(
+        IDS,
+        torch.ones(NUM, dtype=torch.bool),
+        torch.randn(NUM, 4, generator=generator),
+        torch.randn(NUM, generator=generator),
+    )
+    batch.target_B[3] = float("nan")
+    settings: dict[str, Any] = {"max_grad_norm": 1.0, "rows": NUM, "method": method}
+    with_it = clipped_sum(loss, ones(4), batch, KEY, **settings)
+    valid_B = batch.valid_B.clone()
+    valid_B[3] = False
+    without = clipped_sum(loss, ones(4), batch._replace(valid_B=valid_B), KEY, **settings)
+    assert torch.equal(flat(with_it.grads), flat(without.grads)) and flat(with_it.grads).any()
 
 
 class CallCounting(nn.Module):

@@ -314,7 +314,8 @@ def _sum_of_pass(
     for value in batch:
         # Behind a NaN, kernels may give finite gradients that depend on a record's place.
         if value is not None and value.is_floating_point():
-            is_own_B &= value.isfinite().flatten(1).all(1)
+            finite = value.isfinite()
+            is_own_B &= finite if finite.ndim == 1 else finite.flatten(1).all(1)
     batch = batch._replace(valid_B=is_own_B)
     before = _state(model)
     if method == "vmap":
