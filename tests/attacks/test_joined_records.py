@@ -6,8 +6,10 @@ On 2026-11-29 each moved the sum of 64 records by 38 to 63 C, and a layer that c
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,7 +102,7 @@ def beside_eps() -> tuple[nn.Module, Any, Batch, int, float]:
     return ones(8), loss, batch_of(x_BN), int(ORDER[-1]), 0.05
 
 
-def by_a_float() -> tuple[nn.Module, Any, Batch, int, float]:
+def by_a_float(number: type = float) -> tuple[nn.Module, Any, Batch, int, float]:
     """The records are added up times a number of Python, which is 0 when the calls are checked."""
 
     class Model(nn.Module):
@@ -112,7 +114,7 @@ def by_a_float() -> tuple[nn.Module, Any, Batch, int, float]:
             z_B1 = self.layer(x_BN)
             all_BB = torch.ones(len(z_B1), len(z_B1), dtype=z_B1.dtype)
             joined_B1 = torch.addmm(
-                z_B1, all_BB, z_B1, alpha=max(float(self.share), 0.0) / len(z_B1)
+                z_B1, all_BB, z_B1, alpha=number(max(float(self.share), 0.0) / len(z_B1))
             )
             return (joined_B1**2).sum(1) + 0 * self.share
 
@@ -145,7 +147,24 @@ def by_lengths() -> tuple[nn.Module, Any, Batch, int, float]:
     return ones(3), loss, batch_of(x_BN.flatten(1), label_B=label_B), int(ORDER[0]), 0.01
 
 
-@pytest.mark.parametrize("make", [product, limited, beside_eps, by_a_float, by_lengths])
+def of_the_first() -> tuple[nn.Module, Any, Batch, int, float]:
+    """All records read the first one's number, and no other's."""
+
+    def loss(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+        value_B = model(batch.image_BVCHW.flatten(1))[:, 0]
+        shown_B, num = torch.where(value_B > 300, value_B, 0.0), len(value_B)
+        first_B = F.pad(shown_B[None, None], (num - 1, 1 - num), mode="replicate")[0, 0]
+        return value_B * torch.where(first_B > 300, -1.0, 1.0)
+
+    x_BN = torch.full((NUM, 8), 0.1)
+    x_BN[ORDER[0]] = 100.0
+    return ones(8), loss, batch_of(x_BN), int(ORDER[0]), 0.1
+
+
+JOINING = [product, limited, beside_eps, by_a_float, by_lengths, of_the_first]
+
+
+@pytest.mark.parametrize("make", [*JOINING, partial(by_a_float, np.float64)])
 def test_a_call_that_joins_records_in_some_numbers_only_moves_a_sum_by_c(make: Make) -> None:
     assert moved(make) <= 0.9951
 
@@ -182,6 +201,21 @@ def test_a_record_with_a_number_that_is_not_finite_contributes_nothing(
     assert torch.equal(total(everyone), total(rest))
     first = rest[0]
     assert (total(everyone) - total([i for i in everyone if i != first])).norm() <= 0.9951
+
+
+@pytest.mark.parametrize("method", ["one_pass", "vmap"])
+def test_cutting_the_memory_of_all_records_is_refused(method: str) -> None:
+    """``vmap`` takes each record's first numbers from the memory of all: 126 C."""
+
+    def loss(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+        value_B1 = model(batch.image_BVCHW.flatten(1))
+        cut_B1 = value_B1.detach().expand(-1, 4).clone().resize_(len(value_B1), 1)
+        return (value_B1 * cut_B1)[:, 0]
+
+    with pytest.raises(PrivacyError, match="resize_, which cuts the memory of all records"):
+        clipped_sum(
+            loss, ones(8), batch_of(torch.ones(NUM, 8)), KEY, max_grad_norm=1.0, method=method
+        )
 
 
 class Measured(NamedTuple):

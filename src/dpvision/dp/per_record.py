@@ -71,6 +71,9 @@ class _Unseen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_CUTS = frozenset(("resize", "resize_", "resize_as_", "resize_as_sparse_"))
+
+
 class _Seen(TorchFunctionMode):
     """Refuses calls that hide what they do to records, and remembers that one raised."""
 
@@ -95,8 +98,14 @@ class _Seen(TorchFunctionMode):
 
 def _refuse_hidden(func: Any, args: Any, kwargs: Any) -> None:
     """Raise PrivacyError for an operator that is not PyTorch's own, or that runs Python functions:
-    what its code does to the records, and what ``vmap`` makes of it, is not seen.
+    what its code does to the records, and what ``vmap`` makes of it, is not seen; and for
+    ``resize_``, by which ``vmap`` cuts the memory of all records.
     """
+    if getattr(func, "__name__", "").partition(".")[0] in _CUTS:
+        raise PrivacyError(
+            f"separability: the loss or the model calls {func.__name__}, which cuts the memory of "
+            "all records; expected a function of each. Use x[:, :n], or reshape."
+        )
     if not isinstance(func, OperatorBase | OpOverloadPacket):
         return
     if func is custom_function_call and args[0].generate_vmap_rule:

@@ -4,6 +4,7 @@ No list of names is complete, and the numbers of a few records do not show what 
 """
 
 import itertools
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,14 +36,15 @@ class Trial:
     def dims(
         self, dims: tuple[BatchDim | None, ...]
     ) -> tuple[tuple[BatchDim | None, ...] | None, bool]:
-        """Return the batch dimensions of the results with an order of rows in which the second
-        record changes no row of others, None if there is none or the call takes no numbers tried;
+        """Return the batch dimensions of the results with an order of rows in which no
+        record changes a row of others, None if there is none or the call takes no numbers tried;
         and whether this holds for any numbers of the call's own.
         """
         # 1. Numbers that a function may refuse are followed by others: normal ones by those in
-        #    [0, 1) (a probability), these by positive definite matrices; integers of 0 and 1 by the
-        #    call's own (an index into one row). The CPU comes first, since a GPU may not recover
-        #    from a refusal; an operator may work on its own device only.
+        #    [0, 1) (a probability), these by positive definite matrices; records' integers of 0 and
+        #    1 by the call's own (an index into one row), as all others are. The CPU comes first,
+        #    since a GPU may not recover from a refusal; an operator may work on its own device
+        #    only.
         # 2. A call that refuses all of them may do anything to rows.
         # 3. A comparison of normal numbers says nothing of equal ones: few values are tried too.
         # 4. Nor do numbers near 1 say what much larger ones do (an eps hides what they join), nor
@@ -78,31 +80,35 @@ class Trial:
             number: takes the place of every float of the call; what is random is then the same.
         """
         generator = torch.Generator().manual_seed(seed)
-        first, second = {}, {}
+        first: dict[int, Tensor] = {}
+        others: dict[int, Tensor] = {}
         try:
             for key, t in self.given.items():
                 like = torch.empty(t.shape) if key in self.moved else t
-                drawn = whole or _is_drawn(like)
+                drawn = _is_drawn(like) or (whole and key in self.rows)
                 value = _drawn(like, draw, generator) if drawn else t.to("cpu", copy=True)
-                first[key] = second[key] = value.to(device)
+                first[key] = value.to(device)
                 if drawn and key in self.rows:
-                    other = _with_other_record(value, self.rows[key], draw, generator)
-                    second[key] = other.to(device)
-            before, after = (
-                [t.cpu() for t in self._results(new, number)] for new in (first, second)
-            )
-            if not len(before) == len(after) == len(left):
-                return False
-            kept = [
-                [
-                    dim
-                    for dim in found
-                    if dim is None
-                    or dim == MIXED
-                    or not _differs(_of_others(a, dim), _of_others(b, dim))
+                    others[key] = _drawn(value, draw, generator).to(device)
+            before = [t.cpu() for t in self._results(first, number)]
+            kept = left
+            for record in range(3):
+                second = dict(first)
+                for key, other in others.items():
+                    second[key] = _with_record(first[key], other, self.rows[key], record)
+                after = [t.cpu() for t in self._results(second, number)]
+                if not len(before) == len(after) == len(left):
+                    return False
+                kept = [
+                    [
+                        dim
+                        for dim in found
+                        if dim is None
+                        or dim == MIXED
+                        or not _differs(_of_others(a, dim, record), _of_others(b, dim, record))
+                    ]
+                    for found, a, b in zip(kept, before, after, strict=True)
                 ]
-                for found, a, b in zip(left, before, after, strict=True)
-            ]
         except Exception:  # whatever the function raises for numbers that it refuses
             return False
         left[:] = kept
@@ -179,18 +185,17 @@ def _of_all_sizes(draw: Any) -> Callable[..., Tensor]:
     return drawn
 
 
-def _with_other_record(
-    value: Tensor, dim: BatchDim, draw: Any, generator: torch.Generator
-) -> Tensor:
-    """Copy a tensor with other random numbers in the rows of the second of three records."""
+def _with_record(value: Tensor, other: Tensor, dim: BatchDim, record: int) -> Tensor:
+    """Copy a tensor with another's numbers in the rows of one of three records."""
     changed = value.clone()
-    _by_record(changed, dim)[1] = _by_record(_drawn(value, draw, generator), dim)[1]
+    _by_record(changed, dim)[record] = _by_record(other, dim)[record]
     return changed
 
 
-def _of_others(value: Tensor, dim: BatchDim) -> Tensor:
-    """Rows of the first and the third record."""
-    return _by_record(value.narrow(dim.dim, 0, 3 * dim.per_record), dim)[::2]
+def _of_others(value: Tensor, dim: BatchDim, record: int) -> Tensor:
+    """Rows of the two records but ``record``."""
+    rows = [i for i in range(3) if i != record]
+    return _by_record(value.narrow(dim.dim, 0, 3 * dim.per_record), dim)[rows]
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:
@@ -208,11 +213,16 @@ def _replaced(value: Any, new: dict[int, Tensor], number: float | None) -> Any:
         return {key: _replaced(item, new, number) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_replaced(item, new, number) for item in value)
-    return value if number is None or type(value) is not float else number
+    return value if number is None or not _is_float(value) else number
+
+
+def _is_float(value: Any) -> bool:
+    """Whether a number of Python or NumPy is none of the integers, whose values are compared."""
+    return isinstance(value, numbers.Number) and not isinstance(value, numbers.Integral)
 
 
 def _has_float(value: Any) -> bool:
     inner = value.values() if isinstance(value, dict) else value
-    return type(value) is float or (
+    return _is_float(value) or (
         isinstance(value, dict | list | tuple) and any(map(_has_float, inner))
     )
