@@ -63,7 +63,8 @@ class Trial:
                 self._keep(left, cpu, other, False)
         if any(map(_has_float, (self.args, self.kwargs))):
             self._keep(left, cpu, draw, False, number=0.5)
-        return tuple(found[0] for found in left) if all(left) else None, whole
+        own = any(not _is_drawn(t) and key not in self.rows for key, t in self.given.items())
+        return tuple(found[0] for found in left) if all(left) else None, whole and not own
 
     def _keep(
         self,
