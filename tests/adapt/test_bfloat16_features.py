@@ -42,6 +42,13 @@ def private(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return write_digits(tmp_path_factory.mktemp("stores") / "private", 0, 60)
 
 
+@pytest.fixture(autouse=True)
+def gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder's activation, of which bfloat16 is known on AVX-512 only: on all processors."""
+    known = {*feature_precision._ONE_RESULT, "gelu"}
+    monkeypatch.setattr(feature_precision, "_ONE_RESULT", known)
+
+
 def _with(config: RunConfig, **encoder: object) -> RunConfig:
     assert isinstance(config.model, HeadConfig)
     changed = replace(config.model.encoder, **encoder)  # type: ignore[arg-type]
