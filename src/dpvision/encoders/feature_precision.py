@@ -34,11 +34,11 @@ _EXACT = {
 }
 """Elementwise operations with one result by IEEE 754, in either precision."""
 _ONE_RESULT = {"silu", "sigmoid", "hardsigmoid", "hardswish", "tanh", "elu", "leaky_relu"}
-if torch.backends.cpu.get_cpu_capability() == "AVX512":  # AVX2 gives three numbers two results
-    _ONE_RESULT.add("gelu")
 """Those that give each of the 65,536 numbers of bfloat16 one result, wherever it is in a tensor
 (tests/encoders/test_feature_precision.py goes through them); with PyTorch's default arguments.
 """
+if torch.backends.cpu.get_cpu_capability() == "AVX512":  # AVX2 gives three numbers two results
+    _ONE_RESULT.add("gelu")
 _PLAIN = {"alpha": 1, "approximate": "none", "rounding_mode": None}
 """Arguments that make another operation of one of these."""
 _UNTAGGED = {"hardswish", "_prelu_kernel", "log_sigmoid_forward", "glu"}

@@ -309,7 +309,7 @@ class Stopped:
                     "store."
                 )
             if ledger.steps == self.plan.steps:
-                # Nothing may be left to save: the copy needs the line of this start, too.
+                # Nothing may be left to save, and the last line may have come after the last copy.
                 folder.copy_ledger(ledger.path)
             yield Run(self.config, ledger.plan, store, lineage, folder, ledger)
 
