@@ -161,7 +161,22 @@ def of_the_first() -> tuple[nn.Module, Any, Batch, int, float]:
     return ones(8), loss, batch_of(x_BN), int(ORDER[0]), 0.1
 
 
-JOINING = [product, limited, beside_eps, by_a_float, by_lengths, of_the_first]
+def by_statistics() -> tuple[nn.Module, Any, Batch, int, float]:
+    """``batch_norm`` leaves the mean of all records in a tensor, and PyTorch counts no write."""
+
+    def loss(model: nn.Module, batch: Batch, key: StepKey) -> Tensor:
+        value_B1 = model(batch.image_BVCHW.flatten(1))
+        shown_B1 = torch.where((value_B1 > 3e3) & (value_B1 < 1e5), value_B1, 0.0)
+        mean, var = shown_B1.new_zeros(1), shown_B1.new_ones(1)
+        F.batch_norm(shown_B1.expand(-1, 2)[:, None], mean, var, training=True, momentum=1.0)
+        return value_B1[:, 0] * torch.where(mean > 1, -1.0, 1.0)
+
+    x_BN = torch.full((NUM, 8), 0.1)
+    x_BN[ORDER[0]] = 1000.0
+    return ones(8), loss, batch_of(x_BN), int(ORDER[0]), 0.1
+
+
+JOINING = [product, limited, beside_eps, by_a_float, by_lengths, of_the_first, by_statistics]
 
 
 @pytest.mark.parametrize("make", [*JOINING, partial(by_a_float, np.float64)])

@@ -155,6 +155,8 @@ class _Flow(TorchFunctionMode):
                 ordered = self._tried_dims(func, name, args, kwargs, made, dims)
                 if ordered is None:  # right by ``vmap``, which computes each record alone
                     levels = [max(level, Level.MOVED) for level in levels]
+                    for tensor in given:  # a write may be one that PyTorch does not count
+                        self._write(tensor, Level.MOVED)
                 dims = ordered or dims
             for tensor, level, dim in zip(made, levels, dims, strict=False):
                 self._put(tensor, level, dim)

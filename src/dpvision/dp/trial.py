@@ -45,7 +45,7 @@ class Trial:
         #    1 by the call's own (an index into one row), as all others are. The CPU comes first,
         #    since a GPU may not recover from a refusal; an operator may work on its own device
         #    only.
-        # 2. A call that refuses all of them may do anything to rows.
+        # 2. A call that refuses all, or writes what PyTorch does not count, may do anything.
         # 3. A comparison of normal numbers says nothing of equal ones: few values are tried too.
         # 4. Nor do numbers near 1 say what much larger ones do (an eps hides what they join), nor
         #    one float of the call what others do, which it may take later (a factor of 0).
@@ -118,11 +118,17 @@ class Trial:
     def _results(self, new: dict[int, Tensor], number: float | None) -> list[Tensor]:
         """The results with other tensors by id, and another number in place of each float."""
         args, kwargs = (_replaced(value, new, number) for value in (self.args, self.kwargs))
+        given = [(t, t._version, t.clone()) for t in tensors_in(args, kwargs)]
         if number is None:
-            return tensors_in((self.func(*args, **kwargs),), {})
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return tensors_in((self.func(*args, **kwargs),), {})
+            made = tensors_in((self.func(*args, **kwargs),), {})
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                made = tensors_in((self.func(*args, **kwargs),), {})
+        for tensor, version, copy in given:
+            if tensor._version == version and _differs(tensor, copy):
+                raise ValueError("writes that PyTorch does not count, as batch_norm's statistics")
+        return made
 
 
 def _orders(dim: BatchDim | None) -> list[BatchDim | None]:
