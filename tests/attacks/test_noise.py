@@ -213,7 +213,7 @@ PUBLIC = {
     "record's bits are checked",
     "dp/fingerprint.py": "fixed factors by which a gate tells two gradients apart",
     "dp/trial.py": "random numbers in place of records, on which each call is tried alone",
-    "train/own_loop.py": "a record's own random transforms: any function of the record will do",
+    "train/own_records.py": "a record's own random transforms: any function of the record will do",
     "train/objectives.py": "the public example batch",
     "adapt/heads/many_steps.py": "random features of a published seed",
     "adapt/select.py": "random records of the rehearsal",

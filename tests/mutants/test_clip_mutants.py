@@ -51,7 +51,7 @@ from dpvision.dp.gram import SquareNorms
 from dpvision.dp.separable import check_separable
 from dpvision.dp.support import check_exact
 from dpvision.dp.weight_grads import Slot
-from dpvision.train import own_loop
+from dpvision.train import own_records
 from dpvision.train.objectives import mae_losses
 
 from .planting import (
@@ -483,14 +483,14 @@ def check_record_alone(collate_fn: Callable[[list[Any]], Any]) -> None:
         def __len__(self) -> int:
             return 9
 
-    records = own_loop._Records(Cropped(), collate_fn)
-    many, few = (records[own_loop._Job(3, np.array(at), None)] for at in ([2, 5, 7], [5, 7]))
+    records = own_records._Records(Cropped(), collate_fn)
+    many, few = (records[own_records._Job(3, np.array(at), None)] for at in ([2, 5, 7], [5, 7]))
     assert torch.equal(many.values[0][1:], few.values[0]), "another record changes this one"
 
 
 def test_crop_by_order_of_reading() -> None:
     check_record_alone(torch.stack)
-    with planted(own_loop, "_set_seeds", lambda number: None, "changes this one"):
+    with planted(own_records, "_set_seeds", lambda number: None, "changes this one"):
         check_record_alone(torch.stack)
 
 
@@ -505,8 +505,8 @@ def test_collated_together() -> None:
         found = read(records, job)
         return found._replace(values=[mixup(list(found.values[0]))])
 
-    read = own_loop._Records.__getitem__
-    with planted(own_loop._Records, "__getitem__", together, "changes this one"):
+    read = own_records._Records.__getitem__
+    with planted(own_records._Records, "__getitem__", together, "changes this one"):
         check_record_alone(mixup)
 
 

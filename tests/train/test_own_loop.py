@@ -2,6 +2,7 @@
 before it computes, and refuses what would void the guarantee.
 """
 
+import copy
 import itertools
 import json
 import logging
@@ -22,6 +23,8 @@ import torch.nn.functional as F
 from made import secrets
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpvision import PrivacyConfig, private_loop
@@ -161,9 +164,8 @@ def test_a_record_that_raises_or_has_another_shape_contributes_zero(
     left_out = tuple(i for i in range(NUM) if i % 3)
     with caplog.at_level(logging.WARNING), open_loop(data=Items(change=broken)) as loop:
         assert_equal(gradients(loop), by_hand("tuple", left_out=left_out))
-    assert [r.getMessage().startswith("loop: operator only: record") for r in caplog.records] == [
-        True
-    ]
+    told = [r.getMessage().removeprefix("loop: operator only: ") for r in caplog.records]
+    assert len(told) == 2 and told[0].startswith("record ") and "contributed nothing" in told[1]
 
 
 def jittered(i: int, x: Tensor) -> Tensor:
@@ -348,6 +350,118 @@ def test_after_an_error_a_step_is_neither_drawn_again_nor_passed_over(open_loop:
         assert next(iter(loop)).number == 1
 
 
+@pytest.mark.parametrize("kind", ["tuple", "dict"])
+def test_a_record_whose_loss_raises_contributes_zero(
+    open_loop: Open, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Else one record would decide where the run ends."""
+    items = Items(kind)
+    plain = items.__getitem__
+
+    def mislabelled(i: int) -> Any:
+        item = plain(i)
+        if i != 7:
+            return item
+        return {**item, "y": 255} if kind == "dict" else (item[0], 255)
+
+    items.__class__ = type("Mislabelled", (Items,), {"__getitem__": lambda _, i: mislabelled(i)})
+    with open_loop(data=items) as loop:
+        assert_equal(gradients(loop), by_hand(kind, left_out=(7,)))
+    told = [record.message for record in caplog.records if "operator only" in record.message]
+    assert len(told) == 2 and "record 7: IndexError" in told[0] and "contributed nothing" in told[1]
+
+
+def test_settings_of_other_number_types_are_the_same_plan(open_loop: Open) -> None:
+    numbers = {"dataset_size": float(NUM), "expected_batch_size": 20, "steps": np.int64(4)}
+    config = PrivacyConfig(**numbers, noise_multiplier=2, max_grad_norm=np.float32(0.5))
+    with open_loop(config=config, run="a") as loop:
+        next(iter(loop)).backward()
+    with open_loop(config=CONFIG, run="a", resume=True) as loop:
+        assert loop.plan == make_plan(CONFIG) and len(loop) == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("steps", 2.5), ("steps", True), ("max_grad_norm", "1")]
+)
+def test_settings_that_are_no_such_number_are_refused(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{setting}={value!r}; expected a"):
+        replace(CONFIG, **{setting: value})
+
+
+def test_weights_that_no_step_changes_are_told(
+    open_loop: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, net())]
+    for optimizer, times in zip(optimizers, (0, 1), strict=True):
+        caplog.clear()
+        with open_loop(model) as loop:
+            for step in loop:
+                step.backward()
+                optimizer.step()
+        assert caplog.text.count("no trained parameter was written to") == times
+
+
+def test_records_of_which_none_contributes_are_told(
+    open_loop: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers that are not finite are left out without an error."""
+    data = TensorDataset(X.clone().index_fill_(0, torch.arange(1, NUM), torch.nan), Y)
+    with open_loop(data=data) as loop:
+        for step in loop:
+            step.backward()
+            descend(loop.model)
+    assert caplog.text.count("contributed anything") == 1
+    assert caplog.text.count("records drawn contributed nothing") == 1
+
+
+WEIGHT, TEACHER = torch.tensor([0.5, 1.0, 2.0]), net(1).requires_grad_(False)
+
+
+def weighted(model: nn.Module, batch: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], WEIGHT.to(dtype), reduction="none")
+
+
+def taught(model: nn.Module, batch: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    theirs = copy.deepcopy(TEACHER).to(dtype)(batch[0])
+    return (model(batch[0]).log_softmax(1) - theirs.log_softmax(1)).square().sum(1)
+
+
+def cast(model: nn.Module, batch: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    return loss(model, (batch[0].to(dtype), batch[1]))
+
+
+@pytest.mark.parametrize("used", [weighted, taught, cast])
+def test_a_loss_may_hold_numbers_in_float32(open_loop: Open, used: Any) -> None:
+    """The checks compute a copy of the model in float64, and nothing is rounded otherwise."""
+    with open_loop(loss=lambda m, b: used(m, b, b[0].dtype)) as loop:
+        expected = [*gradients(loop)]
+    with open_loop(loss=used) as loop:
+        assert_equal(gradients(loop), iter(expected))
+
+
+def test_a_loop_in_each_of_torchruns_processes_is_refused(
+    open_loop: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes"), open_loop():
+        pass
+
+
+def penalised(model: nn.Module, batch: Any) -> Tensor:
+    with torch.enable_grad():
+        x = batch[0].clone().requires_grad_()
+        (g,) = torch.autograd.grad(loss(model, (x, batch[1])).sum(), x)
+    return loss(model, (x.detach() + 0.1 * g.sign(), batch[1]))
+
+
+def pruned() -> nn.Module:
+    model = net()
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    model(X)
+    return model
+
+
 def thaw(model: nn.Module) -> None:
     model[2].requires_grad_(True)
 
@@ -397,6 +511,10 @@ def centred(model: nn.Module, batch: Any) -> Tensor:
             "Replace it by GroupNorm",
         ),
         ({"model": nn.Sequential(nn.Linear(WIDTH, 3), nn.Dropout())}, "global random state"),
+        ({"loss": lambda m, b: loss(m, b) / len(b[0])}, "depends on the number of records"),
+        ({"loss": penalised}, "takes a gradient itself"),
+        ({"model": nn.Sequential(spectral_norm(nn.Linear(WIDTH, 3)))}, "changes the buffer"),
+        ({"model": pruned()}, "the model cannot be copied"),
         ({"model": net().bfloat16()}, "expected all float32 or all float64"),
         ({"model": net().requires_grad_(False)}, "no parameter with requires_grad"),
         ({"data": DataLoader(Items())}, r"Pass loader\.dataset"),

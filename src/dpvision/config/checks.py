@@ -1,6 +1,7 @@
 """Checks of settings: ranges, written so that NaN fails them, and choices."""
 
 import functools
+import numbers
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dpvision.errors import ConfigError
@@ -21,6 +22,36 @@ def check_choices(config: Any) -> None:
         if value not in choices:
             rule = f"one of {', '.join(map(repr, choices))}"
             require(False, kind.__name__, name, value, rule, "Choose one of them.")
+
+
+def convert_numbers(config: Any) -> None:
+    """Make numbers of other types (of NumPy, 1 for 1.0, 5e4 for 50000) those of a frozen
+    dataclass's annotations, so that two notations of a setting are one setting in a file; refuse
+    what is no such number.
+    """
+    kind: Any = type(config)
+    for name, wanted in _numbers(kind).items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        fits = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if fits and wanted is int:
+            fits = isinstance(value, numbers.Integral) or float(value).is_integer()
+        rule = "a whole number" if wanted is int else "a number"
+        require(fits, kind.__name__, name, value, rule, "Give one, without quotes.")
+        object.__setattr__(config, name, wanted(value))
+
+
+@functools.cache
+def _numbers(kind: type) -> dict[str, type]:
+    """The settings of a dataclass that are numbers, with their type."""
+    hints = get_type_hints(kind).items()
+    return {
+        name: wanted
+        for name, hint in hints
+        for wanted in (int, float)
+        if hint in (wanted, wanted | None)
+    }
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dpvision.config.checks import check_choices, require
+from dpvision.config.checks import check_choices, convert_numbers, require
 from dpvision.config.unit import Unit
 
 MIN_GRAD_NORM, MAX_GRAD_NORM = 1e-12, 1e12
@@ -85,6 +85,7 @@ class PrivacyConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        convert_numbers(self)
         w = "privacy"
         n, b = self.dataset_size, self.expected_batch_size
         require(

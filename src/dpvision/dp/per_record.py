@@ -4,6 +4,7 @@ Holds records x parameters numbers, so it runs in chunks. It is the oracle of ``
 computes gradients of parameters without a rule there.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import (
     _pop_torch_dispatch_stack,
     _push_on_torch_dispatch_stack,
 )
+from torch.utils._pytree import tree_map_only
 
 from dpvision.data.batch import Batch, mapped
 from dpvision.data.keys import StepKey
@@ -74,6 +76,10 @@ class _Unseen(TorchDispatchMode):
 _CUTS = frozenset(("resize", "resize_", "resize_as_", "resize_as_sparse_"))
 
 
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_GRAD = vars(torch._C.TensorBase)["grad"].__get__
+
+
 class _Seen(TorchFunctionMode):
     """Refuses calls that hide what they do to records, and remembers that one raised."""
 
@@ -96,15 +102,43 @@ class _Seen(TorchFunctionMode):
                 _push_on_torch_dispatch_stack(mode)
 
 
+class _Widened(TorchFunctionMode):
+    """Makes a call again with all numbers in float64 where it refuses float32 beside it: the checks
+    compute a copy of the model in float64, and a loss may hold class weights, a kernel or a teacher
+    in float32.
+    """
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            found = {t.dtype for t in tensors_in(args, kwargs)}
+            if not found >= {torch.float32, torch.float64}:
+                raise
+        args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.double() if value.dtype == torch.float32 else value
+
+
 def _refuse_hidden(func: Any, args: Any, kwargs: Any) -> None:
     """Raise PrivacyError for an operator that is not PyTorch's own, or that runs Python functions:
-    what its code does to the records, and what ``vmap`` makes of it, is not seen; and for
-    ``resize_``, by which ``vmap`` cuts the memory of all records.
+    what its code does to the records, and what ``vmap`` makes of it, is not seen; for
+    ``resize_``, by which ``vmap`` cuts the memory of all records; and for gradients.
     """
     if getattr(func, "__name__", "").partition(".")[0] in _CUTS:
         raise PrivacyError(
             f"separability: the loss or the model calls {func.__name__}, which cuts the memory of "
             "all records; expected a function of each. Use x[:, :n], or reshape."
+        )
+    if func in _GRADIENTS or (func == _GRAD and args[0].grad is not None):
+        raise PrivacyError(
+            "separability: the loss or the model takes a gradient itself (autograd.grad, backward "
+            "or .grad, as adversarial training and gradient penalties do); expected none: it sees "
+            "all records of a pass together. Leave it out."
         )
     if not isinstance(func, OperatorBase | OpOverloadPacket):
         return
@@ -133,7 +167,8 @@ def checked_losses(loss_fn: Any, model: nn.Module, batch: Batch, key: StepKey) -
             gradients than those that they add up.
     """
     before, unseen = versions(batch), _Unseen()
-    with unseen, _Seen() as seen:
+    wide = any(p.dtype == torch.float64 for p in model.parameters())
+    with unseen, _Widened() if wide else contextlib.nullcontext(), _Seen() as seen:
         losses_B = loss_fn(model, batch, key)
     if unseen.name:
         raise _hidden(unseen.name)

@@ -30,6 +30,7 @@ from dpvision.dp.fingerprint import Fingerprint, fingerprint
 from dpvision.dp.held_values import Undescribed, held
 from dpvision.dp.interception import CHECKPOINTED, RefuseTensorHooks, refuse_backward_hooks
 from dpvision.dp.per_record import LossFn, checked_losses
+from dpvision.dp.trial import differs
 from dpvision.errors import PrivacyError
 
 _LOG = logging.getLogger("dpvision")
@@ -89,6 +90,13 @@ def require_separable(
     except Exception as error:
         if "checkpoint" in str(error).lower():
             raise PrivacyError(CHECKPOINTED) from None
+        if "deepcopy" in str(error):
+            raise PrivacyError(
+                "separability: the model cannot be copied: it keeps a tensor that was computed "
+                "from its parameters, as torch.nn.utils.prune and the older weight_norm make it; "
+                "expected parameters and buffers only. Use torch.nn.utils.parametrizations, or "
+                "prune.remove."
+            ) from None
         raise PrivacyError(
             "separability: the model or loss raises on random records, in float64 on the CPU "
             f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); expected losses "
@@ -186,7 +194,8 @@ def check_separable(
         batch: two or more valid public records in the run's shapes; the first three are used (a
             cost of seven backward passes, and one for each kind of hostile record).
         other_steps: steps at which the second record's gradient is compared too (two backward
-            passes each); if any, its loss is compared at ``_STEPS_OF_LOSSES``.
+            passes each); if any, its loss is compared at ``_STEPS_OF_LOSSES``, and the first
+            record's gradient with that among twice as many records.
         weights_by_biases: leave out the gradients of ``seen_by_biases``, a third of the cost.
 
     Raises:
@@ -222,6 +231,16 @@ def check_separable(
             "record, the weights and the key only. Key masks, augmentation and dropout by "
             "StepKey and record_id_B."
         )
+    if other_steps:
+        twice = take(batch, torch.arange(2 * num) % num)
+        more = _gradients(loss_fn, copied, twice, key, (0,), params)[1][0]
+        if not more.distance(reference[0]) <= _ROW_TOLERANCE * reference[0].norm:
+            raise PrivacyError(
+                f"separability: a record's gradient among {num} records differs from that among "
+                f"{2 * num}; expected a function of the record alone. Remove what depends on the "
+                "number of records, such as loss / len(loss): the plan divides by the expected "
+                "batch size."
+            )
     for step in other_steps:
         at = replace(key, step=step)
         mixed = _with_row(
@@ -336,8 +355,8 @@ def check_module(name: str, module: nn.Module) -> None:
     if drops and module.training and (getattr(module, setting, None) or 0.0) > 0:
         raise PrivacyError(
             f"separability: layer {name!r} ({kind}) draws from the global random state; expected "
-            f"draws keyed by record. Set {setting}=0, put it in eval mode, or draw the mask from "
-            "StepKey and record_id_B."
+            f"draws keyed by record. Set {setting}=0, put it in eval mode, or, where the loss is "
+            "given a key, draw the mask from StepKey and record_id_B."
         )
 
 
@@ -435,14 +454,27 @@ def gradient_of_sum(
 
 @contextlib.contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers afterwards."""
+    """Restore the buffers afterwards.
+
+    Raises:
+        PrivacyError: they changed. Passes of a private run discard that: it may hold records.
+    """
     buffers = copy.deepcopy(dict(model.named_buffers()))
+    changed = list[str]()
     try:
         yield
+        changed = [n for n, b in model.named_buffers() if differs(b, buffers.get(n, b))]
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+                buffer.copy_(buffers.get(name, buffer))
+    if changed:
+        raise PrivacyError(
+            f"separability: the forward pass changes the buffer {changed[0]!r}; expected it to "
+            "stay: a private run keeps buffers as they are, since they may hold numbers of "
+            "records, so statistics, a codebook or the power iteration of spectral_norm would "
+            "stand still. Put that layer in eval mode, or leave it out."
+        )
 
 
 def blame(
@@ -459,8 +491,9 @@ def blame(
     one, other = (_gradients(loss_fn, model, batch, key, (i,), params)[1][i] for _ in range(2))
     if not (_same(first, again) and one.is_finite and one.equals(other)):
         return (
-            "separability: the same batch gives different gradients; expected keyed random "
-            "numbers only. Draw them from StepKey and record_id_B."
+            "separability: the same batch gives different gradients; expected no state that a pass "
+            "leaves to the next, and keyed random numbers only. Draw them from StepKey and "
+            "record_id_B; in private_loop draw none (dropout: p=0)."
         )
     outputs = _row_outputs(loss_fn, model, mixed, key, i)
     for (name, kind, output), (_, _, changed) in zip(first, outputs, strict=True):
@@ -468,7 +501,8 @@ def blame(
             return (
                 f"separability: layer {name!r} ({kind}) mixes records: another record changes "
                 "this one's gradient; expected a function of each record alone. Normalise over "
-                "a record's own values: GroupNorm or LayerNorm."
+                "a record's own values (GroupNorm or LayerNorm); attention and recurrent layers "
+                "need batch_first=True where records come first."
             )
     with RefuseTensorHooks():
         loss_fn(model, batch, key)

@@ -18,15 +18,13 @@ the block ends, a backward pass of its own into the trained parameters is refuse
 """
 
 import contextlib
-import functools
 import logging
-import random
-from collections import namedtuple
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -34,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from dpvision.config import PrivacyConfig
 from dpvision.data.batch import Batch, HostRows, mapped, take
@@ -61,6 +59,7 @@ from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.privacy.sampling import derive_rng
 from dpvision.privacy.store_marks import StoreLedgers
 from dpvision.runs.run import Secrets
+from dpvision.train.own_records import Reader, as_batch
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> losses_B: one loss per record, with ``batch`` as the collate function gives it.
@@ -99,7 +98,7 @@ def private_loop(
             paired, mixed into others) has less. Its length must be the declared
             ``dataset_size``, within 1%. Random transforms use the global
             random numbers of torch, NumPy or Python. An item that raises, or has another shape,
-            contributes zero.
+            contributes zero, and so does one whose loss raises.
         loss: one loss per record, a function of that record and the weights, without random numbers
             of its own.
         config: the guarantee, with the record as its unit.
@@ -124,7 +123,7 @@ def private_loop(
     root = _data_folder(Path(folder))
     # Workers start before the ledger is opened: they would inherit its lock, and hold it for
     # seconds after this process was killed.
-    reader = _Reader.start(data, collate_fn, workers, public_batch)
+    reader = Reader.start(data, collate_fn, workers, public_batch)
     loss_fn: LossFn = partial(_losses, loss, reader.form.spec)
     rows = physical_batch_size
     _check(loss_fn, model, plan, rows, reader, public_batch)
@@ -142,12 +141,14 @@ class PrivateLoop:
     ledger: Ledger
     model: nn.Module = field(repr=False)
     _loss_fn: LossFn = field(repr=False)
-    _reader: "_Reader" = field(repr=False)
+    _reader: Reader = field(repr=False)
     _rows: int = field(repr=False)
     _secrets: Secrets = field(default_factory=Secrets, repr=False)
 
     def __post_init__(self) -> None:
         self._params = trained(self.model)
+        self._versions, self._told = list[int](), set[str]()
+        self._num_drawn = self._num_left_out = 0
 
     @property
     def plan(self) -> DPPlan:
@@ -179,6 +180,18 @@ class PrivateLoop:
                     "of step.backward() in every turn, also after an error. Stop, and resume the "
                     "run with run=NAME, resume=True."
                 )
+        if self._num_left_out:
+            self._tell_operator(
+                "end",
+                f"{self._num_left_out} of {self._num_drawn} records drawn contributed nothing: "
+                "they could not be read, their loss raised, or they are not finite",
+            )
+
+    def _tell_operator(self, what: str, text: str) -> None:
+        """Log what is secret, each kind of message once."""
+        if what not in self._told:
+            _LOG.warning("loop: %s%s", OPERATOR_ONLY, text)
+        self._told.add(what)
 
     def _gradient(self, step: int) -> DPGradient:
         _require_plain(self.model)
@@ -196,29 +209,72 @@ class PrivateLoop:
                 f"loop: the trained parameters changed ({wrong[0]}); expected those that were "
                 "checked. Freeze and unfreeze parameters before private_loop, or open another run."
             )
+        versions = [p._version for p in params.values()]
+        if versions == self._versions and "unchanged" not in self._told:
+            self._told.add("unchanged")
+            _LOG.warning(
+                "loop: no trained parameter was written to since step %d; expected "
+                "optimizer.step() after step.backward(), without zero_grad() in between, of an "
+                "optimizer that holds this model's parameters",
+                step - 1,
+            )
+        self._versions = versions
         drawn = plan.draw(step, self._reader.num_records, derive_rng(self._secrets.draw, step))
         total = ClippedSum.add_up(
             self.model,
             plan.max_grad_norm,
             (
-                clipped_sum(
-                    self._loss_fn,
-                    self.model,
-                    batch,
-                    StepKey(0, step),
-                    max_grad_norm=plan.max_grad_norm,
-                    rule=plan.clipping,
-                    host=host,
-                    rows=self._rows,
-                )
+                self._sum(batch, host, StepKey(0, step))
                 for batch, host in self._batches(step, drawn)
             ),
         )
+        left_out = len(drawn) - int(total.norms_B.isfinite().sum())
+        self._num_drawn, self._num_left_out = (
+            self._num_drawn + len(drawn),
+            self._num_left_out + left_out,
+        )
+        if left_out == len(drawn) > 0:
+            self._tell_operator("none", f"no record of step {step} contributed anything")
         first = next(iter(params.values()))
         gradient = privatize(total, plan, step, self._secrets.noise, dtype=first.dtype)
         for name, p in params.items():
             p.grad = gradient.grads[name]
         return gradient
+
+    def _sum(self, batch: Batch, host: HostRows, key: StepKey) -> ClippedSum:
+        """The clipped sum of a pass, without records whose own loss raises, as a label beyond the
+        model's classes does: else one record would decide where a run ends.
+        """
+        settings: dict[str, Any] = {"rule": self.plan.clipping, "rows": self._rows}
+        settings["max_grad_norm"] = self.plan.max_grad_norm
+        try:
+            return clipped_sum(self._loss_fn, self.model, batch, key, host=host, **settings)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if isinstance(error, PrivacyError) and not isinstance(error.__cause__, RuntimeError):
+                raise
+            taken_B = torch.tensor([self._takes(batch, i, key) for i in range(len(batch.valid_B))])
+            wrong = (host.valid_B & ~taken_B).nonzero()[:, 0]
+            if not len(wrong) or not taken_B.any():
+                raise
+            first = int(host.record_id_B[wrong[0]])
+            self._tell_operator(
+                "raises", f"record {first}: {type(error).__name__}: {error}; it contributes zero"
+            )
+        valid_B = host.valid_B & taken_B
+        batch = batch._replace(valid_B=send(valid_B, batch.valid_B.device))
+        host = HostRows(host.record_id_B, valid_B)
+        return clipped_sum(self._loss_fn, self.model, batch, key, host=host, **settings)
+
+    @torch.no_grad()
+    def _takes(self, batch: Batch, row: int, key: StepKey) -> bool:
+        """Whether the loss of a record alone raises nothing."""
+        try:
+            self._loss_fn(self.model, take(batch, slice(row, row + 1)), key)
+        except Exception:  # whatever a loss raises
+            return False
+        return True
 
     def _batches(self, step: int, drawn: np.ndarray) -> Iterator[tuple[Batch, HostRows]]:
         """Yield the passes of a step on the model's device: buckets by hash, as ``train.step``."""
@@ -265,6 +321,7 @@ class PrivateStep:
 def _require_plain(model: nn.Module) -> None:
     """Refuse models and processes whose gradients would be those of several runs."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = max(ranks, int(os.environ.get("WORLD_SIZE", "1")))  # torchrun, without a group yet
     wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
     if ranks > 1 or wrapped:
         raise ConfigError(
@@ -348,15 +405,15 @@ def _losses(loss: Loss, spec: TreeSpec, model: nn.Module, batch: Batch, key: Ste
 
 
 def _check(
-    loss_fn: LossFn, model: nn.Module, plan: DPPlan, rows: int, reader: "_Reader", public_batch: Any
+    loss_fn: LossFn, model: nn.Module, plan: DPPlan, rows: int, reader: Reader, public_batch: Any
 ) -> None:
     """Check, on public records, that no record changes another's gradient, and that a record's bits
     do not depend on the other rows of its pass.
     """
     assert plan.max_grad_norm is not None, "a plan with a guarantee clips"
     first = next(iter(trained_parameters(model, plan.max_grad_norm).values()))
-    public = None if public_batch is None else _as_batch(tree_flatten(public_batch)[0])
-    like = _as_batch(reader.form.zeros()) if public is None else public
+    public = None if public_batch is None else as_batch(tree_flatten(public_batch)[0])
+    like = as_batch(reader.form.zeros()) if public is None else public
     if require_separable(loss_fn, model, like, _KEY, public):
         forget_admitted(model)
     many = random_records(like, rows)
@@ -373,182 +430,3 @@ def _check(
         max_grad_norm=plan.max_grad_norm,
         rule=plan.clipping,
     )
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What a record is: the structure of its batch, and its tensors' shapes and types."""
-
-    spec: TreeSpec
-    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
-
-    @classmethod
-    def of(cls, batch: Any) -> "tuple[_Form, list[Tensor]]":
-        """Return the form of a batch as the collate function gives it, and its tensors."""
-        values, spec = tree_flatten(batch)
-        wrong = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
-        if wrong or len({len(value) if value.ndim else -1 for value in values}) != 1:
-            raise TypeError(
-                f"a batch of {', '.join(wrong) or 'tensors of several lengths'} where tensors with "
-                "one row per record are expected"
-            )
-        return cls(spec, tuple((value.shape[1:], value.dtype) for value in values)), values
-
-    def zeros(self) -> list[Tensor]:
-        """Return a record of zeros."""
-        return [torch.zeros(1, *shape, dtype=dtype) for shape, dtype in self.tensors]
-
-
-def _as_batch(values: list[Tensor]) -> Batch:
-    """Return tensors as a batch for ``dp``, of valid records with ids from 1."""
-    num = len(values[0])
-    kind = _records_type(len(values))
-    return kind(torch.arange(1, num + 1), torch.ones(num, dtype=torch.bool), *values)
-
-
-@functools.cache
-def _records_type(num_tensors: int) -> Any:
-    names = [f"value_{i}" for i in range(num_tensors)]
-    return namedtuple("Records", ["record_id_B", "valid_B", *names])  # type: ignore[misc]
-
-
-class _Job(NamedTuple):
-    """A pass to read."""
-
-    step: int
-    places: np.ndarray
-    form: _Form | None
-    """If None, that of the first record, which must be readable."""
-
-
-class _Read(NamedTuple):
-    """A pass as a worker read it."""
-
-    form: _Form
-    values: list[Tensor]
-    valid_B: Tensor
-    error: str | None
-    """Why the first of the records that are not valid is not."""
-
-
-@dataclass(eq=False)
-class _Records(Dataset[_Read]):
-    """The data set by passes."""
-
-    data: Any
-    collate_fn: Callable[[list[Any]], Any]
-
-    def __getitem__(self, job: _Job) -> _Read:
-        # A record's random numbers are keyed by its position, so that its transforms draw the same
-        # whatever other records are read, and by whichever worker.
-        keys = StepKey(0, job.step).bits(torch.from_numpy(job.places), "transform", 1)[:, 0]
-        form, read, valid, error = job.form, list[list[Tensor]](), list[bool](), None
-        with _random_state_kept():
-            for place, number in zip(job.places.tolist(), keys.tolist(), strict=True):
-                _set_seeds(number)
-                try:
-                    found, values = _Form.of(self.collate_fn([self.data[place]]))
-                    if found != (form or found):
-                        raise ValueError(f"{found}; the first record has {form}")
-                    valid.append(True)
-                except Exception as failed:
-                    if form is None:
-                        raise
-                    found, values = form, form.zeros()
-                    valid.append(False)
-                    error = error or f"record {place}: {type(failed).__name__}: {failed}"
-                form = form or found
-                read.append(values)
-        assert form is not None
-        values = [torch.cat(column) for column in zip(*read, strict=True)]
-        return _Read(form, values, torch.tensor(valid), error)
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Restore the global random numbers of Python, NumPy and torch afterwards."""
-    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(pytorch)
-
-
-def _set_seeds(number: int) -> None:
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number)
-
-
-def _as_read(read: Any) -> Any:
-    return read
-
-
-@dataclass(eq=False)
-class _Reader:
-    """Reads the passes of a step with torch's ``DataLoader``."""
-
-    form: _Form
-    num_records: int
-    _jobs: list[_Job]
-    _loader: DataLoader[_Read]
-    _told: bool = False
-    """Whether the operator was told of a record that contributes zero."""
-
-    @classmethod
-    def start(
-        cls, data: Any, collate_fn: Callable[[list[Any]], Any], workers: int, public_batch: Any
-    ) -> Self:
-        """Start the workers, and read a record or two of the first step to see that all is well.
-
-        Raises:
-            DataError: the first record cannot be read, or differs when it is read in other company.
-        """
-        jobs = list[_Job]()
-        loader = DataLoader(
-            _Records(data, collate_fn),
-            batch_size=None,
-            sampler=jobs,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            collate_fn=_as_read,
-            generator=torch.Generator(),  # else it takes a number of the global one at each step
-        )
-        form = None
-        try:
-            if public_batch is not None:
-                form = _Form.of(public_batch)[0]
-            jobs[:] = [_Job(0, np.array([0]), form)]
-            (alone,) = loader
-            if alone.error is not None:
-                raise ValueError(alone.error)
-            jobs[:] = [_Job(0, np.array([len(data) - 1, 0]), alone.form)]
-            (beside,) = loader
-        except Exception as error:
-            raise DataError(
-                f"loop: {OPERATOR_ONLY}the first record cannot be used "
-                f"({str(error).splitlines()[-1]}); expected tensors or numbers, alone, in tuples, "
-                "lists or dicts. Change the data set, collate_fn= or public_batch=."
-            ) from error
-        pairs = zip(alone.values, beside.values, strict=True)
-        if not all(bool(((a[0] == b[-1]) | (a[0] != a[0])).all()) for a, b in pairs):
-            raise PrivacyError(
-                "loop: the first record differs when it is read after another one; expected a "
-                "function of the record and of the global random numbers of torch, NumPy or "
-                "Python, which are keyed by record. Use no generator or counter of the data set's "
-                "own."
-            )
-        return cls(alone.form, len(data), jobs, loader)
-
-    def read(self, step: int, parts: list[np.ndarray]) -> Iterator[Batch]:
-        """Yield the batch of each part of a step's records, on the CPU."""
-        self._jobs[:] = [_Job(step, part, self.form) for part in parts]
-        for part, found in zip(parts, self._loader, strict=True):
-            if found.error is not None and not self._told:
-                _LOG.warning("loop: %s%s; it contributes zero", OPERATOR_ONLY, found.error)
-                self._told = True
-            yield _as_batch(found.values)._replace(
-                record_id_B=torch.from_numpy(part), valid_B=found.valid_B
-            )
