@@ -352,6 +352,35 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.parametrize("grown", [False, True])
+def test_the_epsilon_of_a_person_of_every_run_is_checked(tmp_path: Path, grown: bool) -> None:
+    store, run, people = tmp_path / "store", tmp_path / "run", {"num_units": 25_000}
+    drawn = replace(SMALL, sampling_unit="person", expected_batch_size=25_000, **people)
+    records = replace(SMALL, max_records_per_unit=2, **people)
+    make_store(store)
+    make_run(tmp_path / "first", store, privacy=records, charged=4, run_id="another")
+    path = write_statement(make_run(run, store, privacy=drawn, charged=4))
+    if grown:
+        with Ledger.open(store, "third", make_plan(drawn), resume=False):
+            pass
+    said = "not checked" if grown else "ok"
+    assert by_name(verify_statement(path, run, store))["other runs"] == said
+
+    def with_another(change: Callable[[dict[str, Any]], object]) -> dict[str, str]:
+        def change_it(statement: dict[str, Any]) -> None:
+            for one in statement["history"]["other_runs"]["runs"]:
+                change(one) if one["run_id"] == "another" else None
+
+        return by_name(verify_statement(edited(tmp_path, tmp_path, change_it), run, store))
+
+    altered = (lambda one: one["epsilon"], lambda one: None, lambda one: 1.5 * one["unit_epsilon"])
+    for value in altered:
+        made = with_another(lambda one, value=value: one.update(unit_epsilon=value(one)))
+        assert made["other runs"] == "failed"
+    older = with_another(lambda one: one.pop("unit_epsilon"))
+    assert older["other runs"] == "not checked" and "failed" not in older.values()
+
+
 @pytest.mark.parametrize("folder", ["now", "later"])
 def test_a_true_statement_about_two_runs_passes(two_runs: Path, folder: str) -> None:
     assert (

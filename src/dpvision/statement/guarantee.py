@@ -142,6 +142,7 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
             "guarantee": run.guarantee,
             "steps": run.steps,
             "epsilon": run.spent.epsilon,
+            "unit_epsilon": run.spent.unit_epsilon,
             "delta": run.spent.delta if run.guarantee == "dp" else None,
         }
         for run in account.runs
