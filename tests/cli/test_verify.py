@@ -28,7 +28,7 @@ from dpvision.privacy.sampling import Poisson
 from dpvision.statement import other_runs as other_runs_module
 from dpvision.statement import verify as verify_module
 from dpvision.statement.check import Check
-from dpvision.statement.statement import write_statement
+from dpvision.statement.statement import make_statement, write_statement
 from dpvision.statement.verify import verify_statement
 
 pytestmark = pytest.mark.usefixtures("gates_once")
@@ -432,6 +432,38 @@ def test_a_score_added_later_is_no_failure_and_an_altered_one_is(
         statement["scores"][0]["value"] += 0.1
 
     assert failed_checks(edited(finished, tmp_path, better), run, finished / "store") == ["scores"]
+
+
+def test_what_the_model_answers_cannot_be_altered_beside_the_weights(
+    finished: Path, tmp_path: Path
+) -> None:
+    run, path, name = tmp_path / "run", tmp_path / "run" / "statement.json", "manifest, calibration"
+    shutil.copytree(finished / "run", run)
+
+    def found(folder: Path = run) -> Check:
+        return next(check for check in verify_statement(path, folder) if check.name == name)
+
+    assert found().status == "ok" and "not calibrated" in found().detail
+    write_json(run / "calibration.json", {"temperature": 1.5})
+    assert found().status == "failed"
+    assert "calibration.json: not in the statement: " in found().detail
+    assert "calibrated since, the statement was written before: write it again" in found().detail
+    write_json(path, make_statement(run, store_dir=finished / "store"))
+    assert found() == Check(name, "ok", "files with the hashes of the statement")
+    assert "failed" not in by_name(verify_statement(path, run)).values()
+    write_json(run / "calibration.json", {"temperature": 40})
+    assert "calibration.json: another hash" in found().detail and found().status == "failed"
+    (run / "calibration.json").unlink()
+    assert "calibration.json: missing" in found().detail and found().status == "failed"
+
+    path.write_bytes((finished / "run" / "statement.json").read_bytes())
+    manifest = next(run.glob("checkpoints/*/manifest.json"))
+    write_json(manifest, json.loads(manifest.read_text()) | {"class_names": ["ill", "well"]})
+    assert "manifest.json: another hash" in found().detail and found().status == "failed"
+    older = json.loads(path.read_text())
+    del older["hashes"]["manifest"], older["hashes"]["calibration"]
+    write_json(path, older)
+    assert found().status == "not checked" and "write it again" in found().detail
 
 
 def test_a_run_without_a_guarantee_on_a_public_store_has_no_epsilon_to_check(

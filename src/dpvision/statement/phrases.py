@@ -78,13 +78,13 @@ SELECTION_TIME = (
 )
 
 FILES = (
-    "Checkpoints (weights, moving average, optimizer state), settings, ledger, public and "
-    "released scores, this statement, report.html."
+    "Checkpoints (weights, moving average, optimizer state), settings, calibration, ledger, "
+    "public and released scores, this statement, report.html."
 )
 """What a run of a network may release."""
 HEAD_FILES = (
-    "The head (weight and bias), settings, ledger, public and released scores, this statement, "
-    "report.html."
+    "The head (weight and bias), settings, calibration, ledger, public and released scores, "
+    "this statement, report.html."
 )
 """What a head's run may release."""
 NO_PROFILE = "added epsilons give one pair (epsilon, delta), no profile"

@@ -12,10 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpvision.checkpoint import load_checkpoint
+from dpvision.checkpoint import MANIFEST, load_checkpoint
 from dpvision.config import unit
 from dpvision.data.store import CURATION
 from dpvision.dp import rounding
+from dpvision.encoders.calibration import CALIBRATION
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
 from dpvision.eval.score_file import read_releases, read_scores
@@ -75,6 +76,10 @@ class Evidence:
     releases: list[dict[str, Any]]
     """Of scores on private test stores."""
     audits: list[dict[str, Any]]
+    beside: dict[str, str | None]
+    """Hashes of the files beside the weights that decide what the model answers; None without
+    calibration.
+    """
 
     @property
     def plan(self) -> DPPlan:
@@ -183,6 +188,7 @@ def statement_of(
                 "ledger": ledger.digest,
                 "lineage": lineage_digest(ledger.lineage),
                 "weights": manifest["tensors"] | manifest.get("files", {}),
+                **evidence.beside,
             },
             versions=versions_of(manifest),
             tuning=tuning,
@@ -399,7 +405,30 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
         _public_scores(root / "scores.json"),
         read_releases(root),
         read_audits(root, ledger.plan),
+        beside_weights(root, checkpoint.path),
     )
+
+
+def beside_weights(root: Path, checkpoint: Path) -> dict[str, str | None]:
+    """Return the SHA-256 of the checkpoint's manifest (class names, window) and of the run's
+    calibration: files beside the weights that decide what the model answers. None: no such file.
+    """
+    return {
+        "manifest": sha256_of(checkpoint / MANIFEST),
+        "calibration": sha256_of(root / CALIBRATION),
+    }
+
+
+def sha256_of(path: Path) -> str | None:
+    """Return the SHA-256 of a file, in hexadecimal; None if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.hexdigest()
 
 
 def _public_scores(path: Path) -> list[dict[str, Any]]:

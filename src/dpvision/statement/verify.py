@@ -41,8 +41,10 @@ from dpvision.statement.signature import (
     signature_of,
 )
 from dpvision.statement.statement import (
+    beside_weights,
     read_evidence,
     settings_of,
+    sha256_of,
     statement_of,
     versions_of,
 )
@@ -157,6 +159,8 @@ def _run(
     ]
     folder, found = check_weights(statement, root)
     checks.append(found)
+    if folder is not None:
+        checks.append(check_beside(statement, root, folder))
     if folder is None:
         return about, None, checks
     try:
@@ -181,7 +185,7 @@ def check_weights(statement: dict[str, Any], root: Path) -> tuple[Path | None, C
         return None, failed("weights", str(error))
     wrong = []
     for folder in reversed(folders):
-        wrong = [name for name, digest in stated.items() if _sha256(folder / name) != digest]
+        wrong = [name for name, digest in stated.items() if sha256_of(folder / name) != digest]
         if stated and not wrong:
             return folder, ok(
                 "weights", f"files of {folder.name} with the hashes of the statement: {len(stated)}"
@@ -191,6 +195,33 @@ def check_weights(statement: dict[str, Any], root: Path) -> tuple[Path | None, C
         f"{', '.join(wrong) or 'no file named'}: other hashes than the statement's, in every "
         f"checkpoint of {root}",
     )
+
+
+def check_beside(statement: dict[str, Any], root: Path, folder: Path) -> Check:
+    """Check the files beside the weights that decide what the model answers."""
+    name, stated, found = "manifest, calibration", statement["hashes"], beside_weights(root, folder)
+    if found.keys() - stated.keys():
+        return not_checked(name, "an older statement, without their hashes: write it again")
+    wrong = [
+        f"{file}.json: "
+        + (
+            "missing"
+            if digest is None
+            else "not in the statement"
+            if stated[file] is None
+            else "another hash than the statement's"
+        )
+        for file, digest in found.items()
+        if stated[file] != digest
+    ]
+    if wrong:
+        return failed(
+            name,
+            f"{', '.join(wrong)}: altered, or, if the run was calibrated since, the statement was "
+            "written before: write it again",
+        )
+    none = "" if found["calibration"] else "; not calibrated"
+    return ok(name, f"files with the hashes of the statement{none}")
 
 
 def check_manifest(statement: dict[str, Any], manifest: dict[str, Any]) -> list[Check]:
@@ -539,14 +570,3 @@ def check_store(
     if checks[-1].status == "not checked":
         checks[-1] = failed(checks[-1].name, f"the store's ledger {checks[-1].detail}")
     return [*checks, check_other_runs(statement, store_dir)]
-
-
-def _sha256(path: Path) -> str | None:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError:
-        return None
-    return digest.hexdigest()
