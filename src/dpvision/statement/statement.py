@@ -36,6 +36,7 @@ from dpvision.statement import (
 from dpvision.statement.audits import read_audits
 from dpvision.statement.guarantee import guarantee_of, headline, other_runs, other_stores
 from dpvision.statement.schema import Stop, Tuning
+from dpvision.statement.signature import signature_of
 from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
@@ -336,8 +337,16 @@ def write_statement(
     does.
     """
     statement = make_statement(run_dir, store_dir=store_dir, tuning=tuning, stop=stop)
+    return save_statement(run_dir, statement)
+
+
+def save_statement(run_dir: str | Path, statement: dict[str, Any]) -> Path:
+    """Write RUN/statement.json, remove the signature of another one, and return the path."""
     path = Path(run_dir) / "statement.json"
+    before = sha256_of(path)
     write_json(path, statement)
+    if sha256_of(path) != before:
+        signature_of(path).unlink(missing_ok=True)
     return path
 
 
