@@ -225,6 +225,22 @@ def test_a_statement_of_one_run_with_the_files_of_another_fails(
     )
 
 
+def test_the_released_run_folder_is_all_that_verify_needs_and_less_is_named(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished / "run", tmp_path / "run", ignore=lambda *_: ["confidential"])
+    statement = str(tmp_path / "run" / "statement.json")
+    assert main(["verify", statement, "--run", str(tmp_path / "run")]) == 0
+    assert "Nothing failed" in capsys.readouterr().out
+    for name in ("report.html", "config.json"):
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+    with pytest.raises(SystemExit):
+        main(["verify", statement, "--run", str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'run'}: no config.json or no run.json; expected all of the run's" in said
+    assert "folder but confidential/. Ask whoever released" in said and "--resume" not in said
+
+
 def test_altered_weights_a_broken_chain_and_a_missing_run_fail(
     finished: Path, tmp_path: Path
 ) -> None:

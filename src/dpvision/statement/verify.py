@@ -19,7 +19,7 @@ from dpvision.privacy.ledger_format import Line
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import count
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.runs.folder import read_run
+from dpvision.runs.folder import read_run, run_base
 from dpvision.runs.run import code_versions
 from dpvision.statement.audits import read_audits
 from dpvision.statement.check import (
@@ -66,8 +66,7 @@ def verify_statement(
 
     Args:
         path: statement.json.
-        run_dir: the run's folder, or its released files: run.json, config.json, ledger.jsonl and
-            the checkpoint.
+        run_dir: the run's folder, with or without confidential/.
         store_dir: the store that it was trained on, with the LEDGERS folder next to it.
         public_key: PEM file of the key that must have signed the statement (``signature``).
 
@@ -146,6 +145,11 @@ def _run(
     """Check the run's files: its id, weights, config and code. Return run.json and the manifest,
     None where they cannot be read.
     """
+    base = run_base(root)
+    if base is None or not (base / "run.json").exists():
+        remedy = "Ask whoever released the statement for it, or omit --run"
+        why = f"{root}: no config.json or no run.json; expected all of the run's folder but "
+        return None, None, [failed("run", f"{why}confidential/. {remedy}")]
     try:
         _, _, about = read_run(root)
     except DPVisionError as error:
