@@ -218,9 +218,12 @@ def compose(facts: Facts) -> dict[str, Any]:
         not_covered = history_phrases.kept_not_covered(lineage, kept)
         released = history_phrases.kept_released(phrases.HEAD_FILES if head else phrases.FILES)
     else:
-        in_words, not_covered = phrases.in_words(plan, guarantee), phrases.not_covered(plan)
+        in_words = phrases.in_words(plan, guarantee)
+        persons = all(store["unit_epsilon"] is not None for store in others)
+        not_covered = phrases.not_covered(plan, persons=persons)
         released = phrases.released(plan, head=head)
     if guarantee is not None:
+        in_words += history_phrases.of_stores(others)
         not_covered += history_phrases.not_covered_of(
             lineage, tuning, guarantee, ended_early, facts.other_runs, others
         )
@@ -229,7 +232,7 @@ def compose(facts: Facts) -> dict[str, Any]:
         "format": FORMAT,
         "phrases": phrase_version(),
         "guaranteed": guaranteed,
-        "headline": headline(guarantee, drawn, kept),
+        "headline": headline(guarantee, drawn, kept if guarantee is None else others),
         "in_words": in_words,
         "run_id": facts.run_id,
         "recipe": facts.recipe,
@@ -237,7 +240,7 @@ def compose(facts: Facts) -> dict[str, Any]:
             "released": released,
             "not_covered": not_covered,
             "trust_model": phrases.trust_model(plan),
-            "adjacency": phrases.ADJACENCY[drawn],
+            "adjacency": phrases.adjacency(plan),
             "unit": {
                 "max_records_per_unit": plan.unit.max_records,
                 "num_units": plan.unit.num_people,
