@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "statement"))
 from runs import POISSON, PRIVACY, PUBLIC_SCORES, make_run, make_store
 
 DECLARED = re.compile(
-    r"run_id|recipe|settings.*|scores.*|hashes\.(code|config|ledger|weights).*|versions.*|phrases|guarantee\.accountant\.software"
+    r"run_id|recipe|settings.*|scores.*|hashes\.(code|config|ledger|weights|manifest|calibration).*|versions.*|phrases|guarantee\.accountant\.software"
     r"|history\.restarts|history\.lineage\.\*\.(store_id|visibility|licence)|history\.other_runs\.(?!text|known).*"
 )
 """What a statement alone does not determine; everything but the software's name is compared with
@@ -354,6 +354,8 @@ def test_no_step_is_stated_of_a_run_that_was_charged(resumed: Path, tmp_path: Pa
     )
     made = with_steps(true, 0, 0, first, 0)
     made["hashes"]["weights"] = manifest["tensors"]
+    forged_manifest = (folder / "manifest.json").read_bytes()
+    made["hashes"]["manifest"] = hashlib.sha256(forged_manifest).hexdigest()
     path.write_text(json.dumps(made))
     assert bad(path, forged) == [], "nothing in these files contradicts it"
     assert "store, last line" in bad(path, forged, store)

@@ -28,7 +28,7 @@ from dpvision.privacy.sampling import Poisson
 from dpvision.statement import other_runs as other_runs_module
 from dpvision.statement import verify as verify_module
 from dpvision.statement.check import Check
-from dpvision.statement.statement import write_statement
+from dpvision.statement.statement import make_statement, write_statement
 from dpvision.statement.verify import verify_statement
 
 pytestmark = pytest.mark.usefixtures("gates_once")
@@ -225,6 +225,22 @@ def test_a_statement_of_one_run_with_the_files_of_another_fails(
     )
 
 
+def test_the_released_run_folder_is_all_that_verify_needs_and_less_is_named(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished / "run", tmp_path / "run", ignore=lambda *_: ["confidential"])
+    statement = str(tmp_path / "run" / "statement.json")
+    assert main(["verify", statement, "--run", str(tmp_path / "run")]) == 0
+    assert "Nothing failed" in capsys.readouterr().out
+    for name in ("report.html", "config.json"):
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+    with pytest.raises(SystemExit):
+        main(["verify", statement, "--run", str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'run'}: no config.json or no run.json; expected all of the run's" in said
+    assert "folder but confidential/. Ask whoever released" in said and "--resume" not in said
+
+
 def test_altered_weights_a_broken_chain_and_a_missing_run_fail(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -352,6 +368,35 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.parametrize("grown", [False, True])
+def test_the_epsilon_of_a_person_of_every_run_is_checked(tmp_path: Path, grown: bool) -> None:
+    store, run, people = tmp_path / "store", tmp_path / "run", {"num_units": 25_000}
+    drawn = replace(SMALL, sampling_unit="person", expected_batch_size=25_000, **people)
+    records = replace(SMALL, max_records_per_unit=2, **people)
+    make_store(store)
+    make_run(tmp_path / "first", store, privacy=records, charged=4, run_id="another")
+    path = write_statement(make_run(run, store, privacy=drawn, charged=4))
+    if grown:
+        with Ledger.open(store, "third", make_plan(drawn), resume=False):
+            pass
+    said = "not checked" if grown else "ok"
+    assert by_name(verify_statement(path, run, store))["other runs"] == said
+
+    def with_another(change: Callable[[dict[str, Any]], object]) -> dict[str, str]:
+        def change_it(statement: dict[str, Any]) -> None:
+            for one in statement["history"]["other_runs"]["runs"]:
+                change(one) if one["run_id"] == "another" else None
+
+        return by_name(verify_statement(edited(tmp_path, tmp_path, change_it), run, store))
+
+    altered = (lambda one: one["epsilon"], lambda one: None, lambda one: 1.5 * one["unit_epsilon"])
+    for value in altered:
+        made = with_another(lambda one, value=value: one.update(unit_epsilon=value(one)))
+        assert made["other runs"] == "failed"
+    older = with_another(lambda one: one.pop("unit_epsilon"))
+    assert older["other runs"] == "not checked" and "failed" not in older.values()
+
+
 @pytest.mark.parametrize("folder", ["now", "later"])
 def test_a_true_statement_about_two_runs_passes(two_runs: Path, folder: str) -> None:
     assert (
@@ -403,6 +448,38 @@ def test_a_score_added_later_is_no_failure_and_an_altered_one_is(
         statement["scores"][0]["value"] += 0.1
 
     assert failed_checks(edited(finished, tmp_path, better), run, finished / "store") == ["scores"]
+
+
+def test_what_the_model_answers_cannot_be_altered_beside_the_weights(
+    finished: Path, tmp_path: Path
+) -> None:
+    run, path, name = tmp_path / "run", tmp_path / "run" / "statement.json", "manifest, calibration"
+    shutil.copytree(finished / "run", run)
+
+    def found(folder: Path = run) -> Check:
+        return next(check for check in verify_statement(path, folder) if check.name == name)
+
+    assert found().status == "ok" and "not calibrated" in found().detail
+    write_json(run / "calibration.json", {"temperature": 1.5})
+    assert found().status == "failed"
+    assert "calibration.json: not in the statement: " in found().detail
+    assert "calibrated since, the statement was written before: write it again" in found().detail
+    write_json(path, make_statement(run, store_dir=finished / "store"))
+    assert found() == Check(name, "ok", "files with the hashes of the statement")
+    assert "failed" not in by_name(verify_statement(path, run)).values()
+    write_json(run / "calibration.json", {"temperature": 40})
+    assert "calibration.json: another hash" in found().detail and found().status == "failed"
+    (run / "calibration.json").unlink()
+    assert "calibration.json: missing" in found().detail and found().status == "failed"
+
+    path.write_bytes((finished / "run" / "statement.json").read_bytes())
+    manifest = next(run.glob("checkpoints/*/manifest.json"))
+    write_json(manifest, json.loads(manifest.read_text()) | {"class_names": ["ill", "well"]})
+    assert "manifest.json: another hash" in found().detail and found().status == "failed"
+    older = json.loads(path.read_text())
+    del older["hashes"]["manifest"], older["hashes"]["calibration"]
+    write_json(path, older)
+    assert found().status == "not checked" and "write it again" in found().detail
 
 
 def test_a_run_without_a_guarantee_on_a_public_store_has_no_epsilon_to_check(

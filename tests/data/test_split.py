@@ -43,6 +43,22 @@ def test_halves_read_the_parents_shards_and_draw_on_its_account(store):
             assert record == store.record(where[record.id])
 
 
+def test_halves_are_read_where_they_were_moved_together_with_their_parent(store):
+    """Their paths were absolute: after a move no half could be opened."""
+    home = store.path.parent
+    a, _ = split_store(store.path, home / "a", home / "b", 0.5)
+    split_store(a.path, home / "c", home / "d", 0.5, seed=1)
+    moved = home.rename(home.parent / "elsewhere")
+    parent = open_store(moved / store.path.name)
+    records = {record.id: record for record in map(parent.record, range(parent.num_records))}
+    for name in "abcd":
+        half = open_store(moved / name)
+        assert half.num_records
+        for row in range(half.num_records):
+            record = half.record(row)
+            assert record == records[record.id]
+
+
 def test_a_persons_half_does_not_depend_on_who_else_is_there(store):
     home = store.path.parent
     a, _ = split_store(store.path, home / "a", home / "b", 0.5, seed=3)

@@ -259,6 +259,7 @@ def test_the_page_shows_every_text_of_the_statement(
         made["hashes"]["ledger"],
         made["hashes"]["config"],
         made["hashes"]["code"],
+        made["hashes"]["manifest"],
     ):
         assert digest in shown
 

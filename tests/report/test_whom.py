@@ -104,6 +104,27 @@ def test_a_report_says_one_thing(kind: str, parent: bool, tmp_path: Path) -> Non
     assert ("for a single image" in said) == beside and ("for a person" in said) == of_person
 
 
+def test_every_run_on_the_store_says_whom_its_epsilon_is_for(tmp_path: Path) -> None:
+    store, privacy = tmp_path / "store", replace(PRIVACY, noise_multiplier=60.0)
+    make_store(store)
+    kinds = ("people drawn", "three images of each", "images")
+    for name, kind in zip("abc", kinds, strict=True):
+        asked = replace(privacy, **PEOPLE[kind])
+        run = make_run(tmp_path / name, store, privacy=asked, run_id=name * 16)
+    page = re.sub(r"\s+", " ", html.unescape(make_report(run).read_text()))
+    stated = {
+        one["run_id"][0]: one
+        for one in json.loads((run / "statement.json").read_text())["history"]["other_runs"]["runs"]
+    }
+    assert stated["a"]["unit_epsilon"] == stated["a"]["epsilon"]
+    assert stated["b"]["unit_epsilon"] > stated["b"]["epsilon"]
+    for name in "ab":
+        said = f"{name * 8} (another run): ε {up(stated[name]['unit_epsilon'], 2)} for a person;"
+        assert said in page
+    said = f"{'c' * 8} (this run): ε {up(stated['c']['epsilon'], 2)} for a single image."
+    assert said in page and stated["c"]["unit_epsilon"] is None
+
+
 def test_a_total_without_accounting_for_people_is_an_images() -> None:
     plan = make_plan(replace(PRIVACY, num_units=50_000))
     assert "for a single image, unknown for a person" in guarantee_words(plan, 2.0, None, 1e-5)

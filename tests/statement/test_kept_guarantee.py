@@ -23,7 +23,7 @@ from dpvision.privacy.plan import make_plan
 from dpvision.privacy.printed import up
 from dpvision.report.page import make_report
 from dpvision.statement.guarantee import NOTHING
-from dpvision.statement.history_phrases import IN_BOTH
+from dpvision.statement.history_phrases import IN_BOTH, kept
 from dpvision.statement.schema import problems, statement_schema
 from dpvision.statement.statement import make_statement, write_statement
 from dpvision.statement.verify import verify_statement
@@ -227,3 +227,36 @@ def test_public_images_cleared_of_private_twins_are_listed(tmp_path: Path, paren
     assert CLAIM.search(made["headline"]) and any(
         "public twin" in text for text in made["scope"]["not_covered"]
     )
+
+
+def test_a_private_run_on_weights_of_another_private_store_names_both(
+    tmp_path: Path, parent: Path
+) -> None:
+    """Its headline had its own epsilon alone, for persons, where the parent's images have none."""
+    store = make_store(tmp_path / "people")
+    run = make_run(
+        tmp_path / "child",
+        tmp_path / "people",
+        privacy=PEOPLE,
+        charged=4,
+        run_id="child",
+        parents=lineage_of(parent),
+    )
+    made = make_statement(run, tuning="none")
+    theirs = make_statement(parent, tuning="none")
+    assert theirs["headline"].removeprefix("Differential privacy ")[:-1] in made["headline"]
+    assert "for each person, with all their images, of this run's private store" in made["headline"]
+    (several,) = (text for text in theirs["scope"]["not_covered"] if "did not record" in text)
+    assert several in made["scope"]["not_covered"]
+    assert "one person more than the other, with all their images, at most 2" in (
+        made["scope"]["adjacency"]
+    )
+    checks = verify_statement(write_statement(run, tuning="none"), run, tmp_path / "people")
+    assert [check for check in checks if check.status == "failed"] == []
+    shown = plan_text(
+        RunConfig("vip.micro", PEOPLE),
+        make_plan(PEOPLE),
+        SimpleNamespace(store_id=store, visibility="private"),
+        lineage_of(parent),
+    )
+    assert f"The weights that it starts from: {kept(made['other_stores'])}" in shown

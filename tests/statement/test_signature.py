@@ -172,6 +172,32 @@ def test_another_file_than_the_key_is_one_error_with_the_remedy(which: str, tmp_
             read_public_key(file)
 
 
+def test_a_report_made_again_has_no_old_signature_and_says_what_it_lacks(
+    copy_of: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, (private, public) = copy_of(), write_keys(tmp_path)
+    told, signature = tmp_path / "declared.json", run / "statement.json.sig"
+    lists = {"curators": ["x"], "sector": "Healthcare", "publication_date": "2026-11-29"}
+    names = ("name", "intended_use", "region", "justification")
+    write_json(told, dict.fromkeys(names, "x") | lists)
+    more = ["--tuning", "none", "--declared", str(told)]
+    assert main(["report", str(run), *more, "--sign", str(private)]) == 0
+    assert main(["report", str(run), *more]) == 0  # the same bytes
+    said = capsys.readouterr().err
+    assert "give it again" not in said and "removed" not in said
+    assert verify_statement(run / "statement.json", public_key=public)[0].status == "ok"
+    assert main(["report", str(run)]) == 0
+    said = capsys.readouterr().err
+    assert "had --tuning none, this one has not: give it again" in said
+    assert "had --declared FILE, this one has not: give it again" in said
+    assert "statement.json.sig was removed" in said and "Sign this one with --sign" in said
+    assert not signature.exists()
+    assert main(["report", str(run), *more, "--sign", str(private)]) == 0
+    assert signature.exists() and "again" not in capsys.readouterr().err
+    write_statement(run)
+    assert not signature.exists()
+
+
 def test_a_wrong_key_is_found_before_the_report_is_written(
     copy_of: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -224,6 +224,16 @@ def test_a_parent_on_the_same_store_is_added_and_one_on_another_is_not(
     )
     assert guarantee["delta"] == guarantee["this_run"]["delta"] == plan.delta
     assert [entry["store_id"] for entry in made["other_stores"]] == ["another"]
+    # Whoever reads the headline alone learns of both stores.
+    own, other = (
+        f"epsilon {up(of['epsilon'], 2)} and delta {up_delta(plan.delta)} for each single image of"
+        for of in (guarantee, made["other_stores"][0])
+    )
+    assert made["headline"] == (
+        f"Differential privacy with {own} this run's private store; and, from earlier training "
+        f"behind its weights, with {other} private store another."
+    )
+    assert made["in_words"][-1].startswith("Remove any one image from private store another.")
     # An image in both stores is in the composition of both.
     both = guarantee["epsilon"] + made["other_stores"][0]["epsilon"]
     (said,) = (text for text in made["scope"]["not_covered"] if "private store another," in text)

@@ -1,5 +1,6 @@
 """``dpvision report``: write the guarantee statement and the pages."""
 
+import contextlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from dpvision.cli.output import RunPath, emit, parse
 from dpvision.cli.paths import check_run, check_store
 from dpvision.errors import ConfigError
 from dpvision.statement.schema import Stop, Tuning
+from dpvision.strict_json import parse_json
 
 if TYPE_CHECKING:
     from dpvision.report.gallery import Gallery
@@ -59,7 +61,8 @@ def report(
             then also has questions of EDPB Opinion 28/2024 and a draft impact assessment (GDPR,
             art. 35), with facts filled in and judgements left open.
         sign: PEM file with an ed25519 private key. Signs the statement in statement.json.sig, which
-            `dpvision verify --public-key` checks.
+            `dpvision verify --public-key` checks. Without it, the signature of an earlier statement
+            is removed, unless the new one has the same bytes.
         json: Print JSON.
     """
     if not gallery_num >= 1:
@@ -76,13 +79,20 @@ def report(
     from dpvision.report.page import make_report
     from dpvision.runs.folder import read_run
     from dpvision.statement.declarations import read_declared
-    from dpvision.statement.signature import fingerprint, read_private_key, write_signature
+    from dpvision.statement.signature import (
+        fingerprint,
+        read_private_key,
+        signature_of,
+        write_signature,
+    )
     from dpvision.statement.statement import read_evidence
 
     told = None if declared is None else read_declared(declared, "report")
     key = None if sign is None else read_private_key(sign)
     made = None if gallery is None else gallery_of_run(run, gallery, beside, count=gallery_num)
     operator = make_operator_page(run, store, gallery=made)
+    signature = signature_of(run / "statement.json")
+    signed, before = signature.exists(), _declared_before(run)
     page = make_report(
         run,
         public_store,
@@ -99,6 +109,20 @@ def report(
             "records. Give --store.",
             file=sys.stderr,
         )
+    now = {"tuning": tuning, "stop": stop, "declared": "FILE" if told is not None else None}
+    for name, value in before.items():
+        if now[name] in (None, "not_covered", "not_declared"):
+            print(
+                f"The report before had --{name} {value}, this one has not: give it again if it "
+                "still holds.",
+                file=sys.stderr,
+            )
+    if signed and key is None and not signature.exists():
+        print(
+            f"{signature.name} was removed: it signed another statement. Sign this one with --sign "
+            "KEY.",
+            file=sys.stderr,
+        )
     written = {"statement": run / "statement.json", "report": page, "operator": operator}
     if key is not None:
         written["signature"] = write_signature(written["statement"], key)
@@ -108,6 +132,18 @@ def report(
     if made is not None:
         text += f"\n{gallery_places(made)}"
     emit({name: str(path) for name, path in written.items()}, json, text)
+
+
+def _declared_before(run: Path) -> dict[str, str]:
+    """Return the declarations of the report that is there, by option."""
+    found = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if "<h2>Declared by the operator</h2>" in (run / "report.html").read_text():
+            found["declared"] = "FILE"
+        history = parse_json((run / "statement.json").read_bytes())["history"]
+        found["tuning"] = history["tuning"]["declared"]
+        found["stop"] = (history["stop"] or {"declared": "not_declared"})["declared"]
+    return {name: value for name, value in found.items() if not value.startswith("not_")}
 
 
 def gallery_places(gallery: "Gallery") -> str:

@@ -261,12 +261,16 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
         if plan.epsilon_rdp is not None:
             head += f" (RDP {up(plan.epsilon_rdp)})"
     else:
-        head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})" + _kept(store, lineage)
+        head = f"NO PRIVACY GUARANTEE (guarantee={plan.guarantee!r})"
+        if store.visibility == "public" and (kept := _kept(store, lineage)):
+            head += f" for these images; kept from earlier runs: {kept}"
     if plan.guarantee == "dp" and (behind := runs_on(lineage, store.store_id)):
         head += (
             ", this run alone\n"
             f"Total of these weights on this store: {spent(plan, plan.steps, behind)[1]}"
         )
+    if plan.guarantee == "dp" and (kept := _kept(store, lineage)):
+        head += f"\nThe weights that it starts from: {kept}"
     unit, of_head = plan.unit, config.model.kind == "head"
     several = 1 if of_head else unit.images_per_draw
     return (
@@ -291,17 +295,16 @@ def plan_text(config: RunConfig, plan: "DPPlan", store: "Store", lineage: "Linea
 
 
 def _kept(store: "Store", lineage: "Lineage") -> str:
-    """Return the guarantees that weights keep in a run without one: on public images, those of the
-    private runs behind them.
+    """Return the guarantees that weights keep from private runs behind them on other stores; none
+    if public images that shaped them were chosen in confidence.
     """
     from dpvision.runs.lineage import shaped_in_confidence
     from dpvision.statement.guarantee import other_stores
     from dpvision.statement.history_phrases import kept
 
-    if store.visibility != "public" or shaped_in_confidence(lineage):
+    if shaped_in_confidence(lineage):
         return ""
-    others = other_stores(list(lineage), None, fixed=False)
-    return f" for these images; kept from earlier runs: {kept(others)}" if others else ""
+    return kept(other_stores(list(lineage), store.store_id, fixed=False))
 
 
 def _images_of_a_person(unit: Unit, of_head: bool) -> dict[str, object]:

@@ -38,7 +38,7 @@ def verify(
 
     Args:
         statement: statement.json, written by `dpvision report`.
-        run: Run folder, or its released files.
+        run: Run folder, with or without confidential/.
         store: The store that the run was trained on, with its LEDGERS folder beside it.
         public_key: PEM file with the signer's ed25519 public key. Its fingerprint is printed:
             compare it with one that you have from the signer.

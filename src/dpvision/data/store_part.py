@@ -246,7 +246,7 @@ class StorePart:
             "runs": runs,
             "text": [str(old.text.resolve()), begin],
             "text_bytes": end - begin,
-            "tars": [[str(path), size] for path, size, stays in used if stays],
+            "tars": [[os.path.abspath(path), size] for path, size, stays in used if stays],
             "images": [str(path.resolve()) for path, _, stays in used if not stays],
         }
         listed = [[str(self.path), _value(store, label), 0] for label in labels]
@@ -277,8 +277,9 @@ class StorePart:
 
 
 def _in_place(store: Store, shard: int) -> bool:
-    """Return whether a shard is a tar that the import left where it was."""
-    return Path(store.meta["shards"][shard]["path"]).is_absolute()
+    """Return whether a shard is a tar that the import left where it was, or another store's."""
+    path = Path(store.meta["shards"][shard]["path"])
+    return path.is_absolute() or path.parts[0] == ".."
 
 
 def _hashes(store: Store, rows: np.ndarray, own_key: bytes, key: bytes) -> np.ndarray:

@@ -127,10 +127,11 @@ def write_part(
         without: an entry that the part does not have.
     """
     home = store.path.resolve()
+    beside = folder.resolve().parent == home.parent  # both may be moved together
+    base = Path("..", home.name) if beside else home
 
-    def there(name: str) -> tuple[str, int]:
-        file = store.meta[name]
-        return str(home / file["path"]), file["bytes"]
+    def there(file: dict[str, Any]) -> tuple[str, int]:
+        return os.path.normpath(base / file["path"]), file["bytes"]
 
     kept = {name: store.meta[name] for name in ABOUT if name in store.meta and name != without}
     if store.meta.get("unit_field") is not None:
@@ -142,7 +143,7 @@ def write_part(
         folder,
         len(index),
         kept | about,
-        shards=[(str(home / shard["path"]), shard["bytes"]) for shard in store.meta["shards"]],
-        text=there("text"),
-        labels=there("labels") if "labels" in store.meta else None,
+        shards=[there(shard) for shard in store.meta["shards"]],
+        text=there(store.meta["text"]),
+        labels=there(store.meta["labels"]) if "labels" in store.meta else None,
     )

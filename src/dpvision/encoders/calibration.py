@@ -15,7 +15,7 @@ from dpvision.files import write_json
 from dpvision.strict_json import parse_json
 
 FORMAT = "dpvision-calibration-1"
-_FILE = "calibration.json"
+CALIBRATION = "calibration.json"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Calibration:
 
 def calibration_path(checkpoint: Checkpoint) -> Path:
     """Return the path of the file of a checkpoint's run."""
-    return checkpoint.path.absolute().parent.parent / _FILE
+    return checkpoint.path.absolute().parent.parent / CALIBRATION
 
 
 def weights_of(checkpoint: Checkpoint, ema: bool) -> str:

@@ -12,7 +12,6 @@ from dpvision.data.open import open_store
 from dpvision.errors import PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share
 from dpvision.eval.score_file import CLASS_SCORES, NOTHING_FITTED, read_class_scores
-from dpvision.files import write_json
 from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.plan import DPPlan
 from dpvision.report import figures
@@ -25,7 +24,13 @@ from dpvision.runs.folder import read_run
 from dpvision.runs.lineage import runs_on
 from dpvision.statement.declarations import Declared
 from dpvision.statement.schema import Stop, Tuning
-from dpvision.statement.statement import Evidence, read_evidence, require_declarations, statement_of
+from dpvision.statement.statement import (
+    Evidence,
+    read_evidence,
+    require_declarations,
+    save_statement,
+    statement_of,
+)
 
 _CURVE_POINTS = 12
 _OFF = ("none", "False", "")
@@ -85,7 +90,7 @@ def make_report(
             f"report: the gallery of {gallery.store} is private; expected its public part. Drop "
             "--gallery."
         )
-    write_json(root / "statement.json", statement)
+    save_statement(root, statement)
     guarantee, unit = statement["guarantee"], statement["scope"]["unit"]["sampling_unit"]
     said = (
         None

@@ -19,7 +19,7 @@ from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import DPPlan
 from dpvision.statement import history_phrases, phrases
 from dpvision.statement.check import Check, Tally, listed, not_checked, same, unverified
-from dpvision.statement.guarantee import NOTHING
+from dpvision.statement.guarantee import headline
 from dpvision.statement.statement import Facts, compose, phrase_version
 from dpvision.weights import lineage_digest
 
@@ -95,11 +95,10 @@ def check_leaves(statement: dict[str, Any]) -> list[Check]:
         f"history.lineage[{i}].guarantee." for i in range(len(statement["history"]["lineage"]) - 1)
     )
     known = statement.get("phrases") == phrase_version()
-    if not known and statement["guarantee"] is None and statement["headline"] == NOTHING:
-        again["headline"] = (
-            # older versions claimed less: they left out what the weights keep from earlier runs
-            NOTHING
-        )
+    drawn = statement["scope"]["unit"].get("sampling_unit", "record")
+    older = headline(statement["guarantee"], drawn, [])
+    if not known and statement["headline"] == older:
+        again["headline"] = older  # without what the weights keep from earlier runs
     figures, words, declared = Tally(), Tally(), 0
     for where, stated, found in pairs(statement, again):
         if _DECLARED.fullmatch(where) or where.startswith(

@@ -63,12 +63,19 @@ def headline(guarantee: dict[str, Any] | None, drawn: str, kept: list[dict[str, 
     Args:
         guarantee: the run's own.
         drawn: by the run's plan: records or people (``Unit.drawn``).
-        kept: from ``other_stores``, of a run without a guarantee whose images, and those of all
-            such runs behind it, are public.
+        kept: from ``other_stores``; of a run without a guarantee only if its images, and those of
+            all such runs behind it, are public.
     """
-    if guarantee is not None:
-        return f"Differential privacy {history_phrases.protection(guarantee, drawn)}."
-    return history_phrases.kept_headline(kept) if kept else NOTHING
+    if guarantee is None:
+        return history_phrases.kept_headline(kept) if kept else NOTHING
+    said = history_phrases.protection(guarantee, drawn)
+    if not kept:
+        return f"Differential privacy {said}."
+    comma = "" if guarantee["unit_epsilon"] is None else ","
+    return (
+        f"Differential privacy {said}{comma} of this run's private store; and, from earlier training "
+        f"behind its weights, {history_phrases.kept(kept)}."
+    )
 
 
 def guarantee_of(
@@ -142,6 +149,7 @@ def other_runs(account: StoreAccount | None, run_id: str) -> dict[str, Any]:
             "guarantee": run.guarantee,
             "steps": run.steps,
             "epsilon": run.spent.epsilon,
+            "unit_epsilon": run.spent.unit_epsilon,
             "delta": run.spent.delta if run.guarantee == "dp" else None,
         }
         for run in account.runs

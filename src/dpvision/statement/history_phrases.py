@@ -504,27 +504,29 @@ def kept_headline(others: Others) -> str:
     )
 
 
-def kept_in_words(plan: DPPlan, others: Others) -> list[str]:
-    """Return paragraphs that explain that headline."""
+def of_stores(others: Others) -> list[str]:
+    """Return a paragraph on the guarantee of each store behind the weights."""
     said = []
     for store in others:
         said_for = Stated.of("record", store["epsilon"], store["unit_epsilon"])
-        epsilon, whom = (
-            said_for.epsilon,
-            "person, with all their images," if said_for.of_person else "image",
-        )
+        whom = "person, with all their images," if said_for.of_person else "image"
         said.append(
             f"Remove any one {whom} from private store {store['store_id'][:12]}. Any result of "
             "all this training could have occurred without it as well: its probability changes "
-            f"by a factor of at most e^epsilon = {factor(epsilon)}, up to delta, "
-            f"{one_in(store['delta'])}. {tier(epsilon)}"
+            f"by a factor of at most e^epsilon = {factor(said_for.epsilon)}, up to delta, "
+            f"{one_in(store['delta'])}. {tier(said_for.epsilon)}"
         )
+    return said
+
+
+def kept_in_words(plan: DPPlan, others: Others) -> list[str]:
+    """Return paragraphs that explain that headline."""
     return [
         "The weights come from earlier training with differential privacy. This run trained "
         "them further on images that were imported as public or are synthetic, without reading "
         "a private store. That is post-processing, which weakens no guarantee: what held for "
         "the images of the private stores holds for these weights too.",
-        *said,
+        *of_stores(others),
         "Nothing was done to hide any image of this run: the model may reproduce "
         f"them.{simulated(plan)} The figures of its mechanism describe what was executed and are "
         "no statement about privacy.",

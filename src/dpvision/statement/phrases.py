@@ -30,7 +30,7 @@ ADJACENCY = {
         "than the other, with all their images, however many, and they are otherwise equal."
     ),
 }
-"""Which sets of images are neighbours, by what is drawn."""
+"""Which sets of images are neighbours, by what is drawn; ``adjacency`` of a guarantee."""
 RECORD = (
     "One record: an image with all its captions and labels. Files with identical image bytes "
     "are one record."
@@ -78,13 +78,13 @@ SELECTION_TIME = (
 )
 
 FILES = (
-    "Checkpoints (weights, moving average, optimizer state), settings, ledger, public and "
-    "released scores, this statement, report.html."
+    "Checkpoints (weights, moving average, optimizer state), settings, calibration, ledger, "
+    "public and released scores, this statement, report.html."
 )
 """What a run of a network may release."""
 HEAD_FILES = (
-    "The head (weight and bias), settings, ledger, public and released scores, this statement, "
-    "report.html."
+    "The head (weight and bias), settings, calibration, ledger, public and released scores, "
+    "this statement, report.html."
 )
 """What a head's run may release."""
 NO_PROFILE = "added epsilons give one pair (epsilon, delta), no profile"
@@ -226,11 +226,15 @@ def released(plan: DPPlan, *, head: bool) -> str:
     return f"{files} They depend on the private images only through noisy sums.{features}"
 
 
-def not_covered(plan: DPPlan) -> list[str]:
-    """Return what the guarantee does not cover."""
+def not_covered(plan: DPPlan, *, persons: bool = True) -> list[str]:
+    """Return what the guarantee does not cover.
+
+    Args:
+        persons: whether other stores behind the weights state it for persons.
+    """
     if plan.guarantee != "dp":
         return ["Everything: no image of this run is protected."]
-    return [CONFIDENTIAL, *of_every_guarantee(persons=plan.unit.is_person)]
+    return [CONFIDENTIAL, *of_every_guarantee(persons=persons and plan.unit.is_person)]
 
 
 CONFIDENTIAL = (
@@ -259,6 +263,13 @@ def of_every_guarantee(*, persons: bool) -> list[str]:
             ]
         ),
     ]
+
+
+def adjacency(plan: DPPlan) -> str:
+    """Return which sets of images are neighbours in the guarantee of the headline."""
+    if not plan.unit.is_person or plan.unit.draws_people:
+        return ADJACENCY[plan.unit.drawn]
+    return ADJACENCY["person"].replace("however many", f"at most {plan.unit.max_records}")
 
 
 def unit(plan: DPPlan, *, head: bool) -> str:

@@ -12,10 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpvision.checkpoint import load_checkpoint
+from dpvision.checkpoint import MANIFEST, load_checkpoint
 from dpvision.config import unit
 from dpvision.data.store import CURATION
 from dpvision.dp import rounding
+from dpvision.encoders.calibration import CALIBRATION
 from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run
 from dpvision.eval.score_file import read_releases, read_scores
@@ -35,6 +36,7 @@ from dpvision.statement import (
 from dpvision.statement.audits import read_audits
 from dpvision.statement.guarantee import guarantee_of, headline, other_runs, other_stores
 from dpvision.statement.schema import Stop, Tuning
+from dpvision.statement.signature import signature_of
 from dpvision.weights import lineage_digest
 
 FORMAT = "dpvision-statement-1"
@@ -75,6 +77,10 @@ class Evidence:
     releases: list[dict[str, Any]]
     """Of scores on private test stores."""
     audits: list[dict[str, Any]]
+    beside: dict[str, str | None]
+    """Hashes of the files beside the weights that decide what the model answers; None without
+    calibration.
+    """
 
     @property
     def plan(self) -> DPPlan:
@@ -183,6 +189,7 @@ def statement_of(
                 "ledger": ledger.digest,
                 "lineage": lineage_digest(ledger.lineage),
                 "weights": manifest["tensors"] | manifest.get("files", {}),
+                **evidence.beside,
             },
             versions=versions_of(manifest),
             tuning=tuning,
@@ -211,9 +218,12 @@ def compose(facts: Facts) -> dict[str, Any]:
         not_covered = history_phrases.kept_not_covered(lineage, kept)
         released = history_phrases.kept_released(phrases.HEAD_FILES if head else phrases.FILES)
     else:
-        in_words, not_covered = phrases.in_words(plan, guarantee), phrases.not_covered(plan)
+        in_words = phrases.in_words(plan, guarantee)
+        persons = all(store["unit_epsilon"] is not None for store in others)
+        not_covered = phrases.not_covered(plan, persons=persons)
         released = phrases.released(plan, head=head)
     if guarantee is not None:
+        in_words += history_phrases.of_stores(others)
         not_covered += history_phrases.not_covered_of(
             lineage, tuning, guarantee, ended_early, facts.other_runs, others
         )
@@ -222,7 +232,7 @@ def compose(facts: Facts) -> dict[str, Any]:
         "format": FORMAT,
         "phrases": phrase_version(),
         "guaranteed": guaranteed,
-        "headline": headline(guarantee, drawn, kept),
+        "headline": headline(guarantee, drawn, kept if guarantee is None else others),
         "in_words": in_words,
         "run_id": facts.run_id,
         "recipe": facts.recipe,
@@ -230,7 +240,7 @@ def compose(facts: Facts) -> dict[str, Any]:
             "released": released,
             "not_covered": not_covered,
             "trust_model": phrases.trust_model(plan),
-            "adjacency": phrases.ADJACENCY[drawn],
+            "adjacency": phrases.adjacency(plan),
             "unit": {
                 "max_records_per_unit": plan.unit.max_records,
                 "num_units": plan.unit.num_people,
@@ -330,8 +340,16 @@ def write_statement(
     does.
     """
     statement = make_statement(run_dir, store_dir=store_dir, tuning=tuning, stop=stop)
+    return save_statement(run_dir, statement)
+
+
+def save_statement(run_dir: str | Path, statement: dict[str, Any]) -> Path:
+    """Write RUN/statement.json, remove the signature of another one, and return the path."""
     path = Path(run_dir) / "statement.json"
+    before = sha256_of(path)
     write_json(path, statement)
+    if sha256_of(path) != before:
+        signature_of(path).unlink(missing_ok=True)
     return path
 
 
@@ -399,7 +417,30 @@ def read_evidence(root: Path, store_dir: Path | None = None) -> Evidence:
         _public_scores(root / "scores.json"),
         read_releases(root),
         read_audits(root, ledger.plan),
+        beside_weights(root, checkpoint.path),
     )
+
+
+def beside_weights(root: Path, checkpoint: Path) -> dict[str, str | None]:
+    """Return the SHA-256 of the checkpoint's manifest (class names, window) and of the run's
+    calibration: files beside the weights that decide what the model answers. None: no such file.
+    """
+    return {
+        "manifest": sha256_of(checkpoint / MANIFEST),
+        "calibration": sha256_of(root / CALIBRATION),
+    }
+
+
+def sha256_of(path: Path) -> str | None:
+    """Return the SHA-256 of a file, in hexadecimal; None if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.hexdigest()
 
 
 def _public_scores(path: Path) -> list[dict[str, Any]]:

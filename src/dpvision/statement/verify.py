@@ -19,7 +19,7 @@ from dpvision.privacy.ledger_format import Line
 from dpvision.privacy.plan import DPPlan
 from dpvision.privacy.printed import count
 from dpvision.privacy.store_marks import StoreLedgers
-from dpvision.runs.folder import read_run
+from dpvision.runs.folder import read_run, run_base
 from dpvision.runs.run import code_versions
 from dpvision.statement.audits import read_audits
 from dpvision.statement.check import (
@@ -41,8 +41,10 @@ from dpvision.statement.signature import (
     signature_of,
 )
 from dpvision.statement.statement import (
+    beside_weights,
     read_evidence,
     settings_of,
+    sha256_of,
     statement_of,
     versions_of,
 )
@@ -64,8 +66,7 @@ def verify_statement(
 
     Args:
         path: statement.json.
-        run_dir: the run's folder, or its released files: run.json, config.json, ledger.jsonl and
-            the checkpoint.
+        run_dir: the run's folder, with or without confidential/.
         store_dir: the store that it was trained on, with the LEDGERS folder next to it.
         public_key: PEM file of the key that must have signed the statement (``signature``).
 
@@ -144,6 +145,11 @@ def _run(
     """Check the run's files: its id, weights, config and code. Return run.json and the manifest,
     None where they cannot be read.
     """
+    base = run_base(root)
+    if base is None or not (base / "run.json").exists():
+        remedy = "Ask whoever released the statement for it, or omit --run"
+        why = f"{root}: no config.json or no run.json; expected all of the run's folder but "
+        return None, None, [failed("run", f"{why}confidential/. {remedy}")]
     try:
         _, _, about = read_run(root)
     except DPVisionError as error:
@@ -157,6 +163,8 @@ def _run(
     ]
     folder, found = check_weights(statement, root)
     checks.append(found)
+    if folder is not None:
+        checks.append(check_beside(statement, root, folder))
     if folder is None:
         return about, None, checks
     try:
@@ -181,7 +189,7 @@ def check_weights(statement: dict[str, Any], root: Path) -> tuple[Path | None, C
         return None, failed("weights", str(error))
     wrong = []
     for folder in reversed(folders):
-        wrong = [name for name, digest in stated.items() if _sha256(folder / name) != digest]
+        wrong = [name for name, digest in stated.items() if sha256_of(folder / name) != digest]
         if stated and not wrong:
             return folder, ok(
                 "weights", f"files of {folder.name} with the hashes of the statement: {len(stated)}"
@@ -191,6 +199,33 @@ def check_weights(statement: dict[str, Any], root: Path) -> tuple[Path | None, C
         f"{', '.join(wrong) or 'no file named'}: other hashes than the statement's, in every "
         f"checkpoint of {root}",
     )
+
+
+def check_beside(statement: dict[str, Any], root: Path, folder: Path) -> Check:
+    """Check the files beside the weights that decide what the model answers."""
+    name, stated, found = "manifest, calibration", statement["hashes"], beside_weights(root, folder)
+    if found.keys() - stated.keys():
+        return not_checked(name, "an older statement, without their hashes: write it again")
+    wrong = [
+        f"{file}.json: "
+        + (
+            "missing"
+            if digest is None
+            else "not in the statement"
+            if stated[file] is None
+            else "another hash than the statement's"
+        )
+        for file, digest in found.items()
+        if stated[file] != digest
+    ]
+    if wrong:
+        return failed(
+            name,
+            f"{', '.join(wrong)}: altered, or, if the run was calibrated since, the statement was "
+            "written before: write it again",
+        )
+    none = "" if found["calibration"] else "; not calibrated"
+    return ok(name, f"files with the hashes of the statement{none}")
 
 
 def check_manifest(statement: dict[str, Any], manifest: dict[str, Any]) -> list[Check]:
@@ -539,14 +574,3 @@ def check_store(
     if checks[-1].status == "not checked":
         checks[-1] = failed(checks[-1].name, f"the store's ledger {checks[-1].detail}")
     return [*checks, check_other_runs(statement, store_dir)]
-
-
-def _sha256(path: Path) -> str | None:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError:
-        return None
-    return digest.hexdigest()
