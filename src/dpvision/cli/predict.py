@@ -46,7 +46,8 @@ def predict(
         csv: Write a table to this file instead: image, predicted, problem, the probability of each
             class, and for a multi-label run the decision for each. A name that a spreadsheet would
             read as a formula gets an apostrophe in front. Where persons are known, NAME-persons.csv
-            beside it has a row for each: the mean over their images of each class's probability.
+            beside it has a row for each: the mean over their images of each class's probability, or
+            for a multi-label run the highest.
         encoder: The head's encoder, as for `dpvision adapt --encoder`, if it has moved since the
             run.
         ema: Use the averaged weights.
@@ -147,7 +148,10 @@ def predict(
         whose = OPERATOR_ONLY if private else ""
         lines = [f"{whose}predictions for {done.num_done:,} images in {csv}"]
         if persons:
-            lines.append(f"{whose}and for {len(persons):,} persons in {of_persons}")
+            lines.append(
+                f"{whose}and for {len(persons):,} persons in {of_persons}, each with the "
+                f"{persons.rule} probability of their images"
+            )
         if classifier.multi_label and classifier.thresholds_K is None:
             lines.append(
                 "The run has no thresholds, so no class is predicted: make them with dpvision "
