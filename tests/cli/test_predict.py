@@ -16,6 +16,7 @@ from dpvision.cli import main
 from dpvision.config import MAEConfig, ViTConfig
 from dpvision.data.store import Store
 from dpvision.encoders.predict import predict
+from dpvision.errors import DataError
 from dpvision.eval.probes.records import units
 
 from ..adapt.lineage_runs import untrained_run
@@ -294,7 +295,9 @@ def test_a_person_has_the_mean_of_their_images_probabilities(
     asked = ["predict", str(run), str(photos), "--unit-from", "patient", "--csv", str(out)]
     assert main(asked) == 0
     beside = out.with_name("all-persons.csv")
-    assert f"for 4 persons in {beside}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"for 4 persons in {beside}, each with the mean probability of their images" in said
+    assert "operator only: 1 image without a person" in said
     images = {row["image"].rpartition("/")[2]: row for row in rows_of(out)}
     found = {row["person"]: row for row in rows_of(beside)}
     assert {name: row["images"] for name, row in found.items()} == {
@@ -338,4 +341,12 @@ def test_persons_of_private_images_stay_confidential_and_wrong_fields_are_refuse
         assert main(["predict", str(run), *map(str, places), *more]) == 2
         error = capsys.readouterr().err
         assert words in error and "Traceback" not in error
+    table.write_text("file_name,patient\n0.png,PAT-0001\n1.png,pat-0001\n2.png,PAT_0001\n")
+    asked = str(photos), "--unit-from", "patient"
+    words = (
+        "predict: --unit-from patient: operator only: 1 persons spelled in several ways (PAT-0001"
+    )
+    _refused(capsys, words, "predict", run, *asked, "--csv", out)
+    with pytest.raises(DataError, match="PAT-0001 = PAT_0001 = pat-0001"):
+        predict(run, asked[0], unit_from="patient")
     assert not out.exists() and not out.with_name("all-persons.csv").exists()

@@ -10,6 +10,7 @@ from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse
 from dpvision.cli.paths import check_run
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.files import check_out
+from dpvision.privacy.printed import count
 
 if TYPE_CHECKING:
     from dpvision.encoders.classifier import ImageClassifier
@@ -102,6 +103,8 @@ def predict(
                 "the person: a column of the table, or parent for the folder's name. Correct it, "
                 "or drop it."
             )
+        if csv is not None or json or unit_from is not None:  # otherwise no person is shown
+            found.check_persons("predict")
 
     done = for_each(
         remembered(),
@@ -143,6 +146,7 @@ def predict(
                 }
                 for one, num, first in persons.predictions()
             ]
+            result["images_without_person"] = persons.without
         emit(result, True, "")
     elif csv is not None:
         whose = OPERATOR_ONLY if private else ""
@@ -152,6 +156,8 @@ def predict(
                 f"{whose}and for {len(persons):,} persons in {of_persons}, each with the "
                 f"{persons.rule} probability of their images"
             )
+            if persons.without:
+                lines.append(f"{whose}{count(persons.without, 'image')} without a person")
         if classifier.multi_label and classifier.thresholds_K is None:
             lines.append(
                 "The run has no thresholds, so no class is predicted: make them with dpvision "

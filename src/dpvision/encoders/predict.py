@@ -69,14 +69,18 @@ class Persons:
     def __init__(self, classifier: ImageClassifier) -> None:
         self._classifier = classifier
         self.rule = "highest" if classifier.multi_label else "mean"
+        """str: how the probabilities of a person's images become the person's."""
+        self.without = 0
+        """int: images without a person, and without a problem."""
         self._found: dict[str, tuple[np.ndarray, int, str]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
 
     def add(self, one: Prediction) -> None:
-        """Add an image; one without a person is passed over."""
+        """Add an image; one without a person is only counted."""
         if one.person is None:
+            self.without += one.problem is None
             return
         nothing = np.zeros(len(self._classifier.class_names)), 0, one.name
         joined_K, num, first = self._found.get(one.person, nothing)
@@ -115,7 +119,7 @@ def predict(
 
     Raises:
         ConfigError, CheckpointError: as ``load_classifier``.
-        DataError: as ``data.image_files.find_images``.
+        DataError: as ``data.image_files.find_images``, or persons spelled in several ways.
     """
     classifier = (
         run_or_classifier
@@ -131,7 +135,9 @@ def predict(
         window=classifier.window,
         unit_from=unit_from,
     )
-    return list(predict_files(classifier, found.samples, batch_size=batch_size, workers=workers))
+    made = list(predict_files(classifier, found.samples, batch_size=batch_size, workers=workers))
+    found.check_persons("predict")
+    return made
 
 
 def predict_files(
