@@ -14,6 +14,7 @@ from sklearn.metrics import roc_auc_score
 
 from dpvision.cli import main
 from dpvision.config import MAEConfig, ViTConfig
+from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.encoders.predict import predict
 from dpvision.errors import DataError
@@ -169,6 +170,35 @@ def test_calibration_is_used_from_then_on(
         assert old["classes"] == new["classes"] and old["probabilities"] != new["probabilities"]
         assert sum(new["probabilities"].values()) == pytest.approx(1, abs=1e-5)
     assert json.loads(_ok(capsys, "calibrate", run, public.path, "--json")[0])["rule"] is None
+
+
+def test_figures_that_a_calibration_on_the_same_images_makes_better_are_marked(
+    run: Path, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = shutil.copytree(public.path, tmp_path / "whole")
+    halves = tmp_path / "fit", tmp_path / "test"
+    split_store(store, *halves, 0.5)
+    scores, marks = run / "class_scores.json", ("Brier score", "calibration error")
+    for fitted, tested, here in (
+        (halves[0], halves[0], True),
+        (halves[0], halves[1], False),
+        (store, halves[1], True),
+        (halves[0], store, True),
+    ):
+        _ok(capsys, "calibrate", run, fitted)
+        said = _ok(capsys, "evaluate", run, "--test", tested, "--per-class")[0]
+        assert ("so these are no test figures" in said) == here
+        for row in json.loads(scores.read_text())[tested.name]["rows"]:
+            for name in marks:
+                assert (
+                    (f"{name}, fitted here" in row["figures"]) == here != (name in row["figures"])
+                )
+            assert "AUROC" in row["figures"]
+        scores.unlink()
+    _ok(capsys, "evaluate", run, "--test", store, "--per-class")
+    _ok(capsys, "report", run)
+    assert "Brier score, fitted here" in (page := (run / "report.html").read_text())
+    assert "so these are no test figures" in page
 
 
 def test_figures_of_confidential_weights_are_not_printed_to_a_log(

@@ -110,6 +110,7 @@ def calibrate(
         store={
             "name": store.path.name,
             "store_id": store.store_id,
+            "split": store.meta.get("split"),
             "licence": store.licence,
             "images": len(row_N),
         },
