@@ -201,6 +201,21 @@ def test_figures_that_a_calibration_on_the_same_images_makes_better_are_marked(
     assert "so these are no test figures" in page
 
 
+def test_training_images_imported_again_as_public_are_refused(
+    run: Path, private: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = write_digits(tmp_path / "again", 399, 420, public=True).path
+    words = f"operator only: 1 of its images are among those of {private.path}"
+    _refused(capsys, words, "calibrate", run, again)
+    _refused(capsys, words, "evaluate", run, "--test", again)
+    _refused(capsys, words, "report", run, "--public-store", again)
+    names = "calibration.json", "scores.json", "statement.json", "report.html"
+    assert not any((run / name).exists() for name in names)
+    moved = private.path.rename(tmp_path / "gone")
+    _ok(capsys, "evaluate", run, "--test", again)
+    moved.rename(private.path)
+
+
 def test_figures_of_confidential_weights_are_not_printed_to_a_log(
     private: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
