@@ -508,6 +508,15 @@ def test_the_command_line_says_what_a_persons_row_is_and_refuses_what_is_not_the
         "a person's row the mean of the features of at most 3 images of one class" in said
         and "sampling full_batch, of people" in said
     )
+    assert "at most 3 images of one class, the same in every release; others take no part" in said
+    people = "--num-units 10 --sampling-unit person --max-records-per-unit 3"
+    asked = f"{people} --dataset-size {NUM_IMAGES} --target-unit-epsilon 8 --steps 60"
+    assert main(["plan", "transfer.many_steps", *asked.split(), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["sample_gradients"]
+    shown = [*command(store.path), *images, "--head", "many_steps", "--optim.momentum", "0"]
+    assert main([*shown, "--privacy.steps", "60"]) == 0
+    found = re.search(r"sample-gradients +([\d,]+)", capsys.readouterr().out)
+    assert found and int(found[1].replace(",", "")) == planned == 60 * PEOPLE
     assert main([*command(store.path, max_records_per_unit=1), *images, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (

@@ -14,8 +14,10 @@ from sklearn.metrics import roc_auc_score
 
 from dpvision.cli import main
 from dpvision.config import MAEConfig, ViTConfig
+from dpvision.data.split import split_store
 from dpvision.data.store import Store
 from dpvision.encoders.predict import predict
+from dpvision.errors import DataError
 from dpvision.eval.probes.records import units
 
 from ..adapt.lineage_runs import untrained_run
@@ -170,6 +172,50 @@ def test_calibration_is_used_from_then_on(
     assert json.loads(_ok(capsys, "calibrate", run, public.path, "--json")[0])["rule"] is None
 
 
+def test_figures_that_a_calibration_on_the_same_images_makes_better_are_marked(
+    run: Path, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = shutil.copytree(public.path, tmp_path / "whole")
+    halves = tmp_path / "fit", tmp_path / "test"
+    split_store(store, *halves, 0.5)
+    scores, marks = run / "class_scores.json", ("Brier score", "calibration error")
+    for fitted, tested, here in (
+        (halves[0], halves[0], True),
+        (halves[0], halves[1], False),
+        (store, halves[1], True),
+        (halves[0], store, True),
+    ):
+        _ok(capsys, "calibrate", run, fitted)
+        said = _ok(capsys, "evaluate", run, "--test", tested, "--per-class")[0]
+        assert ("so these are no test figures" in said) == here
+        for row in json.loads(scores.read_text())[tested.name]["rows"]:
+            for name in marks:
+                assert (
+                    (f"{name}, fitted here" in row["figures"]) == here != (name in row["figures"])
+                )
+            assert "AUROC" in row["figures"]
+        scores.unlink()
+    _ok(capsys, "evaluate", run, "--test", store, "--per-class")
+    _ok(capsys, "report", run)
+    assert "Brier score, fitted here" in (page := (run / "report.html").read_text())
+    assert "so these are no test figures" in page
+
+
+def test_training_images_imported_again_as_public_are_refused(
+    run: Path, private: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = write_digits(tmp_path / "again", 399, 420, public=True).path
+    words = f"operator only: 1 of its images are among those of {private.path}"
+    _refused(capsys, words, "calibrate", run, again)
+    _refused(capsys, words, "evaluate", run, "--test", again)
+    _refused(capsys, words, "report", run, "--public-store", again)
+    names = "calibration.json", "scores.json", "statement.json", "report.html"
+    assert not any((run / name).exists() for name in names)
+    moved = private.path.rename(tmp_path / "gone")
+    _ok(capsys, "evaluate", run, "--test", again)
+    moved.rename(private.path)
+
+
 def test_figures_of_confidential_weights_are_not_printed_to_a_log(
     private: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,7 +340,9 @@ def test_a_person_has_the_mean_of_their_images_probabilities(
     asked = ["predict", str(run), str(photos), "--unit-from", "patient", "--csv", str(out)]
     assert main(asked) == 0
     beside = out.with_name("all-persons.csv")
-    assert f"for 4 persons in {beside}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"for 4 persons in {beside}, each with the mean probability of their images" in said
+    assert "operator only: 1 image without a person" in said
     images = {row["image"].rpartition("/")[2]: row for row in rows_of(out)}
     found = {row["person"]: row for row in rows_of(beside)}
     assert {name: row["images"] for name, row in found.items()} == {
@@ -338,4 +386,12 @@ def test_persons_of_private_images_stay_confidential_and_wrong_fields_are_refuse
         assert main(["predict", str(run), *map(str, places), *more]) == 2
         error = capsys.readouterr().err
         assert words in error and "Traceback" not in error
+    table.write_text("file_name,patient\n0.png,PAT-0001\n1.png,pat-0001\n2.png,PAT_0001\n")
+    asked = str(photos), "--unit-from", "patient"
+    words = (
+        "predict: --unit-from patient: operator only: 1 persons spelled in several ways (PAT-0001"
+    )
+    _refused(capsys, words, "predict", run, *asked, "--csv", out)
+    with pytest.raises(DataError, match="PAT-0001 = PAT_0001 = pat-0001"):
+        predict(run, asked[0], unit_from="patient")
     assert not out.exists() and not out.with_name("all-persons.csv").exists()

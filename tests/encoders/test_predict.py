@@ -22,7 +22,13 @@ from dpvision.data.image_files import ImageFile, find_images
 from dpvision.data.store import Store
 from dpvision.encoders.classifier import ImageClassifier, load_classifier
 from dpvision.encoders.feature_file import feature_array, rows_of_pass
-from dpvision.encoders.predict import PASS, Prediction, predict_files, predictions_writer
+from dpvision.encoders.predict import (
+    PASS,
+    Persons,
+    Prediction,
+    predict_files,
+    predictions_writer,
+)
 from dpvision.errors import ConfigError, DataError
 
 from ..adapt.lineage_runs import untrained_run
@@ -168,6 +174,20 @@ def test_several_labels_are_decided_by_their_thresholds() -> None:
     assert [one.classes for one in made] == [("red",), (), ("red", "=green"), (), ("=green",)]
     none = list(predict_files(_classifier(**several), iter(FILES)))
     assert {one.classes for one in none} == {()}, "without thresholds nothing is decided"
+
+
+def test_a_person_has_the_labels_that_any_of_their_images_has() -> None:
+    several = {"loss": "sigmoid", "multi_label": True, "thresholds_K": (0.5, 0.9, 0.999)}
+    persons = Persons(classifier := _classifier(**several))
+    made = list(predict_files(classifier, [one._replace(person="Ann") for one in FILES]))
+    for one in made:
+        persons.add(one)
+    ((ann, num, _),) = persons.predictions()
+    of_images = {name for one in made for name in one.classes}
+    assert num == 3 and set(ann.classes) == of_images and len(of_images) == 2
+    assert ann.probabilities == tuple(
+        np.max([one.probabilities for one in made if not one.problem], 0)
+    )
 
 
 def test_scores_that_are_not_finite_are_a_problem_of_the_image() -> None:

@@ -178,7 +178,8 @@ def plan(args: PlanArgs) -> None:
             )
         config, result, text = _simulation(args.recipe, config, args.simulate, settings)
     else:
-        result = what_if(config, num_parameters=num_parameters)
+        of_head = args.recipe is not None and get_recipe(args.recipe).model.kind == "head"
+        result = what_if(config, num_parameters=num_parameters, of_head=of_head)
         text = _text(result)
     if priced:
         from dpvision.plan.cost import step_cost

@@ -10,6 +10,7 @@ from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse
 from dpvision.cli.paths import check_run
 from dpvision.errors import OPERATOR_ONLY, DataError
 from dpvision.files import check_out
+from dpvision.privacy.printed import count
 
 if TYPE_CHECKING:
     from dpvision.encoders.classifier import ImageClassifier
@@ -46,7 +47,8 @@ def predict(
         csv: Write a table to this file instead: image, predicted, problem, the probability of each
             class, and for a multi-label run the decision for each. A name that a spreadsheet would
             read as a formula gets an apostrophe in front. Where persons are known, NAME-persons.csv
-            beside it has a row for each: the mean over their images of each class's probability.
+            beside it has a row for each: the mean over their images of each class's probability, or
+            for a multi-label run the highest.
         encoder: The head's encoder, as for `dpvision adapt --encoder`, if it has moved since the
             run.
         ema: Use the averaged weights.
@@ -101,6 +103,8 @@ def predict(
                 "the person: a column of the table, or parent for the folder's name. Correct it, "
                 "or drop it."
             )
+        if csv is not None or json or unit_from is not None:  # otherwise no person is shown
+            found.check_persons("predict")
 
     done = for_each(
         remembered(),
@@ -142,12 +146,18 @@ def predict(
                 }
                 for one, num, first in persons.predictions()
             ]
+            result["images_without_person"] = persons.without
         emit(result, True, "")
     elif csv is not None:
         whose = OPERATOR_ONLY if private else ""
         lines = [f"{whose}predictions for {done.num_done:,} images in {csv}"]
         if persons:
-            lines.append(f"{whose}and for {len(persons):,} persons in {of_persons}")
+            lines.append(
+                f"{whose}and for {len(persons):,} persons in {of_persons}, each with the "
+                f"{persons.rule} probability of their images"
+            )
+            if persons.without:
+                lines.append(f"{whose}{count(persons.without, 'image')} without a person")
         if classifier.multi_label and classifier.thresholds_K is None:
             lines.append(
                 "The run has no thresholds, so no class is predicted: make them with dpvision "

@@ -121,6 +121,11 @@ def class_tables(found: "ClassScores", file: Path) -> str:
         f"{'persons' if found.units < found.images else 'images'}; without an error they have no "
         "width. -: no images of the class, or no others."
     )
+    if found.fitted:
+        lines.append(
+            "Fitted here: `dpvision calibrate` used images of this import, so these are no test "
+            "figures. Calibrate or test on other images."
+        )
     return "\n".join(lines)
 
 

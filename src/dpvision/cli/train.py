@@ -317,4 +317,5 @@ def _images_of_a_person(unit: Unit, of_head: bool) -> dict[str, object]:
     if not of_head:
         return {"images per person in a step": k}
     mean = f"the mean of the features of at most {k} images of one class"
-    return {"a person's row": "the features of one image" if k == 1 else mean}
+    row = "the features of one image" if k == 1 else mean
+    return {"a person's row": f"{row}, the same in every release; others take no part"}

@@ -2,9 +2,11 @@
 stores.
 """
 
+import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -12,6 +14,7 @@ from typing import Literal, NamedTuple
 from dpvision.data.declared import check_declared
 from dpvision.data.dicom_source import may_be_dicom
 from dpvision.data.folders import is_image
+from dpvision.data.import_people import refuse_alike
 from dpvision.data.open import is_store, open_store
 from dpvision.data.person_names import person_name
 from dpvision.data.rgb import Window
@@ -46,6 +49,14 @@ class ImageFiles:
     """
     total: int | None = None
     """Expected number of images, for progress; None where it is known only at the end."""
+    names: Mapping[str, set[str]] = field(default_factory=dict)
+    """Persons of the images outside a store that were read so far, by the field that names them."""
+
+    def check_persons(self, where: str) -> None:
+        """Raise DataError if persons that were read are spelled in several ways, as the import."""
+        for unit_from, names in self.names.items():
+            with _named(where):
+                refuse_alike(unit_from, names)
 
 
 def find_images(
@@ -85,10 +96,11 @@ def find_images(
         )
     for store in filter(None, stores):
         check_declared(window, False, store, where, f"the images that the {model} was trained on")
+    names: defaultdict[str, set[str]] = defaultdict(set)
     parts = [
         store_images(store, range(store.num_records))
         if store
-        else _file_images(place, workers, where, unit_from)
+        else _file_images(place, workers, where, unit_from, names)
         for store, place in zip(stores, places, strict=True)
     ]
     public = all(store is not None and store.results_visibility == "public" for store in stores)
@@ -98,7 +110,17 @@ def find_images(
     ]
     known = [num for num in nums if num is not None]
     total = sum(known) if len(known) == len(nums) else None
-    return ImageFiles(chain.from_iterable(parts), "public" if public else "private", total)
+    visibility: Literal["private", "public"] = "public" if public else "private"
+    return ImageFiles(chain.from_iterable(parts), visibility, total, names)
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Raise errors of the import under the name of another command."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("data import", where, 1)) from None
 
 
 def _num_files(path: Path) -> int | None:
@@ -123,7 +145,11 @@ def store_images(store: Store, rows: Iterable[int]) -> Iterator[ImageFile]:
 
 
 def _file_images(
-    place: str | Path, workers: int, where: str, unit_from: str | None
+    place: str | Path,
+    workers: int,
+    where: str,
+    unit_from: str | None,
+    names: defaultdict[str, set[str]],
 ) -> Iterator[ImageFile]:
     from dpvision.data.sample import Sample, Source, file_sample
     from dpvision.data.sources import open_source  # pyarrow takes time to import
@@ -136,15 +162,16 @@ def _file_images(
         source = Source(map(file_sample, [path], [str(path)], [{}]))
     else:
         source = open_source(path, for_import=False, workers=workers)
-    field = unit_from or source.unit_from
+    column = unit_from or source.unit_from
 
     def person(sample: Sample) -> str | None:
-        if field is None or sample.problem is not None:
+        if column is None or sample.problem is not None:
             return None
-        try:
-            return person_name(sample.fields.get(field), field, sample.key)
-        except DataError as error:
-            raise DataError(str(error).replace("data import", where, 1)) from None
+        with _named(where):
+            name = person_name(sample.fields.get(column), column, sample.key)
+        if name is not None:
+            names[column].add(name)
+        return name
 
     return (
         ImageFile(folder + sample.key, sample.image, sample.problem, person=person(sample))

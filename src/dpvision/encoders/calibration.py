@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.checkpoint import Checkpoint
+from dpvision.data.store import Store
 from dpvision.errors import CheckpointError
 from dpvision.files import write_json
 from dpvision.strict_json import parse_json
@@ -35,10 +36,21 @@ class Calibration:
     rule: str | None
     """How the thresholds were chosen."""
     store: dict[str, Any]
-    """The public store: name, store_id, licence, and the number of its images that were used."""
+    """The public store: name, store_id, split, licence, and the number of its images that were
+    used.
+    """
     loss_before: float
     """Mean negative log likelihood of an image's labels without calibration."""
     loss_after: float
+
+    def fitted_on(self, store: Store) -> bool:
+        """Return whether a store may hold the images that were used: it is of the same import, and
+        not the other half of a split (``data.split``).
+        """
+        split, other = store.meta.get("split") or {}, self.store.get("split") or {}
+        halves = {split.get("half"), other.get("half")} == {"a", "b"}
+        apart = halves and split | {"half": ""} == other | {"half": ""}
+        return self.store.get("store_id") == store.store_id and not apart
 
 
 def calibration_path(checkpoint: Checkpoint) -> Path:

@@ -59,35 +59,43 @@ class PersonPrediction(NamedTuple):
 
 class Persons:
     """Predictions of persons: from the mean, over a person's images, of the probability of each
-    class. Images with a problem do not count.
+    class; of a multi-label run from the highest, since a person has what any image shows. Images
+    with a problem do not count.
 
     Args:
-        classifier: decides from the mean, as for an image.
+        classifier: decides from these, as for an image.
     """
 
     def __init__(self, classifier: ImageClassifier) -> None:
         self._classifier = classifier
+        self.rule = "highest" if classifier.multi_label else "mean"
+        """str: how the probabilities of a person's images become the person's."""
+        self.without = 0
+        """int: images without a person, and without a problem."""
         self._found: dict[str, tuple[np.ndarray, int, str]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
 
     def add(self, one: Prediction) -> None:
-        """Add an image; one without a person is passed over."""
+        """Add an image; one without a person is only counted."""
         if one.person is None:
+            self.without += one.problem is None
             return
         nothing = np.zeros(len(self._classifier.class_names)), 0, one.name
-        sum_K, num, first = self._found.get(one.person, nothing)
+        joined_K, num, first = self._found.get(one.person, nothing)
         if one.problem is None:
-            sum_K, num = sum_K + one.probabilities, num + 1
-        self._found[one.person] = sum_K, num, first
+            join = np.maximum if self.rule == "highest" else np.add
+            joined_K, num = join(joined_K, one.probabilities), num + 1
+        self._found[one.person] = joined_K, num, first
 
     def predictions(self) -> Iterator[PersonPrediction]:
         """Yield the prediction of each person, in the order of their first images."""
-        for name, (sum_K, num, first) in self._found.items():
+        for name, (joined_K, num, first) in self._found.items():
             made = Prediction(name, problem="no readable image")
             if num:
-                made = _prediction(self._classifier, name, torch.from_numpy(sum_K / num))
+                probability_K = joined_K if self.rule == "highest" else joined_K / num
+                made = _prediction(self._classifier, name, torch.from_numpy(probability_K))
             yield PersonPrediction(made._replace(person=name), num, first)
 
 
@@ -111,7 +119,7 @@ def predict(
 
     Raises:
         ConfigError, CheckpointError: as ``load_classifier``.
-        DataError: as ``data.image_files.find_images``.
+        DataError: as ``data.image_files.find_images``, or persons spelled in several ways.
     """
     classifier = (
         run_or_classifier
@@ -127,7 +135,9 @@ def predict(
         window=classifier.window,
         unit_from=unit_from,
     )
-    return list(predict_files(classifier, found.samples, batch_size=batch_size, workers=workers))
+    made = list(predict_files(classifier, found.samples, batch_size=batch_size, workers=workers))
+    found.check_persons("predict")
+    return made
 
 
 def predict_files(

@@ -11,7 +11,7 @@ Legend: N images, K classes, R draws of the bootstrap, M distinct scores, J bins
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ NUM_BINS = 15
 """Bins of equal width of the calibration error (Guo et al. 2017, arXiv 1706.04599)."""
 ALL = "all"
 """Name of the group of all images, and of the row of all classes."""
+FITTED = ", fitted here"
+"""End of the name of a figure that is none of a test: a calibration was fitted to these images."""
 
 
 class Value(NamedTuple):
@@ -78,6 +80,23 @@ class ClassScores:
     from 0 to 1; without the classes that have no AUROC.
     """
     visibility: Visibility
+
+    @property
+    def fitted(self) -> bool:
+        """bool: whether figures are marked as ``FITTED``."""
+        return any(name.endswith(FITTED) for name in self.rows[0].figures)
+
+    def marked(self) -> "ClassScores":
+        """Return these figures with ``FITTED`` after the names of those that a temperature changes:
+        it was fitted to the images.
+        """
+        of_scale = ("Brier score", "calibration error")
+        rows = (
+            {k + FITTED if k in of_scale else k: v for k, v in row.figures.items()}
+            for row in self.rows
+        )
+        marked = (replace(row, figures=k) for row, k in zip(self.rows, rows, strict=True))
+        return replace(self, rows=tuple(marked))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict, ready for JSON."""

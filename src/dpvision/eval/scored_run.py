@@ -11,8 +11,10 @@ import numpy as np
 from dpvision.config import DataConfig
 from dpvision.data.declared import check_declared
 from dpvision.data.open import is_store, open_store
+from dpvision.data.rows import keyed_hash
 from dpvision.data.store import Store
-from dpvision.errors import ConfigError, DataError
+from dpvision.data.store_writer import KEY_FILE, read_key
+from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError
 
 
 def is_run(spec: str | Path) -> bool:
@@ -71,7 +73,8 @@ def trained_classes(
 
 def check_unseen(data: DataConfig, store: Store, what: str) -> None:
     """Refuse test images that are in the training store, if it is still there, or whose 16-bit
-    samples were read otherwise. Parts of one store are allowed.
+    samples were read otherwise. Parts of one store are allowed. A second import of the same files
+    is refused if it is public (``check_not_private``).
 
     Args:
         data: the run's data config.
@@ -94,4 +97,31 @@ def check_unseen(data: DataConfig, store: Store, what: str) -> None:
         raise DataError(
             f"{what}: {store.path} shares records with the store that the run was trained on; "
             "expected other images. Hold some out before training: dpvision data split."
+        )
+    if trained is not None:
+        check_not_private(trained, store, what)
+
+
+def check_not_private(trained: Store, store: Store, what: str) -> None:
+    """Refuse a public store with image files of the private store that a run was trained on, whose
+    scores would be released. Stores of one import are not compared, nor is one without its key.
+
+    Files are compared by size, and those of a size that occurs by their hash; none is decoded. The
+    message holds a private count: it is for the operator's terminal.
+    """
+    if (
+        (trained.visibility, store.results_visibility) != ("private", "public")
+        or trained.store_id == store.store_id
+        or store.generated
+        or not (trained.path / KEY_FILE).exists()
+    ):
+        return
+    key = read_key(trained.path)
+    rows = np.flatnonzero(np.isin(store.index["size"], trained.index["size"]))
+    ids = [keyed_hash(key, store.read(row)) for row in rows.tolist()]
+    if found := int(np.isin(np.array(ids, dtype=np.int64), trained.index["id"]).sum()):
+        raise DataError(
+            f"{what}: {store.path}: {OPERATOR_ONLY}{found:,} of its images are among those of "
+            f"{trained.path}, which the run was trained on; expected none in a public store. See "
+            f"which: dpvision data overlap {store.path} {trained.path}. Import other public images."
         )

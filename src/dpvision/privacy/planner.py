@@ -25,7 +25,9 @@ drown.
 """
 
 
-def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[str, Any]:
+def what_if(
+    cfg: PrivacyConfig, *, num_parameters: int | None = None, of_head: bool = False
+) -> dict[str, Any]:
     """Everything that follows from a privacy config, also where training with it would be refused
     ("refused" says why).
 
@@ -33,6 +35,7 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         cfg: as for ``make_plan``, whose plan this describes.
         num_parameters: trained parameters d of the model, for the signal figures; None leaves them
             out.
+        of_head: whether a head is trained: the images of a drawn person give one gradient.
 
     Returns:
         A dict ready for JSON: the settings; epsilon (PLD) and its companions, None without a
@@ -71,7 +74,8 @@ def what_if(cfg: PrivacyConfig, *, num_parameters: int | None = None) -> dict[st
         "unit_epsilon": spent.unit_epsilon,
         "draws": compare_draws(cfg, plan),
         "value_discretization_interval": plan.value_discretization_interval,
-        "sample_gradients": plan.steps * images_per_step(plan),
+        "sample_gradients": plan.steps
+        * (plan.expected_batch_size if of_head else images_per_step(plan)),
         "noise_batch_ratio": plan.noise.multiplier / plan.expected_batch_size,
         "signal": strength,
         "advice": advice(plan, strength) if private else None,

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpvision import files
-from dpvision.eval.class_scores import ALL, NUM_BINS, ClassScores
+from dpvision.eval.class_scores import ALL, FITTED, NUM_BINS, ClassScores
 
 _MOST_CLASSES = 20
 _INK, _BAR, _SECOND = "#1f2430", "#2f6fb2", "#b4532a"
@@ -94,7 +94,7 @@ def _reliability(ax: Axes, found: ClassScores) -> None:
         ylim=(0, 1.02),
         xlabel=f"mean probability of {what}, {NUM_BINS} bins",
         ylabel="share that is right",
-        title="reliability (area: number)",
+        title=f"reliability (area: number){FITTED if found.fitted else ''}",
     )
     ax.spines[["top", "right"]].set_visible(False)
 

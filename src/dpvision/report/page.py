@@ -1,5 +1,6 @@
 """report.html: a run's guarantee as a page; it may be released together with statement.json."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from markupsafe import Markup
 from dpvision.config.resolve import unread
 from dpvision.config.unit import Stated
 from dpvision.data.open import open_store
-from dpvision.errors import PrivacyError
+from dpvision.errors import DataError, PrivacyError
 from dpvision.eval.score import is_of_the_run, is_share
 from dpvision.eval.score_file import CLASS_SCORES, NOTHING_FITTED, read_class_scores
+from dpvision.eval.scored_run import check_not_private, trained_store
 from dpvision.privacy.composition import total_epsilon
 from dpvision.privacy.plan import DPPlan
 from dpvision.report import figures
@@ -61,6 +63,7 @@ def make_report(
     Raises:
         PrivacyError: the run may not be reported (``make_statement``), or ``public_store`` or
             ``gallery`` is private.
+        DataError: ``public_store`` has images of the private training store, if that is there.
         CheckpointError: there is no run or checkpoint, or a file cannot be written.
     """
     root = Path(run_dir)
@@ -80,6 +83,11 @@ def make_report(
                 f"report: {public_store} {what}; expected a store imported with --public. Drop "
                 "--public-store."
             )
+        trained = None
+        with contextlib.suppress(DataError):  # a run is reported without its training store too
+            trained = trained_store(read_run(root)[1].data)
+        if trained is not None:
+            check_not_private(trained, store, "report")
         predictions, images, alike = (
             predict_some(root, store),
             reconstruct_some(root, store),

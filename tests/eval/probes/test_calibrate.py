@@ -162,7 +162,7 @@ def test_a_multi_label_run_gets_thresholds(
     scored = score_own_head(run, store, workers=1)[1]
     decided_NK = probability_NK > np.array(made.thresholds)
     assert scored.value == pytest.approx((decided_NK == target_NK).mean(), abs=0.005)
-    assert scored.protocol.endswith(f"centre crop, thresholds of {made.rule}")
+    assert scored.protocol.endswith(f"centre crop, thresholds fitted here, of {made.rule}")
     assert abs(scored.value - before) > 0.01, "predict's decisions, not its own"
     for k in np.flatnonzero(target_NK.any(axis=0)).tolist():
         said_N = probability_NK[:, k] > made.thresholds[k]

@@ -56,7 +56,8 @@ def calibrate(
     """Calibrate a run's classifier on the labelled images of a public store, and write
     calibration.json beside its checkpoints, which ``load_classifier`` reads.
 
-    Classes are matched by name. The images must not be those that the run was trained on.
+    Classes are matched by name. The images must not be those that the run was trained on; where
+    the training store is there, they are compared (``scored_run.check_unseen``).
 
     Args:
         recall: in (0, 1], for a multi-label run: the share of a class's images that its threshold
@@ -110,6 +111,7 @@ def calibrate(
         store={
             "name": store.path.name,
             "store_id": store.store_id,
+            "split": store.meta.get("split"),
             "licence": store.licence,
             "images": len(row_N),
         },

@@ -147,7 +147,7 @@ def scores_by_class(
     found: "OwnScores", *, groups: Path | None = None, by: Sequence[str] = (), specificity: float
 ) -> ClassScores:
     """Return the figures of each class, of the calibrated probabilities, with intervals over
-    persons.
+    persons; ``marked`` if the calibration was fitted to the store.
 
     Args:
         groups, by: a table and attributes in it, as for ``eval.groups.read_groups``.
@@ -160,8 +160,8 @@ def scores_by_class(
     model = model_of(found.config)
     assert model.num_classes is not None
     given = read_groups(groups, by, found.store, found.row_N) if groups is not None else None
-    probability_NK, _ = _calibrated(found, model)
-    return class_scores(
+    probability_NK, scale = _calibrated(found, model)
+    made = class_scores(
         probability_NK.numpy(),
         found.store.targets(found.row_N, model.num_classes),
         all_names(found.checkpoint.manifest.get("class_names"), model.num_classes),
@@ -171,6 +171,7 @@ def scores_by_class(
         multi_label=model.multi_label,
         visibility=found.visibility,
     )
+    return made.marked() if scale is not None and scale.fitted_on(found.store) else made
 
 
 def _decisions(
@@ -182,7 +183,8 @@ def _decisions(
     probability_NK, scale = _calibrated(found, model)
     if scale is not None and scale.thresholds is not None:
         above_NK = probability_NK.double() > torch.tensor(scale.thresholds, dtype=torch.float64)
-        return above_NK.numpy(), f", thresholds of {scale.rule}"
+        here = " fitted here," if scale.fitted_on(found.store) else ""
+        return above_NK.numpy(), f", thresholds{here} of {scale.rule}"
     own = threshold_of(model)
     return None if own is None else (found.score_NK > own).numpy(), ""
 
