@@ -1,5 +1,6 @@
 """What the printed code computes: captions, reconstructions, and pixels of image files."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from sklearn.datasets import load_sample_images
 
 from dpvision.checkpoint import load_checkpoint
 from dpvision.config import DataConfig
+from dpvision.data.decode import decode
 from dpvision.data.transform import LibraryData, LibraryResize, preprocess_of
 from dpvision.encoders.calibration import Calibration, save_calibration, weights_of
 from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.trained import load_model
+from dpvision.export.modelling import to_rgb
 from dpvision.export.to_onnx import pixels_code
 from dpvision.export.write import export
 from dpvision.models.captioner import Captioner
@@ -24,6 +27,8 @@ from dpvision.models.mae import MAE, losses
 from dpvision.runs.folder import read_run
 
 from ..captioners import image, make_tokenizer
+from ..data.image_files import noise
+from ..data.test_pixels import MANY, RAMP, oriented, raw_png, saved, tiff
 from .models_to_export import CLASSES, MODELS, Copies, Made, make_exportable
 from .test_formats import modelling
 
@@ -169,3 +174,97 @@ def test_files_become_the_same_pixels(data: DataConfig, made: Made, tmp_path: Pa
             assert off.max() < 1e-6
         else:
             assert off.mean() < 0.3, "of a standard deviation of 1"
+
+
+PHOTO = Image.fromarray(noise(4, 9, 7))
+DEEP_COLOUR = (noise(5, 8, 8).astype(np.uint16) << 8) + noise(6, 8, 8)
+PALE = Image.fromarray(np.dstack([noise(7, 8, 8), noise(8, 8, 8)[..., 0]]))
+FLOATS = np.linspace(-100, 5000, 64, dtype=np.float32).reshape(8, 8)
+ODD = {
+    **MANY,
+    **{f"{kind} {k}": oriented(kind, k) for kind in ("JPEG", "PNG", "TIFF") for k in range(9)},
+    **{f"{m} tiff": saved(PHOTO.convert(m), "TIFF") for m in ("1", "L", "P", "CMYK", "YCbCr")},
+    **{f"{m} png": saved(PALE.convert(m), "PNG") for m in ("1", "L", "LA", "P", "RGB", "RGBA")},
+    **{kind: saved(PALE, kind, lossless=True) for kind in ("WEBP", "GIF", "JPEG2000", "TIFF")},
+    "grey jpeg": saved(PHOTO.convert("L"), "JPEG"),
+    "12 bits in 16": raw_png(RAMP >> 4, 16),
+    "grey of 2 bits": raw_png(RAMP >> 14, 2),
+    "transparent colour": saved(PHOTO, "PNG", transparency=PHOTO.getpixel((0, 0))),
+    "transparent grey": saved(PHOTO.convert("L"), "PNG", transparency=60),
+    "transparent grey of 16 bits": raw_png(RAMP, 16, 0, ((b"tRNS", RAMP[0, 3].tobytes()[::-1]),)),
+    "transparent colour of 16 bits": raw_png(
+        DEEP_COLOUR, 16, 2, ((b"tRNS", DEEP_COLOUR[0, 0].astype(">u2").tobytes()),)
+    ),
+    "bmp without alpha": saved(
+        Image.merge("RGBA", [*PALE.split()[:3], Image.new("L", (8, 8))]), "BMP"
+    ),
+    "bmp with alpha": saved(PALE, "BMP"),
+    "tiff of 16 bits": saved(Image.fromarray(RAMP), "TIFF"),
+    "signed 32 bits": saved(Image.fromarray(RAMP.astype(np.int32) * 9 - 50), "TIFF"),
+    "signed": tiff(RAMP.astype(np.int16), 16, 1, ((339, 3, 2),)),
+    "signed bytes": tiff(RAMP.astype(np.uint8), 8, 1, ((339, 3, 2),)),
+    "unsigned 32 bits": tiff(RAMP.astype(np.uint32), 32, 1, ((339, 3, 1),)),
+    "tiff of 8 bits, white is zero": tiff(RAMP.astype(np.uint8), 8, 0),
+    "pgm of 16 bits": b"P5 8 8 65535\n" + RAMP.astype(">u2").tobytes(),
+    "pgm of 12 bits": b"P5 8 8 4095\n" + (RAMP >> 4).astype(">u2").tobytes(),
+    "16-bit colour": raw_png(DEEP_COLOUR, 16, 2),
+    "floats": tiff(FLOATS, 32, 1, ((339, 3, 3),)),
+    "floats of a stated range": tiff(
+        FLOATS,
+        32,
+        1,
+        ((339, 3, 3), (340, 11, 0), (341, 11, 4095)),  # type: ignore[arg-type]
+    ),
+    "lab": saved(Image.new("LAB", (8, 8), (99, 20, 30)), "TIFF"),
+}
+NOT_BY_PILLOW = {
+    "clear colour of 4 bits",
+    "transparent grey of 16 bits",
+    "transparent colour of 16 bits",
+    "signed",
+    "signed bytes",
+    "signed 32 bits",
+    "lab",
+}
+"""What modelling.py refuses with every window."""
+
+
+@pytest.mark.parametrize(
+    ("window", "refused"),
+    [
+        (None, {"floats", "floats of a stated range"}),
+        ((0.0, 4095.0), {"16-bit colour"}),
+        ((10.5, 3000.25), {"16-bit colour"}),
+        ((-1000.0, 70000.0), {"16-bit colour"}),
+    ],
+)
+def test_modelling_reads_odd_files_as_dpvision_or_refuses(
+    window: tuple[float, float] | None, refused: set[str]
+) -> None:
+    """Of 12 bits without the window all images became one class; transparency was black."""
+    found = set()
+    for kind, data in ODD.items():
+        try:
+            made = to_rgb(Image.open(io.BytesIO(data)), window)
+        except ValueError as error:
+            assert "expected what Pillow alone reads as dpvision does" in str(error)
+            found.add(kind)
+            continue
+        np.testing.assert_array_equal(np.asarray(made), decode(data, window=window), err_msg=kind)
+    assert found == NOT_BY_PILLOW | refused
+
+
+def test_modelling_uses_the_declared_window(tmp_path: Path) -> None:
+    run = make_exportable(tmp_path / "run", MAE_RUN, more={"window": [0, 4095]})
+    folder = export(run, "safetensors", tmp_path / "out").folder
+    model = modelling(folder).load(folder)
+    expected = preprocess_of(32, DataConfig(), (0, 4095))(data := ODD["12 bits in 16"])
+    pixels = model.preprocess(Image.open(io.BytesIO(data))).numpy()
+    assert np.abs(pixels - expected).max() < 1e-6 and np.ptp(pixels) > 2
+
+
+def test_modelling_refuses_a_loaded_image_that_may_have_lost_samples() -> None:
+    image = Image.open(io.BytesIO(raw_png(DEEP_COLOUR, 16, 2)))
+    image.load()
+    with pytest.raises(ValueError, match=r"a PNG that is loaded.*Pass Image.open\(file\) itself"):
+        to_rgb(image, [0, 4095])
