@@ -103,6 +103,8 @@ def test_a_table_of_private_images_needs_a_confidential_folder(
     with out.open(newline="") as file:
         rows = {row["image"]: row for row in csv.DictReader(file)}
     assert len(rows) == 10 and rows[f"{photos}/torn.png"]["problem"] == "damaged"
+    leak = out.parent / ".." / "leak.csv"
+    _refused(capsys, "would hold", "predict", run, photos, "--csv", leak)
     free, public_out = tmp_path / "free.csv", tmp_path / "public.csv"
     _ok(capsys, "predict", run, photos, "--csv", free, "--release-private-outputs")
     assert free.read_text() == out.read_text()
