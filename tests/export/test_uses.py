@@ -254,6 +254,34 @@ def test_modelling_reads_odd_files_as_dpvision_or_refuses(
     assert found == NOT_BY_PILLOW | refused
 
 
+@pytest.mark.parametrize("to", ["timm", "transformers"])
+def test_the_code_of_a_card_opens_odd_files(
+    to: Any, made: Made, copied: Copies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed for all but 8-bit RGB, and left them turned; the card says which files differ."""
+    folder = copied(name := "classifier on our ViT, class token", to, tmp_path / "out").folder
+    card, classifier = (folder / "README.md").read_text(), load_classifier(made(name))
+    assert "make 8-bit RGB files of such images first" in card
+    photo, exif = Image.fromarray(noise(4, 32, 32)), Image.Exif()
+    exif[0x0112] = 6
+    alike = {
+        "turned": saved(photo, "PNG", exif=exif),
+        "grey": saved(photo.convert("L"), "PNG"),
+        "palette": saved(photo.quantize(9), "PNG"),
+        "CMYK": saved(photo.convert("CMYK"), "TIFF"),
+    }
+    deep = Image.fromarray(np.arange(1024, dtype=np.uint16).reshape(32, 32) * 64)
+    alpha = Image.merge("RGBA", [*photo.split(), photo.getchannel(0)])
+    others = {"alpha": saved(alpha, "PNG"), "16 bits": saved(deep, "PNG")}
+    monkeypatch.chdir(folder)
+    for kind, data in (alike | others).items():
+        (folder / "photo.jpg").write_bytes(data)
+        exec(code_of(folder), scope := {})
+        x_BCHW = torch.from_numpy(classifier.preprocess(data))[None]
+        off = (scope["logit_BK"] - classifier(x_BCHW)).abs().max()
+        assert (off < 1e-5) == (kind in alike), (kind, off)
+
+
 def test_modelling_uses_the_declared_window(tmp_path: Path) -> None:
     run = make_exportable(tmp_path / "run", MAE_RUN, more={"window": [0, 4095]})
     folder = export(run, "safetensors", tmp_path / "out").folder

@@ -21,9 +21,11 @@ from dpvision.models.vit import ViT
 from dpvision.weights import pack
 
 LOADS = """import timm
+from PIL import Image, ImageOps
 
 model = timm.create_model("local-dir:.", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
 """
 USES = {
     "encoder": "feature_BD = model(transform(image)[None])",
