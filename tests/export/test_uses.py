@@ -50,6 +50,7 @@ def test_the_printed_code_writes_the_captions_of_generate(
     to: Any, made: Made, copied: Copies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = copied(CAPTIONER, to, tmp_path / "out").folder
+    assert "takes the whole image, unless `--fit crop`" in (folder / "README.md").read_text()
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     x_BCHW = squares()

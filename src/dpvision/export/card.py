@@ -112,6 +112,8 @@ def _preprocessing(product: Product, to: str) -> str:
     if product.window is not None:
         low, high = product.window
         lines.append(f"- grey of more than 8 bits: {low} becomes black and {high} white")
+    if product.kind == "captioner" and product.preprocessing["crop"] == "centre":
+        lines.append("- `dpvision caption` takes the whole image, unless `--fit crop` is given")
     if to != "safetensors":
         lines.append(
             "- dpvision shows transparency over white and scales samples of more than 8 bits to 0 "
