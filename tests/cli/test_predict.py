@@ -4,6 +4,7 @@ print, write and refuse.
 
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -105,6 +106,8 @@ def test_a_table_of_private_images_needs_a_confidential_folder(
     with out.open(newline="") as file:
         rows = {row["image"]: row for row in csv.DictReader(file)}
     assert len(rows) == 10 and rows[f"{photos}/torn.png"]["problem"] == "damaged"
+    leak = out.parent / ".." / "leak.csv"
+    _refused(capsys, "would hold", "predict", run, photos, "--csv", leak)
     free, public_out = tmp_path / "free.csv", tmp_path / "public.csv"
     _ok(capsys, "predict", run, photos, "--csv", free, "--release-private-outputs")
     assert free.read_text() == out.read_text()
@@ -116,10 +119,12 @@ def test_what_cannot_be_done_is_one_clear_error(
     run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe.png")
     for words, *argv in (
         ("no images", run, tmp_path / "empty"),
         ("no images", run),
         ("nothing there", run, tmp_path / "nowhere"),
+        ("neither a file nor a folder", run, tmp_path / "pipe.png"),
         ("1 could not be read", run, photos / "notes.txt"),
         ("no such folder", tmp_path / "nowhere", photos),
         ("ends in .csv", run, photos, "--csv", tmp_path / "out.txt"),

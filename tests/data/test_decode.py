@@ -167,6 +167,33 @@ def test_bad_images_are_refused_with_their_reason(data, reason):
     assert error.value.reason == reason
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "not an image (an empty file); expected an image file that can be decoded"),
+        (b"hello", "expected an image file that can be decoded. Leave it out"),
+        (encode(noise(3, 200, 200), "JPEG")[:-3000], "expected an image file that can be decoded"),
+        (
+            encode(np.zeros((20, 3000, 3), np.uint8)),
+            "oversized (3000 x 20 pixels); expected sides of at most 100 to 1",
+        ),
+        (
+            save(Image.new("1", (7100, 7100)), "PNG"),
+            f"oversized (7100 x 7100 pixels); expected 1 to {MAX_PIXELS} pixels",
+        ),
+        (
+            save(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF"),
+            "expected samples whose range",
+        ),
+    ],
+)
+def test_the_error_names_the_rule_that_is_broken(data, said):
+    """All named the largest number of pixels."""
+    with pytest.raises(BadImage) as error:
+        decode(data)
+    assert said in str(error.value)
+
+
 @pytest.mark.parametrize("turn", [1, 6])
 def test_a_heif_image_has_the_pixels_of_its_png_upright(turn):
     pixels = np.kron(np.array([[0, 80], [160, 240]], np.uint8), np.ones((16, 24), np.uint8))[

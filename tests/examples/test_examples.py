@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -176,9 +178,10 @@ def test_the_server_answers_as_the_classifier_does(tmp_path: Path) -> None:
     store = write_digits(tmp_path / "store", 0, 300)
     run = run_head(head_config(store, "prototypes", spec="hog"), tmp_path / "run")
     command = [sys.executable, str(EXAMPLES / SCRIPTS["serve"]), str(run), "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **both) as server:
         try:
-            assert server.stdout is not None
+            assert server.stdout is not None and server.stderr is not None
             address = server.stdout.readline().strip()
 
             def post(body: bytes) -> dict:
@@ -194,7 +197,28 @@ def test_the_server_answers_as_the_classifier_does(tmp_path: Path) -> None:
                 post(b"not an image")
             assert refused.value.code == 400
             assert json.load(refused.value)["error"].startswith("image: not an image")
-            assert post(store.read(0)), "it goes on after an error"
+            place = ("127.0.0.1", int(address.rpartition(":")[2]))
+
+            def status(head: str, body: bytes = b"") -> int:
+                with socket.create_connection(place, timeout=60) as link:
+                    link.sendall(f"{head}\r\n\r\n".encode() + body)
+                    link.shutdown(socket.SHUT_WR)
+                    return int(link.makefile().readline().split()[1])
+
+            for length in ("-1", "abc", "1e3", ""):
+                assert status(f"POST / HTTP/1.0\r\nContent-Length: {length}", b"x") == 400
+            for length in ("67108865", "9" * 5000):
+                assert status(f"POST / HTTP/1.0\r\nContent-Length: {length}") == 413
+            whole = store.read(0)
+            cut = f"POST / HTTP/1.0\r\nContent-Length: {len(whole) + 1}"
+            assert status(cut, whole) == 400, "a body that is cut"
+            assert status("POST / HTTP/1.0") == 411
+            assert status("GET /health HTTP/1.0") == 200 and status("GET / HTTP/1.0") == 404
+            with socket.create_connection(place) as slow:
+                slow.sendall(b"POST / HTTP/1.0\r\nContent-Length: 100000\r\n\r\nabc")
+                assert post(store.read(0)), "it goes on after an error, and beside a slow client"
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=60) == 0 and "Traceback" not in server.stderr.read()
         finally:
             server.kill()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from huggingface_hub import ModelCard
 from safetensors import safe_open
@@ -407,6 +408,19 @@ def test_a_full_disk_leaves_no_folder(
 def test_names_of_classes_are_written_as_they_are(copied: Copies, tmp_path: Path) -> None:
     folder = copied(VIT, "timm", tmp_path / "out").folder
     assert json.loads((folder / "config.json").read_text())["label_names"] == CLASSES
+
+
+@pytest.mark.parametrize("name", [VIT, "classifier on a timm convnet"])
+def test_timm_names_no_licence_or_tag_of_other_weights(
+    name: str, copied: Copies, tmp_path: Path
+) -> None:
+    """Weights of private images alone had the licence and tag of timm's for the architecture."""
+    folder = copied(name, "timm", tmp_path / "out").folder
+    found = timm.create_model(f"local-dir:{folder}", pretrained=True).pretrained_cfg
+    fields = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
+    assert not any(found.get(field) for field in fields), found
+    written = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
+    assert not set(fields) & set(written)
 
 
 def test_a_head_on_images_that_transformers_resizes_is_refused(

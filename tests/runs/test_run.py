@@ -18,6 +18,7 @@ from dpvision.errors import CheckpointError, ConfigError, DataError, PrivacyErro
 from dpvision.privacy.account import set_cap
 from dpvision.privacy.plan import DPPlan, make_plan
 from dpvision.runs import run as run_module
+from dpvision.runs.folder import require_confidential
 from dpvision.runs.lineage import runs_with_these_weights
 from dpvision.runs.run import Run, Secrets, Stopped, new_run
 from dpvision.statement.statement import read_evidence
@@ -244,3 +245,20 @@ def test_settings_that_are_not_the_plans_are_neither_resumed_nor_reported(
             PrivacyError, match=rf"config\.json: .*{named}.*expected what the run's plan has"
         ):
             read(root)
+
+
+def test_a_confidential_path_is_judged_where_it_leads(tmp_path: Path) -> None:
+    """``confidential/../leak.csv`` was taken."""
+    inside, outside = tmp_path / "confidential", tmp_path / "shared"
+    inside.mkdir(), outside.mkdir()
+    (outside / "confidential").symlink_to(outside)
+    (outside / "link").symlink_to(inside)
+    for taken in (inside / "x.csv", inside / "new/x.csv", outside / "link" / "x.csv"):
+        require_confidential(taken, "predict", "predictions")
+    for left in (
+        "confidential/../x.csv",
+        "confidential/a/../../x.csv",
+        "shared/confidential/x.csv",
+    ):
+        with pytest.raises(ConfigError, match="expected a folder called confidential in its path"):
+            require_confidential(tmp_path / left, "predict", "predictions")

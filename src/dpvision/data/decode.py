@@ -332,6 +332,8 @@ def _opened(data: bytes) -> Image.Image:
 
 
 def _unopened(data: bytes, error: Exception) -> BadImage:
+    if not data:
+        return BadImage("not an image", "an empty file")
     if data[:4] in _TIFF:
         try:
             TiffImagePlugin.TiffImageFile(io.BytesIO(data))
@@ -394,7 +396,11 @@ def _samples(image: Image.Image) -> np.ndarray:
 def _file_bytes(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise BadImage("oversized", f"{path}, {path.stat().st_size:,} bytes")
+            raise BadImage(
+                "oversized",
+                f"{path}, {path.stat().st_size:,} bytes",
+                f"at most {MAX_FILE_BYTES:,} bytes",
+            )
         return path.read_bytes()
     except OSError as error:
         raise DataError(

@@ -218,7 +218,8 @@ def _check_deflated(data: bytes) -> None:
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     inflater.decompress(data[file.tell() :], MAX_FILE_BYTES)
     if inflater.unconsumed_tail:
-        raise BadImage("DICOM: oversized", f"above {MAX_FILE_BYTES:,} bytes inflated")
+        most = f"{MAX_FILE_BYTES:,} bytes inflated"
+        raise BadImage("DICOM: oversized", f"above {most}", f"at most {most}")
 
 
 def _frame(data: "Dataset", k: int) -> "Dataset":

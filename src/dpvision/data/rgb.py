@@ -57,6 +57,11 @@ _REMEDY: dict[str, str] = {
     "missing, or decompress the file with DCMTK or gdcmconv.",
     "DICOM: float pixels": "Declare their range (--window LOW HIGH).",
 }
+_EXPECTED: dict[str, str] = {
+    "oversized": f"at most {MAX_PIXELS} pixels",
+    "float pixels": "samples whose range is stated or declared",
+    "DICOM: float pixels": "samples whose range is declared",
+}
 _MAX_SAMPLE_VALUE, _SAMPLE_FORMAT, _SMIN, _SMAX = 281, 339, 340, 341
 _SIGNED = 2
 _SCALED = ("PPM", "JPEG2000")
@@ -66,12 +71,10 @@ _SCALED = ("PPM", "JPEG2000")
 class BadImage(DataError):
     """Bytes that cannot be decoded; ``reason`` is one of a fixed set, for counting."""
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    def __init__(self, reason: Reason, detail: str, expected: str | None = None) -> None:
+        expected = expected or _EXPECTED.get(reason, "an image file that can be decoded")
         remedy = _REMEDY.get(reason, "Leave it out or repair it.")
-        super().__init__(
-            f"image: {reason} ({detail}); expected an image of at most {MAX_PIXELS} pixels. "
-            f"{remedy}"
-        )
+        super().__init__(f"image: {reason} ({detail}); expected {expected}. {remedy}")
         self.reason = reason
         self.detail = detail
 
@@ -176,8 +179,11 @@ def stated_range(image: Image.Image) -> Window | None:
 
 def check_size(width: int, height: int, reason: Reason = "oversized") -> None:
     """Raise BadImage unless an image has at most ``MAX_PIXELS`` and ``MAX_ASPECT``."""
-    if not 0 < width * height <= MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
-        raise BadImage(reason, f"{width} x {height} pixels")
+    sides = f"{width} x {height} pixels"
+    if not 0 < width * height <= MAX_PIXELS:
+        raise BadImage(reason, sides, f"1 to {MAX_PIXELS} pixels")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise BadImage(reason, sides, f"sides of at most {MAX_ASPECT} to 1")
 
 
 def check_window(window: Window, where: str) -> None:

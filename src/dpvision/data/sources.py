@@ -157,7 +157,7 @@ def _recognise(source: Path, for_import: bool) -> tuple[str, list[Path]]:
             check_packed(source.parent, paths, for_import)
             return kind, paths
     if not kinds:
-        got = "nothing there"
+        got = "neither a file nor a folder" if source.exists() else "nothing there"
     elif len(kinds) == 1:
         (kind,) = kinds
         got = f"a {kind} file" if kind else "a file without an extension"

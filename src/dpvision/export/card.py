@@ -45,7 +45,7 @@ def model_card(product: Product, to: str, how_to_load: str) -> str:
         _use(product),
         "## How to load\n\nIn this folder:\n\n```python\n" + how_to_load.rstrip() + "\n```",
         _privacy(statement),
-        _preprocessing(product),
+        _preprocessing(product, to),
         *([_classes(product)] if product.class_names else []),
         "## Licence\n\nThe owner of these weights chooses their licence: replace `license` above. "
         + (
@@ -87,7 +87,7 @@ def _privacy(statement: dict[str, Any] | None) -> str:
     )
 
 
-def _preprocessing(product: Product) -> str:
+def _preprocessing(product: Product, to: str) -> str:
     data, size = product.data, product.image_size
     box, sizes = "the centred square over the shorter side", product.data.own_sizes
     if data.resize is not None:
@@ -112,6 +112,13 @@ def _preprocessing(product: Product) -> str:
     if product.window is not None:
         low, high = product.window
         lines.append(f"- grey of more than 8 bits: {low} becomes black and {high} white")
+    if product.kind == "captioner" and product.preprocessing["crop"] == "centre":
+        lines.append("- `dpvision caption` takes the whole image, unless `--fit crop` is given")
+    if to != "safetensors":
+        lines.append(
+            "- dpvision shows transparency over white and scales samples of more than 8 bits to 0 "
+            "... 255. Pillow's `convert` does not: make 8-bit RGB files of such images first"
+        )
     return "## Preprocessing\n\n" + "\n".join(lines)
 
 

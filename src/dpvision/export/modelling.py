@@ -2,7 +2,7 @@
 head on one of its models.
 
     model = load("FOLDER")
-    x_BCHW = model.preprocess(PIL.Image.open("photo.jpg"))[None]
+    x_BCHW = model.preprocess(PIL.Image.open("photo.jpg"))[None]   # opened, not converted
     output = model(x_BCHW)        # features (B, D); logits (B, K) of model.config["class_names"]
     ids = model.caption(x_BCHW)   # of a captioner: token ids, for tokenizer.json
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,6 +32,60 @@ def load(folder: str | Path) -> "Network":
 
         model.encoder = timm.create_model(f"local-dir:{Path(folder) / 'encoder'}", pretrained=True)
     return model.eval()
+
+
+def to_rgb(image: Any, window: list[float] | None = None) -> Image.Image:
+    """Return an opened Pillow image as upright 8-bit RGB: grey of more than 8 bits by ``window`` or
+    its range, transparency over white.
+
+    Raises:
+        ValueError: Pillow alone does not give its samples, or no longer does once it is loaded.
+    """
+    kind, mode, tile = image.format, image.mode, getattr(image, "tile", None)
+    raw = str(tile[0][3]) if tile else "unknown"  # Pillow's name of the file's samples
+    tags = getattr(image, "tag_v2", {})  # of TIFF: BitsPerSample, Photometric, Max, SampleFormat
+    bits, photometric, most, sample_format = (
+        tag[0] if isinstance(tag, tuple) and tag else tag
+        for tag in map(tags.get, (258, 262, 281, 339))
+    )
+    stated = None
+    if bits and (bits < 16 or (most and 255 <= most < 65535 and not most & (most + 1))):
+        stated = 0, 2**bits - 1 if bits < 16 else most
+    grey, ranged = mode == "F" or mode.startswith("I"), window or stated
+    png = kind == "PNG"
+    for why, found in (
+        ("signed samples", sample_format == 2),
+        ("floating-point samples", mode == "F" and (window is None or kind == "PPM")),
+        ("LAB", mode == "LAB"),
+        ("16-bit colour", not grey and ranged and (bits == 16 or ";16" in raw)),
+        ("a PNG that is loaded", png and window and mode in ("RGB", "RGBA", "LA") and not tile),
+        (
+            "a transparent colour",
+            png and "transparency" in image.info and (grey or mode in ("L", "RGB")) and raw != mode,
+        ),
+    ):
+        if found:
+            raise ValueError(
+                f"preprocess: image={why} ({kind}, {mode}); expected what Pillow alone reads as "
+                "dpvision does. Pass Image.open(file) itself, or convert the file to 8-bit RGB."
+            )
+    image = ImageOps.exif_transpose(image)
+    if grey:
+        low, high = (None if kind in ("PPM", "JPEG2000") else window) or stated or (0, 65535)
+        values = bytearray(image.convert("F" if mode == "F" else "I").tobytes())
+        v = torch.frombuffer(values, dtype=torch.float32 if mode == "F" else torch.int32)
+        if mode != "F" and low == int(low) and high == int(high):
+            low, high = int(low), int(high)
+            v = (v.long().clamp(low, high) - low) * 256 // (high - low + 1)
+        else:
+            v = (((v.double() - low) / (high - low)).clamp(0, 1).nan_to_num() * 255).round()
+        v = (255 - v if photometric == 0 else v).to(torch.uint8)  # 0: WhiteIsZero
+        return Image.frombytes("L", image.size, bytes(v.tolist())).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        if kind != "BMP" or image.getextrema()[3][1]:  # a BMP of alpha 0 has none
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def attend(q_BLD: Tensor, kv_BSE: Tensor, heads: int, causal: bool = False) -> Tensor:
@@ -124,8 +178,8 @@ class Network(nn.Module):
         return logit_BK.softmax(1) if self.config["loss"] == "softmax" else logit_BK.sigmoid()
 
     def preprocess(self, image: Any) -> Tensor:
-        """Return a Pillow image as normalised (3, H, W)."""
-        image, c = ImageOps.exif_transpose(image).convert("RGB"), self.config
+        """Return a Pillow image, as it was opened, as normalised (3, H, W)."""
+        image, c = to_rgb(image, self.config.get("window")), self.config
         (w, h), size, resize = image.size, c["image_size"], c["resize"]
         if resize is None:  # the centred square over the shorter side
             left, top = (w - min(w, h)) / 2, (h - min(w, h)) / 2

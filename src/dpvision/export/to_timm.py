@@ -21,15 +21,27 @@ from dpvision.models.vit import ViT
 from dpvision.weights import pack
 
 LOADS = """import timm
+from PIL import Image, ImageOps
 
 model = timm.create_model("local-dir:.", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
 """
 USES = {
     "encoder": "feature_BD = model(transform(image)[None])",
     "classifier": "logit_BK = model(transform(image)[None])",
     "captioner": "feature_BD = model(transform(image)[None])  # of the encoder alone",
 }
+_OF_OTHER_WEIGHTS = {
+    "tag",
+    "license",
+    "description",
+    "origin_url",
+    "paper_name",
+    "paper_ids",
+    "notes",
+}
+"""Fields of ``pretrained_cfg`` that describe the weights that timm has for an architecture."""
 POOLS = {"mean": "avg", "cls": "token"}
 _NAMES = {"attention.out": "attn.proj", "attention.qkv": "attn.qkv", "mlp.0": "mlp.fc1"} | {
     "mlp.2": "mlp.fc2",
@@ -113,6 +125,9 @@ def with_head(model: Any, product: Product) -> None:
 def save(model: Any, product: Product, folder: Path, metadata: dict[str, str]) -> None:
     """Write a timm model by timm's own function, then its tensors again with their lineage."""
     data, side = product.data, product.image_size
+    model.pretrained_cfg = {
+        name: value for name, value in model.pretrained_cfg.items() if name not in _OF_OTHER_WEIGHTS
+    }
     save_for_hf(
         model,
         str(folder),

@@ -21,9 +21,11 @@ from dpvision.weights import pack
 _BICUBIC = 3
 _FILE = "model.safetensors"
 _LOADS = """import transformers
+from PIL import Image, ImageOps
 
 processor = transformers.AutoImageProcessor.from_pretrained(".")
 model = transformers.{name}.from_pretrained("."{more}).eval()
+image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
 """
 _NO_POOLER = {"ViTModel": {"add_pooling_layer": False}}
 _USES = {

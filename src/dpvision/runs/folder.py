@@ -220,9 +220,9 @@ def require_confidential(
         name: the option that gives the file.
 
     Raises:
-        ConfigError: no folder of ``out`` is named ``confidential``.
+        ConfigError: no folder of ``out`` is named ``confidential``, after ``..`` and links.
     """
-    if "confidential" not in out.absolute().parent.parts:
+    if "confidential" not in out.parent.resolve().parts:
         raise ConfigError(
             f"{where}: {name}={str(out)!r} would hold {what}; expected a folder called "
             f"confidential in its path. Use {out.parent / 'confidential' / out.name}{remedy}."

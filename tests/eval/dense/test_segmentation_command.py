@@ -192,7 +192,13 @@ def test_private_images_and_weights_without_a_guarantee_stay_confidential(
     data: list[str], run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["evaluate", "segmentation", run, *data, *SMALL]
-    for flag, place in (("--out", "s.json"), ("--sheet", "s.png"), ("--work", "work")):
+    for flag, place in (
+        ("--out", "s.json"),
+        ("--sheet", "s.png"),
+        ("--sheet", "confidential/../s.png"),
+        ("--work", "work"),
+        ("--work", "confidential/../work"),
+    ):
         assert main([*argv, flag, str(tmp_path / place)]) == 2
         assert "expected a folder called confidential in its path" in capsys.readouterr().err
     assert main([*argv, "--work", str(tmp_path / "confidential")]) == 0

@@ -370,8 +370,8 @@ def check_places(options: DenseOptions, private: bool) -> None:
         check_out(options.out, private)
     sheet, work = options.sheet, options.work
     for name, place, folder in (
-        ("sheet", sheet, None if sheet is None else sheet.absolute().parent),
-        ("work", work, None if work is None else work.absolute()),
+        ("sheet", sheet, None if sheet is None else sheet.parent.resolve()),
+        ("work", work, None if work is None else work.resolve()),
     ):
         if private and folder is not None and "confidential" not in folder.parts:
             raise ConfigError(
