@@ -150,9 +150,14 @@ def one_line(text: str) -> str:
     text = " ".join(text.splitlines())
     if len(text) > _MOST_SHOWN:
         text = f"{text[: _MOST_SHOWN // 2]} [...] {text[-_MOST_SHOWN // 4 :]}"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:_MOST_SHOWN]
+    return printable(text)[:_MOST_SHOWN]
+
+
+def printable(text: str) -> str:
+    """Return a text, which may quote a file by somebody else, with escapes for what does not
+    print: control characters, marks of text direction, and bytes of a name that are no UTF-8.
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _denied(error: OSError) -> str:
