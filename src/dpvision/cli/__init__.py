@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -80,6 +81,9 @@ docs/pitfalls.md for common mistakes."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, or 2 after printing an error message."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names print on terminals without UTF-8, too
+            stream.reconfigure(errors="backslashreplace")
     # Imports make a million objects, hardly one of them garbage. With the default of 10, Python
     # looks through all of them eight times before a command's work begins.
     gc.set_threshold(*gc.get_threshold()[:2], 100)
