@@ -3,6 +3,7 @@ exit 2 for wrong input.
 """
 
 import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from dpvision.cli import COMMANDS, main
+from dpvision.data.importer import import_source
 from dpvision.data.synthetic_store import write_scenes
 from dpvision.recipes import RECIPES
 
@@ -227,6 +229,21 @@ def test_data_commands(store: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     _refused(
         capsys, ["data", "split", str(store), str(tmp_path / "a"), str(tmp_path / "b")], "ledgers"
     )
+
+
+def test_names_print_on_a_terminal_without_utf_8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Image.new("RGB", (8, 8)) as image:
+        (tmp_path / "src" / "Händ").mkdir(parents=True)
+        image.save(tmp_path / "src" / "Händ" / "a.png")
+    store = str(import_source(tmp_path / "src", tmp_path / "Läden", public=True).path)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True))
+    assert main(["data", "inspect", store]) == 0
+    assert main(["data", "inspect", f"{store}-x"]) == 2
+    assert rb"H\xe4nd" in sys.stdout.buffer.getvalue()
+    assert rb"L\xe4den-x" in sys.stderr.buffer.getvalue()
 
 
 def test_non_private_drops_noise_target_and_clipping(

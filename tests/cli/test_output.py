@@ -6,12 +6,20 @@ import numpy as np
 import pytest
 
 from dpvision.cli.ledger import _text
+from dpvision.cli.output import table
 from dpvision.config import PrivacyConfig
 from dpvision.privacy.account import StoreAccount
 from dpvision.privacy.marks import Cap
 from dpvision.privacy.plan import make_plan
 from dpvision.privacy.printed import down, up
 from dpvision.runs.spent import guarantee_words
+
+
+def test_a_table_shows_names_as_they_are() -> None:
+    shown = table("[b]t[/b]", ("[i]a", "n"), [("[bold]x", 1), ("[/y] :dog:", 2), ("\x1b[31mz", 3)])
+    for text in ("[b]t[/b]", "[i]a", "[bold]x", "[/y] :dog:", r"\x1b[31mz"):
+        assert text in shown
+    assert "\x1b" not in shown
 
 
 def test_four_digits_are_rounded_to_the_safe_side() -> None:

@@ -5,6 +5,7 @@ print, write and refuse.
 import csv
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dpvision.cli import main
 from dpvision.config import MAEConfig, ViTConfig
 from dpvision.data.split import split_store
 from dpvision.data.store import Store
+from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.predict import predict
 from dpvision.errors import DataError
 from dpvision.eval.probes.records import units
@@ -90,6 +92,17 @@ def test_a_line_for_each_image_and_the_unreadable_are_named(
     (name,) = one["classes"]
     assert one["probabilities"][name] == max(one["probabilities"].values())
     assert f"{name} {one['probabilities'][name]:.3f}" in lines.values()
+
+
+def test_what_does_not_print_in_a_name_is_escaped(
+    run: Path, photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier = load_classifier(run)
+    classifier.class_names = tuple(f"\x1b[{k}m\u202e" for k in range(10))
+    monkeypatch.setattr("dpvision.encoders.classifier.load_classifier", lambda *_, **__: classifier)
+    image = (photos / "0.png").rename(photos / "\x1b[31m.png")
+    out, _ = _ok(capsys, "predict", run, image)
+    assert out[:-1].isprintable() and re.search(r"\\x1b\[31m\.png: \\x1b\[\dm\\u202e ", out)
 
 
 def test_a_table_of_private_images_needs_a_confidential_folder(

@@ -103,6 +103,29 @@ def test_a_number_is_that_number_from_every_source_private_and_public(
     assert private.label_names is None and public.label_names is None
 
 
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31mred", "a\x85b", "ab\u202ecd", "a\u2066b"])
+def test_a_class_name_that_does_not_print_is_refused_from_every_source(
+    tmp_path: Path, name: str
+) -> None:
+    table = pa.table({"image": [png(0), png(1)], "label": [name, "cat"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "classes.json").write_text(json.dumps([name, "cat"]))
+    found = (
+        LabelRule(),
+        LabelRule(classes=(name, "cat")),
+        LabelRule(classes={"cat": "b", "e": name}),
+    )
+    for rule in (*found, LabelRule(classes=tmp_path / "classes.json")):
+        with pytest.raises(DataError, match=r"class=.*without line ends, control characters"):
+            import_source(tmp_path / "a.parquet", tmp_path / "s", public=True, labels=rule)
+    samples = [Sample("0", png(0), {"label": 0})]
+    with pytest.raises(DataError, match=r"class=.*without line ends, control characters"):
+        import_samples(Source(iter(samples), [name]), tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+    rule = LabelRule(classes=("cat",), unknown_classes="unlabelled")
+    assert import_source(tmp_path / "a.parquet", tmp_path / "s", labels=rule).num_records == 2
+
+
 @pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_declared_numbers_are_names_in_every_source(

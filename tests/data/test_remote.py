@@ -382,16 +382,13 @@ def test_a_tar_of_unstated_size_that_ends_early_is_refused(tmp_path, ends):
     data = (write_files(tmp_path / "src", "tar", 1) / "s0.tar").read_bytes()
     cut = scan(tmp_path / "src" / "s0.tar")[5].offset - 512
     kept = {"at a member": data[:cut], "within a header": data[: cut + 100], "whole": data}[ends]
-    (tmp_path / "cut.tar").write_bytes(kept)
     with serving(lambda method, path: (200, {}, kept)) as url:
         if ends == "whole":
             assert import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS).num_records == 6
             return
-        with pytest.raises(DataError, match=rf"{url}/a\.tar: ends at .*run the same command"):
+        with pytest.raises(DataError, match=rf"{url}/a\.tar: ends .*run the same command"):
             import_source(f"{url}/a.tar", tmp_path / "s", labels=LABELS)
     assert not list(tmp_path.glob("*s*.importing")) and not (tmp_path / "s").exists()
-    made = import_source(tmp_path / "cut.tar", tmp_path / "s", labels=LABELS)
-    assert made.num_records == 3, "which the remedy names"
 
 
 @pytest.mark.parametrize("refused", ["HEAD", "GET"])

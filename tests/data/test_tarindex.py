@@ -1,4 +1,5 @@
 import io
+import subprocess
 import tarfile
 
 import pytest
@@ -111,6 +112,37 @@ def test_a_tar_that_ends_inside_a_member_is_an_error(tmp_path, cut):
     path.write_bytes(path.read_bytes()[: last.offset + last.size - cut])
     with pytest.raises(DataError, match="ends inside a member"):
         scan(path)
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_tar_that_ends_between_members_or_inside_a_header_is_an_error(tmp_path, kind):
+    whole = write_tar(tmp_path / "t.tar", {"a.jpg": b"a" * 700, "x" * 99: b"b" * 3000}, kind)
+    data, last = whole.read_bytes(), scan(whole)[-1]
+    starts = last.offset - 512, last.offset + 3072
+    for start in (0, *starts):
+        for cut, said in ((start, "without its end mark"), (start + 300, "inside a header")):
+            whole.write_bytes(data[:cut])
+            with pytest.raises(DataError, match=said if cut else "an empty file"):
+                scan(whole)
+    whole.write_bytes(data[: starts[1]] + bytes(1024))  # the remedy
+    assert len(scan(whole)) == 2
+
+
+def test_what_writes_tars_writes_the_end_mark(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"a" * 700)
+    path, more = tmp_path / "t.tar", tmp_path / "more.tar"
+    with path.open("wb") as file, tarfile.open(fileobj=file, mode="w|") as tar:  # webdataset's way
+        tar.add(tmp_path / "a.jpg", "a.jpg")
+    assert len(scan(path)) == 1
+    for options in ((), ("-b", "1")):
+        for out in (more, "-"):
+            made = ["tar", "-C", str(tmp_path), *options, "-cf", str(out), "a.jpg"]
+            printed = subprocess.run(made, check=True, capture_output=True).stdout
+            if out == "-":
+                more.write_bytes(printed)
+            assert len(scan(more)) == 1
+    subprocess.run(["tar", "-Af", str(path), str(more)], check=True)
+    assert len(scan(path)) == 2
 
 
 def test_what_is_no_tar_is_an_error(tmp_path):

@@ -124,7 +124,7 @@ def test_a_calibrated_run_leaves_with_its_temperature_offset_and_thresholds(
     torch.testing.assert_close(found.detach(), expected, atol=1e-6, rtol=0)
     card = (folder / "README.md").read_text()
     assert "the sigmoid of the scores divided by 2.5; a class is predicted above" in card
-    assert f"0. {CLASSES[0]}, above 0.2\n1. {CLASSES[1]}, above 0.5\n" in card
+    assert f"0. `{CLASSES[0]}`, above 0.2\n1. `{CLASSES[1]}`, above 0.5\n" in card
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import timm
 import torch
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from safetensors import safe_open
 
 from dpvision.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
@@ -22,6 +24,7 @@ from dpvision.encoders.classifier import load_classifier
 from dpvision.encoders.open import open_encoder
 from dpvision.encoders.starting_weights import open_parent
 from dpvision.errors import ConfigError, DPVisionError, PrivacyError
+from dpvision.export.card import _code
 from dpvision.export.write import Format, export
 from dpvision.privacy.plan import make_plan
 from dpvision.runs.lineage import inherit, own_entry
@@ -230,7 +233,7 @@ def test_the_model_card_is_read_by_the_hub_and_repeats_the_statement(
         *(entry["text"] for entry in statement["history"]["lineage"]),
     ):
         assert sentence in card.text
-    assert all(f"{k}. {name}" in card.text for k, name in enumerate(CLASSES)) == (name == VIT)
+    assert all(f"{k}. `{name}`" in card.text for k, name in enumerate(CLASSES)) == (name == VIT)
 
 
 def test_the_code_of_a_card_runs_in_the_folder(
@@ -421,6 +424,12 @@ def test_timm_names_no_licence_or_tag_of_other_weights(
     assert not any(found.get(field) for field in fields), found
     written = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
     assert not set(fields) & set(written)
+
+
+@pytest.mark.parametrize("name", ["<script>x</script>", "1. a_b_*c*", "- [x](y)", "`a``b`", "`"])
+def test_a_name_of_a_class_is_no_markup_in_the_card(name: str) -> None:
+    shown = MarkdownIt().render(f"0. {_code(name)}\n1. b")
+    assert f"<li><code>{escape(name)}</code></li>" in shown
 
 
 def test_a_head_on_images_that_transformers_resizes_is_refused(

@@ -358,11 +358,14 @@ def test_the_command_says_where_the_gallery_stands(
         == 0
     )
     assert "gallery    on both pages; other on the operator's only" in capsys.readouterr().out
+    page = (Path(run) / "report.html").read_text()
+    assert "CIDEr-D on public images is above" in page and "No score on public" not in page
     private = str(write_squares(tmp_path / "private", range(20), public=False).path)
     assert main(["report", run, "--gallery", private]) == 0
     assert (
         "operator's page only" in capsys.readouterr().out
-        and "square on the" not in (Path(run) / "report.html").read_text()
+        and "square on the" not in (page := (Path(run) / "report.html").read_text())
+        and "No score on public images was measured." in page
     )
     assert main(["report", run, "--gallery", private, "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"statement", "report", "operator"}

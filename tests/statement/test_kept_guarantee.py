@@ -248,8 +248,9 @@ def test_a_private_run_on_weights_of_another_private_store_names_both(
     assert "for each person, with all their images, of this run's private store" in made["headline"]
     (several,) = (text for text in theirs["scope"]["not_covered"] if "did not record" in text)
     assert several in made["scope"]["not_covered"]
-    assert "one person more than the other, with all their images, at most 2" in (
-        made["scope"]["adjacency"]
+    assert (
+        "one person more than the other, with all their images, at most 2"
+        in (made["scope"]["adjacency"])
     )
     checks = verify_statement(write_statement(run, tuning="none"), run, tmp_path / "people")
     assert [check for check in checks if check.status == "failed"] == []

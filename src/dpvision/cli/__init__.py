@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -80,6 +81,9 @@ docs/pitfalls.md for common mistakes."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, or 2 after printing an error message."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names print on terminals without UTF-8, too
+            stream.reconfigure(errors="backslashreplace")
     # Imports make a million objects, hardly one of them garbage. With the default of 10, Python
     # looks through all of them eight times before a command's work begins.
     gc.set_threshold(*gc.get_threshold()[:2], 100)
@@ -150,9 +154,14 @@ def one_line(text: str) -> str:
     text = " ".join(text.splitlines())
     if len(text) > _MOST_SHOWN:
         text = f"{text[: _MOST_SHOWN // 2]} [...] {text[-_MOST_SHOWN // 4 :]}"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:_MOST_SHOWN]
+    return printable(text)[:_MOST_SHOWN]
+
+
+def printable(text: str) -> str:
+    """Return a text, which may quote a file by somebody else, with escapes for what does not
+    print: control characters, marks of text direction, and bytes of a name that are no UTF-8.
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _denied(error: OSError) -> str:

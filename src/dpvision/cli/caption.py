@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dpvision.cli.each_image import Release, for_each, printable
+from dpvision.cli import printable
+from dpvision.cli.each_image import Release, for_each
 from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse
 from dpvision.cli.paths import check_captioner
 from dpvision.config.generation import GenerateSettings

@@ -108,8 +108,3 @@ def for_each(
     if unreadable:
         print((OPERATOR_ONLY if private else "") + unreadable_text(unreadable), file=sys.stderr)
     return Results(num_done, made, unreadable)
-
-
-def printable(name: str) -> str:
-    """Return a file's name as text, in which bytes that are no UTF-8 are escapes."""
-    return name.encode(errors="backslashreplace").decode()

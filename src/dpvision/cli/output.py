@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from dpvision.cli import printable
 from dpvision.environment import own_cores
 from dpvision.errors import OPERATOR_ONLY, ConfigError
 
@@ -128,13 +129,16 @@ def shown(value: Any) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Format a table as text, with the first column left-aligned and the others right-aligned."""
+    """Format a table as text, with the first column left-aligned and the others right-aligned.
+
+    Names are shown as they are: ``[bold]`` is no markup, and what does not print is escaped.
+    """
     made = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
-        made.add_row(*map(shown, row))
-    console = Console(width=120, no_color=True)
+        made.add_row(*(printable(shown(value)) for value in row))
+    console = Console(width=120, no_color=True, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(made)
     return capture.get().rstrip()

@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from dpvision.cli.each_image import Release, for_each, printable
+from dpvision.cli import printable
+from dpvision.cli.each_image import Release, for_each
 from dpvision.cli.output import FLAT, Images, Reading, RunPath, emit, parse
 from dpvision.cli.paths import check_run
 from dpvision.errors import OPERATOR_ONLY, DataError
@@ -180,7 +181,7 @@ def _print_line(one: "Prediction", classifier: "ImageClassifier") -> None:
         return
     of_class = dict(zip(classifier.class_names, one.probabilities, strict=True))
     said = ", ".join(f"{k} {of_class[k]:.3f}" for k in one.classes) or "no class"
-    print(f"{printable(one.name)}: {said}", flush=True)
+    print(printable(f"{one.name}: {said}"), flush=True)
 
 
 run = partial(parse, predict, "predict")

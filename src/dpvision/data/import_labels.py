@@ -48,6 +48,8 @@ _LOOKED_AT = 200
 _REMEDY = "Change it in the source, or choose another --label-from."
 _MOST = 2**31
 _NUMBER = re.compile(r"([+-]?[0-9]{1,18})(\.0*)?")
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line ends, marks that override the direction of text, and halves of pairs."""
 _MEANS_NOTHING = frozenset(["nan", "null", "n/a", "<na>"])
 """Texts that programs write for a missing cell; also possible names, so a declared list decides."""
 
@@ -132,6 +134,17 @@ def canonical(name: str) -> str:
     return name.strip() if name.isascii() else unicodedata.normalize("NFC", name.strip())
 
 
+def _class_name(name: str) -> str:
+    """``canonical`` of a name that the store will have: it is printed, and written to pages."""
+    if _UNPRINTABLE.search(name := canonical(name)):
+        raise DataError(
+            f"data import: class={name!r}; expected a name without line ends, control characters "
+            "and marks of text direction. Rename the class in the source, or in the file of "
+            "--classes."
+        )
+    return name
+
+
 def _number_in(text: str) -> int | None:
     """The whole number that a text spells, or None."""
     found = _NUMBER.fullmatch(text.strip())
@@ -158,7 +171,7 @@ class _Declared:
     def __init__(self, classes: Sequence[str] | Mapping[str, str]) -> None:
         spelled, labels = list(classes), isinstance(classes, Mapping)
         names = classes.values() if isinstance(classes, Mapping) else classes
-        self.names = list(map(canonical, names))
+        self.names = list(map(_class_name, names))
         self._place = {canonical(label): k for k, label in enumerate(spelled)}
         numbers = [_number_in(label) for label in spelled]
         self._place_of_number = {
@@ -231,7 +244,7 @@ class ImportedLabels:
                 "name contains. Use '|'."
             )
         self.field, self._separator = rule.label_from or "label", separator
-        self._names = None if names is None else [canonical(name) for name in names]
+        self._names = None if names is None else [_class_name(name) for name in names]
         self._private, self.may_be_unlabelled = private, rule.unknown_classes == "unlabelled"
         """bool: whether records of undeclared classes are kept without a label."""
         assert not isinstance(rule.classes, str | Path), "read above"
@@ -380,7 +393,7 @@ class ImportedLabels:
                 f"one reading: {text!r} may be a class, or no label. Leave the field empty, or "
                 "declare the class with --classes.",
             )
-        return self._classes.setdefault(text, len(self._classes))
+        return self._classes.setdefault(_class_name(text), len(self._classes))
 
     def _check_spelling(self, key: str, one: Any, number: int, value: Any) -> None:
         """Refuse two spellings of one number that may be two classes, as 2 and 02."""

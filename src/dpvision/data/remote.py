@@ -22,7 +22,6 @@ from dpvision.data.folders import is_image
 from dpvision.data.img2dataset import rows_only, stats_of
 from dpvision.data.parquet_files import Layout, parquet_layout
 from dpvision.data.sample import Sample, SourcePart
-from dpvision.data.tarindex import check_ended
 from dpvision.errors import DataError
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
@@ -106,8 +105,6 @@ class RemoteFile:
                     f"source: {self.url}: {found:,} bytes came; expected {wanted:,}. Run the same "
                     "command again."
                 )
-            if not wanted and path.suffix == ".tar":  # parquet files have their end mark read
-                check_ended(path)
             yield path
         except DataError as error:
             raise DataError(str(error).replace(str(path), self.url)) from error

@@ -40,8 +40,8 @@ def scan(path: Path) -> list[Member]:
     Links have the bytes of their files; folders and devices are skipped.
 
     Raises:
-        DataError: the file cannot be read, is not an uncompressed tar, ends inside a member, or
-            goes on after its end.
+        DataError: the file cannot be read, is not an uncompressed tar, ends before its end mark, or
+            goes on after it.
     """
     try:
         fd = os.open(path, os.O_RDONLY)
@@ -54,13 +54,6 @@ def scan(path: Path) -> list[Member]:
             f"tar: {path}: {error.strerror}; expected a readable tar file. Check the path and "
             "its permissions."
         ) from None
-
-
-def check_ended(path: Path) -> None:
-    """Raise DataError for a tar without its end mark: another end may be that of a connection."""
-    with path.open("rb") as file:
-        for _ in _members(file.fileno(), os.fstat(file.fileno()).st_size, path, marked=True):
-            pass
 
 
 class _Link(NamedTuple):
@@ -107,7 +100,7 @@ def member_size(header: bytes) -> int:
     return size
 
 
-def _members(fd: int, end: int, path: Path, *, marked: bool = False) -> Iterator[Member | _Link]:
+def _members(fd: int, end: int, path: Path) -> Iterator[Member | _Link]:
     if not end:
         raise DataError(
             f"tar: {path}: an empty file; expected a tar. A download that failed leaves one: fetch "
@@ -180,12 +173,16 @@ def _members(fd: int, end: int, path: Path, *, marked: bool = False) -> Iterator
             f"tar: {path}: ends inside a member, at byte {end}; expected a whole file. Copy it "
             "again or remove it."
         )
-    if marked:
+    if position < end:
         raise DataError(
-            f"tar: {path}: ends at byte {end} without the zeros at a tar's end, and its size was "
-            "not stated; expected a whole tar. The connection may have broken: run the same "
-            "command again. If this comes again, copy the file to a disk and import it there."
+            f"tar: {path}: ends inside a header, at byte {end}; expected a whole file. Copy it "
+            "again (from a URL: run the same command again) or remove it."
         )
+    raise DataError(
+        f"tar: {path}: ends at byte {end} without its end mark, blocks of zeros; expected a whole "
+        "tar: members may be lost. Copy it again (from a URL: run the same command again). If it "
+        "is whole, and its writer leaves the mark out: head -c 1024 /dev/zero >> FILE."
+    )
 
 
 def _check_tail(fd: int, position: int, end: int, path: Path) -> None:

@@ -2,6 +2,7 @@
 statement: no figure is computed or rounded here.
 """
 
+import re
 from typing import Any
 
 from dpvision.data.transform import ENLARGEMENT, LibraryData
@@ -127,7 +128,7 @@ def _classes(product: Product) -> str:
     above = (
         [""] * len(names) if thresholds_K is None else [f", above {t:.6g}" for t in thresholds_K]
     )
-    text = "\n".join(f"{k}. {name}{above[k]}" for k, name in enumerate(names[:_SHOWN]))
+    text = "\n".join(f"{k}. {_code(name)}{above[k]}" for k, name in enumerate(names[:_SHOWN]))
     more = f"\n\nand {len(names) - _SHOWN:,} more." if len(names) > _SHOWN else ""
     over = "" if product.temperature == 1 else f" divided by {product.temperature:.6g}"
     rule = "" if thresholds_K is None else "; a class is predicted above its threshold"
@@ -135,3 +136,9 @@ def _classes(product: Product) -> str:
         "## Classes\n\nIn the order of the scores. Probabilities are the "
         f"{product.loss} of the scores{over}{rule}:\n\n{text}{more}"
     )
+
+
+def _code(name: str) -> str:
+    """A name as code of Markdown, in which nothing else is markup."""
+    ticks = "`" * (1 + max(map(len, re.findall("`+", name)), default=0))
+    return f"{ticks} {name} {ticks}" if "`" in name else f"`{name}`"

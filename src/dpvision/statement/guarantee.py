@@ -73,8 +73,8 @@ def headline(guarantee: dict[str, Any] | None, drawn: str, kept: list[dict[str, 
         return f"Differential privacy {said}."
     comma = "" if guarantee["unit_epsilon"] is None else ","
     return (
-        f"Differential privacy {said}{comma} of this run's private store; and, from earlier training "
-        f"behind its weights, {history_phrases.kept(kept)}."
+        f"Differential privacy {said}{comma} of this run's private store; and, from earlier "
+        f"training behind its weights, {history_phrases.kept(kept)}."
     )
 
 

@@ -116,7 +116,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print one line for the operator."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False)
 
     def step(self, step: int, metrics: StepMetrics) -> None:
         """Record one finished step."""
