@@ -210,10 +210,9 @@ class Counting(nn.Module):
         return out
 
 
-def test_buffers_are_as_before_where_a_gradient_is_not_finite():
-    """A record of NaN ends a backward pass early; what it left in a buffer would stay in the model,
-    which the checks do not copy if it is in float64.
-    """
+def test_a_forward_pass_that_changes_a_buffer_is_refused_and_leaves_it_as_it_was():
+    """A private run discards the change; the checks do not copy a model that is in float64."""
     model = net(Counting()).double()
-    check_separable(class_losses, model, make_batch(4), KEY)
+    with pytest.raises(PrivacyError, match="changes the buffer '1.seen'"):
+        check_separable(class_losses, model, make_batch(4), KEY)
     assert model[1].seen == 0
