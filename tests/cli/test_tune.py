@@ -143,6 +143,22 @@ def test_the_price_printed_beforehand_is_what_the_ledgers_say(
     } == result["best"]["settings"]
 
 
+def test_scores_have_intervals_and_chance_is_named(
+    mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = tune_argv(mine, "charged", "--test", str(public.path), *SPACE, trials=1)
+    assert main(argv) == 0
+    capsys.readouterr()
+    file = tmp_path / "runs" / "study" / "trial-000" / "scores.json"
+    score, *_ = json.loads(file.read_text())
+    for low, at_chance in ((score["chance"], True), (score["chance"] + 1e-6, False)):
+        file.write_text(json.dumps([score | {"low": low, "high": 0.987}]))
+        assert main([*argv, "--resume"]) == 0
+        out = capsys.readouterr().out
+        assert f"{low:.3g} to 0.987" in out and f"chance {score['chance']:.3g}." in out
+        assert ("The best trial is at chance" in out) == at_chance
+
+
 def _scores(root: Path) -> dict[str, float]:
     return {
         path.parent.name: json.loads(path.read_text())[0]["value"]

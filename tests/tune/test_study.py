@@ -12,6 +12,33 @@ from dpvision.recipes import RECIPES
 from dpvision.tune import Question, plan_study, search
 
 
+@pytest.mark.parametrize(("trials", "space", "different"), [(3, 3, 3), (8, 30, 8), (12, 10, 10)])
+def test_no_combination_is_drawn_again_before_all_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: int, space: int, different: int
+) -> None:
+    pytest.importorskip("optuna")
+    stores = [
+        write_scenes(tmp_path / f"s{first}", 20, 32, first=first, label="colour", public=True)
+        for first in (0, 1000)
+    ]
+    settings = {
+        "data.store": str(stores[0].path),
+        "model.encoder.spec": "pixels",
+        "model.num_classes": 10,
+        "privacy.dataset_size": 20,
+        "privacy.steps": 2,
+        "epsilon": 8,
+    }
+    config = resolve(RECIPES["transfer.many_steps"](), settings)
+    rates = ",".join(map(str, range(1, space + 1)))
+    asked = Question("public", (f"optim.learning_rate={rates}",), trials, test=stores[1].path)
+    study = plan_study(asked, config, tmp_path / "runs" / "a")
+    monkeypatch.setattr("dpvision.tune.trials._run_trial", lambda study, number, *_, **__: number)
+    found = search(study).trials
+    assert len(found) == trials
+    assert len({trial.settings["optim.learning_rate"] for trial in found}) == different
+
+
 @pytest.mark.slow
 def test_a_public_study_is_planned_and_searched_without_printing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

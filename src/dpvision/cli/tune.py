@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -31,6 +31,9 @@ from dpvision.runs.folder import STOPPED
 from dpvision.runs.spent import charge_words
 from dpvision.tune import Found, Question, Study, Trial, plan_study, search
 from dpvision.tune.study import charged_event, plan_of, run_ids, trial_folder
+
+if TYPE_CHECKING:
+    from dpvision.eval.score import Score
 
 _DOC = """Choose settings of a recipe by trials. Trials on private images cost privacy: a table of
 what each way costs is printed first.
@@ -189,8 +192,13 @@ def _finish(args: TuneArgs, asked: Mapping[str, Any], study: Study, found: Found
     ]
     for trial in found.trials:
         settings = "  ".join(f"{name}={shown(value)}" for name, value in trial.settings.items())
-        score = "failed" if trial.score is None else f"{trial.score:.5g}"
-        lines.append(f"  trial {trial.number:3d}  {score:>9}  {settings}")
+        score, kept = "failed" if trial.score is None else f"{trial.score:.5g}", _kept(study, trial)
+        interval = "" if kept is None else f"{kept.low:.3g} to {kept.high:.3g}"
+        lines.append(f"  trial {trial.number:3d}  {score:>9}  {interval:<14}  {settings}")
+    if best is not None and (kept := _kept(study, best)) is not None:
+        lines.append(f"  95% intervals; chance {kept.chance:.3g}.")
+        if kept.low <= kept.chance:
+            lines.append("The best trial is at chance: the order of the trials says nothing.")
     commands = [] if best is None else _commands(args, asked, study, best)
     if commands:
         lines += ["To use the best:", *(f"  {command}" for command in commands)]
@@ -215,6 +223,17 @@ def _finish(args: TuneArgs, asked: Mapping[str, Any], study: Study, found: Found
         }
         result["commands"] = commands
     emit(result, args.json, text)
+
+
+def _kept(study: Study, trial: Trial) -> "Score | None":
+    """Return a trial's score with its interval; None if it failed, is a loss, or is not there."""
+    from dpvision.eval.score import Score, is_of_the_run
+    from dpvision.eval.score_file import read_scores
+
+    folder = trial_folder(study.root, trial.number)
+    files = (folder / "scores.json", folder / "confidential" / "scores.json")
+    found = [Score.from_dict(one) for file in files for one in read_scores(file)]
+    return next((s for s in found if is_of_the_run(s.name) and s.value == trial.score), None)
 
 
 def _charged(study: Study, found: Found) -> tuple[str, dict[str, Any]]:

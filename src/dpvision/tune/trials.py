@@ -4,10 +4,13 @@ The journal on disk has each trial before its run is made, and the run's id befo
 so that a crash loses no count.
 """
 
+import itertools
 import json
 import math
+import random
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +31,11 @@ from dpvision.tune.study import (
     study_folder,
     trial_folder,
 )
+
+_SMALL = 100
+"""Combinations of lists, up to which none is drawn again before all were."""
+_RANDOM_TRIALS = 10
+"""Optuna's default: TPE learns from these."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ def _search(
 ) -> tuple[list[Trial], PrivacyError | None]:
     """Return the finished trials, and what ended the search before the last one."""
     import optuna
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.samplers import PartialFixedSampler
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
     from optuna.trial import TrialState
@@ -114,7 +124,9 @@ def _search(
         direction="maximize" if study.maximize else "minimize",
         load_if_exists=True,
     )
-    found.sampler = optuna.samplers.TPESampler(seed=study.config.seed + len(found.trials))
+    tpe = optuna.samplers.TPESampler(
+        n_startup_trials=_RANDOM_TRIALS, seed=study.config.seed + len(found.trials)
+    )
     distributions = _distributions(study.space)
 
     runs = [path.name for path in study.root.iterdir() if re.fullmatch(r"trial-[0-9]+", path.name)]
@@ -171,6 +183,9 @@ def _search(
                 "",
             )
             break
+        untried = _untried(study, [one.params for one in found.trials])
+        with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
+            found.sampler = PartialFixedSampler(untried, tpe)
         asked = found.ask(distributions)
         refused = finish(asked.number, asked.params)
     finished = found.get_trials(states=(TrialState.COMPLETE, TrialState.FAIL))
@@ -179,6 +194,26 @@ def _search(
         for one in finished
     }
     return [Trial(one.number, one.params, one.value, ids[one.number]) for one in finished], refused
+
+
+def _untried(study: Study, begun: Sequence[Settings]) -> dict[str, Any]:
+    """Draw a combination that no trial had, from a small space of lists. Empty, so that the sampler
+    chooses, where there is none, and after the random trials if --trials do not reach them all.
+    """
+    lists = [values for values in study.space.values() if not isinstance(values, Range)]
+    count = math.prod(map(len, lists))
+    if len(lists) < len(study.space) or count > _SMALL:
+        return {}
+    if len(begun) >= _RANDOM_TRIALS and count > study.asked.trials:
+        return {}
+
+    def read(settings: Settings) -> str:
+        return repr(sorted(read_of(study.config, settings).items()))
+
+    tried = set(map(read, begun))
+    every = [dict(zip(study.space, one, strict=True)) for one in itertools.product(*lists)]
+    left = [one for one in every if read(one) not in tried]
+    return random.Random(study.config.seed + len(begun)).choice(left) if left else {}
 
 
 def trial_config(study: Study, settings: Settings) -> RunConfig:
