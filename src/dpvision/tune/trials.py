@@ -196,7 +196,7 @@ def _search(
     return [Trial(one.number, one.params, one.value, ids[one.number]) for one in finished], refused
 
 
-def _untried(study: Study, begun: Sequence[Settings]) -> Settings:
+def _untried(study: Study, begun: Sequence[Settings]) -> dict[str, Any]:
     """Draw a combination that no trial had, from a small space of lists. Empty, so that the sampler
     chooses, where there is none, and after the random trials if --trials do not reach them all.
     """
