@@ -213,6 +213,6 @@ class Counting(nn.Module):
 def test_a_forward_pass_that_changes_a_buffer_is_refused_and_leaves_it_as_it_was():
     """A private run discards the change; the checks do not copy a model that is in float64."""
     model = net(Counting()).double()
-    with pytest.raises(PrivacyError, match="changes the buffer '1.seen'"):
+    with pytest.raises(PrivacyError, match=r"changes the buffer '1\.seen'"):
         check_separable(class_losses, model, make_batch(4), KEY)
     assert model[1].seen == 0
