@@ -241,6 +241,22 @@ def test_the_released_run_folder_is_all_that_verify_needs_and_less_is_named(
     assert "folder but confidential/. Ask whoever released" in said and "--resume" not in said
 
 
+def test_an_export_is_not_taken_for_a_run_that_was_altered(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """verify sent its receiver to a check that ended with "do not rely on this statement"."""
+    folder = tmp_path / "exported"
+    main(["export", str(finished / "run"), str(folder), "--to", "safetensors"])
+    with pytest.raises(SystemExit):
+        main(["verify", str(folder)])
+    statement = str(folder / "statement.json")
+    assert f"Use dpvision verify {statement}" in (said := capsys.readouterr().err)
+    assert "--run" not in said
+    assert main(["verify", statement, "--run", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "Nothing failed" in said and "an export: its statement has the hashes" in said
+
+
 def test_altered_weights_a_broken_chain_and_a_missing_run_fail(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -310,6 +326,7 @@ def test_another_run_on_the_store_is_said(finished: Path, tmp_path: Path) -> Non
         "failed" not in {check.status for check in checks.values()}
         and checks["written again"].status == "ok"
     )
+    assert "the same but for history.other_runs, which" in checks["written again"].detail
 
 
 OTHER_RUNS_ALTERED: dict[str, Callable[[dict[str, Any]], object]] = {

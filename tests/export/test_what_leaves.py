@@ -228,6 +228,7 @@ def test_the_model_card_is_read_by_the_hub_and_repeats_the_statement(
     for sentence in (
         statement["headline"],
         *statement["in_words"],
+        statement["history"]["other_runs"]["text"],
         statement["scope"]["trust_model"],
         *statement["scope"]["not_covered"],
         *(entry["text"] for entry in statement["history"]["lineage"]),

@@ -74,9 +74,11 @@ def _of_folder(folder: Path) -> str:
 
     file, run = quote(str(folder / "statement.json")), quote(str(folder))
     if (folder / "statement.json").exists():
+        base = run_base(folder)
+        of_run = f" --run {run}" if base is not None and (base / "run.json").exists() else ""
         return (
-            f"verify: {folder}: a folder; expected a statement.json. Use dpvision verify {file} "
-            f"--run {run}"
+            f"verify: {folder}: a folder; expected a statement.json. Use dpvision verify {file}"
+            f"{of_run}"
         )
     if run_base(folder) is not None:
         return (

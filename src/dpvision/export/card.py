@@ -81,6 +81,11 @@ def _privacy(statement: dict[str, Any] | None) -> str:
             f"Trust model: {statement['scope']['trust_model']}",
             f"Unit: {statement['scope']['unit']['text']}",
             *([f"### Not covered\n\n{listed}"] if listed else []),
+            *(
+                [f"### Other runs on the store\n\n{statement['history']['other_runs']['text']}"]
+                if statement["guaranteed"]
+                else []
+            ),
             f"### Lineage\n\n{lineage}",
             "[statement.json](statement.json) has every figure. `dpvision verify` checks it in "
             "the run's folder.",

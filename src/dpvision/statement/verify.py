@@ -146,6 +146,9 @@ def _run(
     None where they cannot be read.
     """
     base = run_base(root)
+    if not (root / "run.json").exists() and (root / "README.md").exists():
+        why = "an export: its statement has the hashes of the run's files, not of these"
+        return None, None, [not_checked("run", f"{root}: {why}. A signature of the folder has")]
     if base is None or not (base / "run.json").exists():
         remedy = "Ask whoever released the statement for it, or omit --run"
         why = f"{root}: no config.json or no run.json; expected all of the run's folder but "
@@ -515,14 +518,17 @@ def check_every_word(statement: dict[str, Any], root: Path, store_dir: Path | No
     )
     if store_dir is None and statement["history"]["other_runs"]["known"]:
         left_out += ("history.other_runs", "history.ledger")
-    other = [where for where in differences(statement, again) if not where.startswith(left_out)]
+    changed = differences(statement, again)
+    other = [where for where in changed if not where.startswith(left_out)]
     if other:
         return failed(
             name,
             "not as written from these files: "
             f"{', '.join(other[:5])}{', ...' if len(other) > 5 else ''}",
         )
-    return ok(name, "the statement that this dpvision writes from these files is the same")
+    more = [part for part in left_out if any(where.startswith(part) for where in changed)]
+    but = f" but for {', '.join(more)}, which have checks of their own" if more else ""
+    return ok(name, f"the statement that this dpvision writes from these files is the same{but}")
 
 
 def check_store(
