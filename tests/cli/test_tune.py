@@ -98,6 +98,8 @@ def test_the_price_printed_beforehand_is_what_the_ledgers_say(
     mine: Store, public: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = tune_argv(mine, "charged", "--test", str(public.path), *SPACE)
+    assert main([*argv, "--dry-run"]) == 0
+    assert f"dpvision ledger {mine.path} --set-cap EPSILON" in capsys.readouterr().out
     assert main([*argv, "--dry-run", "--json"]) == 0
     asked = json.loads(capsys.readouterr().out)["prices"]["charged"]
     assert not (tmp_path / "runs").exists() and runs_of(mine) == [] and asked["fits"] == 3

@@ -110,7 +110,11 @@ def tune(args: TuneArgs, config: RunConfig, asked: Mapping[str, Any]) -> None:
     if args.how == "charged":
         runs, ids = max(1, study.price.fits), run_ids(root)
         charge, charged = charge_words(study.store, study.plan, runs=runs, chosen=True, besides=ids)
-        text += f"\n{charged}"
+        text += (
+            f"\n{charged}\nStatements cover the choice by a cap set before the first run only: "
+            f"dpvision ledger {study.store.path} --set-cap EPSILON --cap-delta DELTA, with that "
+            "total."
+        )
     elif selects:
         charge, charged = charge_words(study.store, plan_of(study.config))
         text += f"\n{charged}" if args.dry_run else ""
