@@ -50,7 +50,7 @@ from dpvision.dp.clip import (
 from dpvision.dp.noise import DPGradient, privatize
 from dpvision.dp.reference_bits import forget_admitted
 from dpvision.dp.route import trained
-from dpvision.dp.separable import random_records, require_separable
+from dpvision.dp.separable import MAX_RECORDS, random_records, require_separable
 from dpvision.errors import OPERATOR_ONLY, ConfigError, DataError, PrivacyError
 from dpvision.files import write_json
 from dpvision.privacy.accountant import PrivacySpent
@@ -269,9 +269,12 @@ class PrivateLoop:
 
     @torch.no_grad()
     def _takes(self, batch: Batch, row: int, key: StepKey) -> bool:
-        """Whether the loss of a record alone raises nothing."""
+        """Whether the loss of a record alone raises nothing: in as many copies as the checks had
+        records, since a loss may want more than one.
+        """
+        rows = torch.full((MAX_RECORDS,), row, device=batch.record_id_B.device)
         try:
-            self._loss_fn(self.model, take(batch, slice(row, row + 1)), key)
+            self._loss_fn(self.model, take(batch, rows), key)
         except Exception:  # whatever a loss raises
             return False
         return True
