@@ -455,6 +455,14 @@ def penalised(model: nn.Module, batch: Any) -> Tensor:
     return loss(model, (x.detach() + 0.1 * g.sign(), batch[1]))
 
 
+def adversarial(model: nn.Module, batch: Any) -> Tensor:
+    with torch.enable_grad():
+        x = batch[0].clone().requires_grad_()
+        loss(model, (x, batch[1])).sum().backward()
+    assert x.grad is not None
+    return loss(model, (x.detach() + 0.1 * x.grad.sign(), batch[1]))
+
+
 def pruned() -> nn.Module:
     model = net()
     prune.l1_unstructured(model[0], "weight", 0.5)
@@ -513,6 +521,7 @@ def centred(model: nn.Module, batch: Any) -> Tensor:
         ({"model": nn.Sequential(nn.Linear(WIDTH, 3), nn.Dropout())}, "global random state"),
         ({"loss": lambda m, b: loss(m, b) / len(b[0])}, "depends on the number of records"),
         ({"loss": penalised}, "takes a gradient itself"),
+        ({"loss": adversarial}, "takes a gradient itself"),
         ({"model": nn.Sequential(spectral_norm(nn.Linear(WIDTH, 3)))}, "changes the buffer"),
         ({"model": pruned()}, "the model cannot be copied"),
         ({"model": net().bfloat16()}, "expected all float32 or all float64"),
