@@ -378,6 +378,10 @@ def test_settings_of_other_number_types_are_the_same_plan(open_loop: Open) -> No
         next(iter(loop)).backward()
     with open_loop(config=CONFIG, run="a", resume=True) as loop:
         assert loop.plan == make_plan(CONFIG) and len(loop) == 3
+    with open_loop(config=replace(CONFIG, max_grad_norm=1), run="b") as loop:
+        next(iter(loop)).backward()
+    with open_loop(config=replace(CONFIG, max_grad_norm=1.0), run="b", resume=True) as loop:
+        assert len(loop) == 3
 
 
 @pytest.mark.parametrize(

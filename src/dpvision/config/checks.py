@@ -25,9 +25,9 @@ def check_choices(config: Any) -> None:
 
 
 def convert_numbers(config: Any) -> None:
-    """Make numbers of other types (of NumPy, 1 for 1.0, 5e4 for 50000) those of a frozen
-    dataclass's annotations, so that two notations of a setting are one setting in a file; refuse
-    what is no such number.
+    """Make numbers of other types (of NumPy, 5e4 for 50000) those of a frozen dataclass's
+    annotations, as a file has them; a whole number may stay where any will do. Refuse what is no
+    such number.
     """
     kind: Any = type(config)
     for name, wanted in _numbers(kind).items():
@@ -39,7 +39,8 @@ def convert_numbers(config: Any) -> None:
             fits = isinstance(value, numbers.Integral) or float(value).is_integer()
         rule = "a whole number" if wanted is int else "a number"
         require(fits, kind.__name__, name, value, rule, "Give one, without quotes.")
-        object.__setattr__(config, name, wanted(value))
+        if type(value) is not int:
+            object.__setattr__(config, name, wanted(value))
 
 
 @functools.cache

@@ -91,7 +91,10 @@ def draft_plan(cfg: PrivacyConfig, selection: Selection | None = None) -> DPPlan
     plan = DPPlan(
         guarantee=cfg.guarantee,
         sampler=LAWS[cfg.sampling](cfg.unit, float(cfg.expected_batch_size), cfg.max_batch_size),
-        noise=IndependentGaussian(float(cfg.noise_multiplier or 0.0), cfg.max_grad_norm),
+        noise=IndependentGaussian(
+            float(cfg.noise_multiplier or 0.0),
+            None if cfg.max_grad_norm is None else float(cfg.max_grad_norm),
+        ),
         steps=cfg.num_steps if selection is None else 1,
         delta=default_delta(cfg.unit.population) if cfg.delta is None else cfg.delta,
         value_discretization_interval=None,
