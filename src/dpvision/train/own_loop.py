@@ -256,7 +256,8 @@ class PrivateLoop:
                 raise
             taken_B = torch.tensor([self._takes(batch, i, key) for i in range(len(batch.valid_B))])
             wrong = (host.valid_B & ~taken_B).nonzero()[:, 0]
-            if not len(wrong) or not taken_B.any():
+            # Where all raise, a record that nobody holds tells whether the loss itself fails.
+            if not len(wrong) or not (taken_B.any() or self._takes(self._stand_in(batch), 0, key)):
                 raise
             first = int(host.record_id_B[wrong[0]])
             self._tell_operator(
@@ -266,6 +267,10 @@ class PrivateLoop:
         batch = batch._replace(valid_B=send(valid_B, batch.valid_B.device))
         host = HostRows(host.record_id_B, valid_B)
         return clipped_sum(self._loss_fn, self.model, batch, key, host=host, **settings)
+
+    def _stand_in(self, batch: Batch) -> Batch:
+        device = batch.record_id_B.device
+        return mapped(random_records(batch, 1), lambda value: send(value, device))
 
     @torch.no_grad()
     def _takes(self, batch: Batch, row: int, key: StepKey) -> bool:
