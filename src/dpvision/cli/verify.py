@@ -74,8 +74,8 @@ def _of_folder(folder: Path) -> str:
 
     file, run = quote(str(folder / "statement.json")), quote(str(folder))
     if (folder / "statement.json").exists():
-        base = run_base(folder)
-        of_run = f" --run {run}" if base is not None and (base / "run.json").exists() else ""
+        exported = (folder / "README.md").exists() and not (folder / "run.json").exists()
+        of_run = "" if exported else f" --run {run}"
         return (
             f"verify: {folder}: a folder; expected a statement.json. Use dpvision verify {file}"
             f"{of_run}"
