@@ -71,11 +71,11 @@ def verify(
 def _of_folder(folder: Path) -> str:
     """Return the error for a folder in place of a statement."""
     from dpvision.runs.folder import run_base
+    from dpvision.statement.verify import is_export
 
     file, run = quote(str(folder / "statement.json")), quote(str(folder))
     if (folder / "statement.json").exists():
-        exported = (folder / "README.md").exists() and not (folder / "run.json").exists()
-        of_run = "" if exported else f" --run {run}"
+        of_run = "" if is_export(folder) else f" --run {run}"
         return (
             f"verify: {folder}: a folder; expected a statement.json. Use dpvision verify {file}"
             f"{of_run}"

@@ -139,6 +139,11 @@ def _read(path: Path, public_key: Path | None) -> tuple[Any, list[Check]]:
     return statement, []
 
 
+def is_export(folder: Path) -> bool:
+    """Return whether a folder is an export, which has a model card, and not a run."""
+    return (folder / "README.md").exists() and not (folder / "run.json").exists()
+
+
 def _run(
     statement: dict[str, Any], root: Path
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None, list[Check]]:
@@ -146,7 +151,7 @@ def _run(
     None where they cannot be read.
     """
     base = run_base(root)
-    if not (root / "run.json").exists() and (root / "README.md").exists():
+    if is_export(root):
         why = "an export: its statement has the hashes of the run's files, not of these"
         return None, None, [not_checked("run", f"{root}: {why}. A signature of the folder has")]
     if base is None or not (base / "run.json").exists():

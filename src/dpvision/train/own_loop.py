@@ -256,7 +256,7 @@ class PrivateLoop:
                 raise
             taken_B = torch.tensor([self._takes(batch, i, key) for i in range(len(batch.valid_B))])
             wrong = (host.valid_B & ~taken_B).nonzero()[:, 0]
-            # Where all raise, a record that nobody holds tells whether the loss itself fails.
+            # Where all raise, a record of random numbers shows whether the loss itself fails.
             if not len(wrong) or not (taken_B.any() or self._takes(self._stand_in(batch), 0, key)):
                 raise
             first = int(host.record_id_B[wrong[0]])
